@@ -1,0 +1,11 @@
+"""What can go wrong in a way that the user can mend, and the exit codes that say how a run ended."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_REQUEUE = 75
+EXIT_HANG = 76
+
+
+class BadInputError(Exception):
+    """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2."""
