@@ -1,0 +1,100 @@
+"""The command line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import EXIT_BAD_INPUT, BadInputError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code (see `trainer.errors`)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except BadInputError as error:
+        print(f"trainer: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:  # `trainer recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise SystemExit(self._one_line(message))
+
+    def _one_line(self, message: str) -> int:
+        print(f"trainer: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="trainer", description="Trains PyTorch models: fast, exact, explained.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train a recipe", allow_abbrev=False)
+    train.add_argument(
+        "recipe", metavar="RECIPE", help="name of a recipe (trainer recipes) or path of a YAML file"
+    )
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    train.add_argument(
+        "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
+    )
+    train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
+    train.add_argument(
+        "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
+    )
+    train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
+    train.set_defaults(run=_train)
+
+    recipes = commands.add_parser("recipes", help="list the recipes", allow_abbrev=False)
+    recipes.set_defaults(run=_recipes)
+
+    bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
+    benches = bench.add_subparsers(required=True, metavar="BENCH", parser_class=_Parser)
+    overhead = benches.add_parser(
+        "overhead", help="host time per step over a hand-written loop", allow_abbrev=False
+    )
+    overhead.add_argument(
+        "--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)"
+    )
+    overhead.add_argument(
+        "--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)"
+    )
+    overhead.add_argument(
+        "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
+    )
+    overhead.set_defaults(run=_bench_overhead)
+    return parser
+
+
+# Commands import what they need when they run: torch alone takes two seconds.
+
+
+def _train(options: argparse.Namespace) -> int:
+    from trainer.start import start
+
+    return start(options)
+
+
+def _recipes(_: argparse.Namespace) -> int:
+    from trainer.config import read_recipe, recipe_names
+
+    for name in recipe_names():
+        print(f"{name:<20} {read_recipe(name).get('about', '')}")
+    return 0
+
+
+def _bench_overhead(options: argparse.Namespace) -> int:
+    from trainer.bench.overhead import bench_overhead
+
+    return bench_overhead(options.rounds, options.steps, options.target)

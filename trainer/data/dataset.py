@@ -1,0 +1,74 @@
+"""What a data set is, and the two kinds the trainer carries with it: arrays in memory."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.keyed_rng import Float32, Ints
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+UNITS = "units"
+
+
+class Field(NamedTuple):
+    """Shape and dtype of one sample's part of a batch."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+
+class Dataset(Protocol):
+    """Samples that can be read at random.
+
+    Attributes:
+        fields: What a sample consists of. A field named "units" (int64, shape ()) says how many units
+            the loss of the sample is a sum over, where that differs between samples (valid tokens).
+        units: Units of a sample, or their upper bound where there is a "units" field.
+        uniforms: Random numbers that `read` wants for each sample in training.
+        arrays: The whole data set, (samples, *shape) for each field, where it is held in memory; it may
+            then live on the device.
+    """
+
+    fields: Mapping[str, Field]
+    units: int
+    uniforms: int
+    arrays: Arrays | None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        """Writes samples into a batch, all at once.
+
+        Args:
+            samples: int64 (micro_batch,).
+            random: float32 (micro_batch, at least `uniforms`) in [0, 1), keyed by sample and epoch;
+                None in evaluation.
+            out: For each field an array (micro_batch, *shape) to be filled.
+        """
+        ...
+
+
+class ArrayDataset:
+    """A data set that is held in memory."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        """Takes over arrays of shape (samples, *shape), without a copy."""
+        self.arrays: Arrays | None = arrays
+        self._arrays = arrays
+        self.uniforms = 0
+        self.units = int(arrays[UNITS].max()) if UNITS in arrays else 1
+        self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self._arrays.values())))
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:  # noqa: ARG002
+        """Copies rows; see `Dataset.read`."""
+        for name, array in self._arrays.items():
+            np.take(array, samples, axis=0, out=out[name], mode="clip")

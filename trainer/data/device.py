@@ -1,0 +1,56 @@
+"""Batches cross to the GPU on a side stream, one ahead of the computation."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+
+def copied_ahead(
+    slots: Iterator[tuple[torch.Tensor, int]], device: torch.device, staged: bool
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Copies slots to a CUDA device while the batch before is being computed.
+
+    Before the next slot is asked for, the copy of the last but one has completed: from then on its slot
+    may be written again (`RingLoader` keeps two slots for this). That wait is on a copy that was started
+    two batches ago, and nearly always over.
+
+    Args:
+        slots: uint8 host tensors (slot_bytes,) and the units of the batch in it.
+        device: A CUDA device.
+        staged: True where the slots are not page-locked: they pass through two page-locked buffers.
+
+    Yields:
+        The slot on the device, safe to use on the current stream, and its units.
+    """
+    side = torch.cuda.Stream(device)
+    under_way: deque[torch.cuda.Event] = deque()
+    buffers: list[torch.Tensor] = []
+    ready: tuple[torch.Tensor, int, torch.cuda.Event] | None = None
+    while True:
+        while len(under_way) > 1:
+            under_way.popleft().synchronize()
+        source = next(slots, None)
+        ahead = None
+        if source is not None:
+            slot, units = source
+            if staged:
+                buffers.append(
+                    buffers.pop(0) if len(buffers) > 1 else torch.empty_like(slot, pin_memory=True)
+                )
+                slot = buffers[-1].copy_(slot)
+            with torch.cuda.stream(side):
+                copy = slot.to(device, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(side)
+            under_way.append(done)
+            ahead = (copy, units, done)
+        if ready is not None:
+            copy, units, done = ready
+            current = torch.cuda.current_stream(device)
+            current.wait_event(done)
+            copy.record_stream(current)
+            yield copy, units
+        if ahead is None:
+            return
+        ready = ahead

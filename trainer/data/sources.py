@@ -1,0 +1,124 @@
+"""Data sets by name: embedded digits, synthetic images, and a folder of images by class."""
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.folder import FolderDataset
+from trainer.data.loader import LoaderConfig
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Purpose, key
+
+IMAGE = "image"
+LABEL = "label"
+
+
+class DataConfig(LoaderConfig):
+    """What is trained on, in batches of which size."""
+
+    name: Literal["digits", "synthetic", "folder"] = Field(
+        "digits",
+        description="digits (embedded), synthetic (no data needed) or folder (train/ and val/ by class)",
+    )
+    path: Path | None = Field(None, description="where the data lies (folder)")
+    global_batch: int = Field(64, ge=1, description="samples per optimiser step, over all ranks")
+    micro_batch: int = Field(
+        64, ge=1, description="samples per forward pass on one rank; part of the arithmetic"
+    )
+    evaluation_batch: int = Field(
+        256, ge=1, description="samples per forward pass in evaluation, on one rank"
+    )
+    image_size: int = Field(224, ge=8, description="height and width in pixels (synthetic, folder)")
+    classes: int = Field(1000, ge=2, description="number of classes (synthetic)")
+    samples: int = Field(1024, ge=1, description="number of training images (synthetic)")
+    augment: Literal["none", "flip", "affine"] = Field(
+        "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
+    )
+
+
+class ImageData(NamedTuple):
+    """Images for training and evaluation, and what the model must know of them.
+
+    Attributes:
+        train: Data set with the fields image, uint8 (channels, height, width), and label, int64 ().
+        evaluation: The same for evaluation.
+        classes: Names of the classes.
+        channels: Number of channels.
+        mean: Mean of each channel on the scale 0 to 1.
+        std: Standard deviation likewise.
+    """
+
+    train: Dataset
+    evaluation: Dataset
+    classes: tuple[str, ...]
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def load_images(config: DataConfig, seed: int) -> ImageData:
+    """Opens the data set that the configuration names.
+
+    Raises:
+        BadInputError: If it isn't there or isn't what it should be.
+    """
+    if config.name == "digits":
+        return _digits()
+    if config.name == "synthetic":
+        return _synthetic(config, seed)
+    if config.path is None:
+        raise BadInputError("data.path is missing: data.name=folder needs --set data.path=DIR")
+    train = FolderDataset(config.path / "train", config.image_size, random_crop=True)
+    evaluation = FolderDataset(config.path / "val", config.image_size, random_crop=False)
+    if train.classes != evaluation.classes:
+        odd = sorted(set(train.classes) ^ set(evaluation.classes))[0]
+        raise BadInputError(
+            f"{config.path}: class '{odd}' is in only one of train/ and val/; add or remove it"
+        )
+    # The usual statistics of ImageNet.
+    return ImageData(train, evaluation, train.classes, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def _digits() -> ImageData:
+    """UCI's handwritten digits as scikit-learn ships them: 1797 images of 8 x 8, 17 grey levels.
+
+    The last 360 are the test set. The file lists its images by writer, so they come from people
+    that the model hasn't seen: harder, and more honest, than a random fifth.
+    """
+    from sklearn.datasets import load_digits  # here: it takes a second, and only digits needs it
+
+    digits = load_digits()
+    image = (digits.images * 15).astype(np.uint8)[:, None]
+    label = digits.target.astype(np.int64)
+    train, test = slice(0, -360), slice(-360, None)
+    return ImageData(
+        ArrayDataset({IMAGE: image[train], LABEL: label[train]}),
+        ArrayDataset({IMAGE: image[test], LABEL: label[test]}),
+        tuple(str(name) for name in digits.target_names),
+        channels=1,
+        mean=(0.287,),
+        std=(0.354,),
+    )
+
+
+def _synthetic(config: DataConfig, seed: int) -> ImageData:
+    """Random images with random labels: for measuring speed, not for learning."""
+    random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
+    size = (3, config.image_size, config.image_size)
+
+    def images(count: int) -> ArrayDataset:
+        label = random.integers(0, config.classes, count, dtype=np.int64)
+        image = np.frombuffer(random.bytes(count * int(np.prod(size))), np.uint8).reshape(count, *size)
+        return ArrayDataset({IMAGE: image.copy(), LABEL: label})
+
+    return ImageData(
+        images(config.samples),
+        images(max(1, config.samples // 8)),
+        tuple(str(number) for number in range(config.classes)),
+        channels=3,
+        mean=(0.5,) * 3,
+        std=(0.29,) * 3,
+    )

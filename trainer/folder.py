@@ -1,0 +1,145 @@
+"""The run folder: its name, its manifest, its figures and its weights."""
+
+import contextlib
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import yaml
+from torch import nn
+
+import trainer
+from trainer.config import config_hash
+from trainer.errors import BadInputError
+from trainer.observe.log import Sink, jsonl_sink, tensorboard_sink
+from trainer.parallel import World
+from trainer.plan import Plan
+from trainer.recipe import Recipe
+
+
+def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
+    """Makes a run folder that nobody else has: <recipe>-<hash8>-<n>.
+
+    Raises:
+        BadInputError: If it can't be made.
+    """
+    stem = f"{Path(recipe_name).stem}-{config_hash(recipe)[:8]}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            with contextlib.suppress(FileExistsError):
+                folder = root / f"{stem}-{number}"
+                folder.mkdir()
+                return folder
+            number += 1
+    except OSError as error:
+        raise BadInputError(
+            f"{root}: can't make a run folder there ({error.strerror}); give another --out"
+        ) from error
+
+
+def claim_folder(folder: Path) -> bool:
+    """Makes sure that a folder the user named can be written and holds no run.
+
+    Returns:
+        True if it was made by this call.
+
+    Raises:
+        BadInputError: If it can't be used.
+    """
+    try:
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadInputError(
+            f"--out {folder}: can't be written ({error.strerror}); give another folder"
+        ) from error
+    if (folder / "manifest.json").exists():
+        raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
+    return made
+
+
+def make_manifest(recipe: Recipe, name: str, world: World, plan: Plan, threads: int) -> dict[str, Any]:
+    """What this run is, for people and for machines."""
+    device = (
+        torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "recipe": name,
+        "config": recipe.model_dump(mode="json"),
+        "config_hash": config_hash(recipe),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": _commit(),
+        "versions": {
+            "trainer": trainer.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
+        },
+        "device": {"kind": world.device.type, "name": device},
+        "world_size": world.size,
+        "threads": threads,
+        "windows": plan.windows,
+        "accumulation": plan.shards // world.size,
+        "status": "running",
+    }
+
+
+def _commit() -> str | None:
+    """Commit of the code that runs, with "+" for uncommitted changes; None outside a checkout."""
+    try:
+        git = ["git", "-C", str(Path(trainer.__file__).parent)]
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+@contextlib.contextmanager
+def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Iterator[list[Sink]]:
+    """Writes configuration and manifest, and opens the sinks that write to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    write_json(folder / "manifest.json", manifest)
+    shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an attempt before a restart
+    to_board, close_board = tensorboard_sink(folder / "tensorboard")
+    with (folder / "metrics.jsonl").open("w") as file:
+        try:
+            yield [jsonl_sink(file), to_board]
+        finally:
+            close_board()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file in one move."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    beside.replace(path)
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Writes a model's parameters and buffers as safetensors, contiguous, tied ones each by itself."""
+    beside = path.with_suffix(".tmp")
+    state = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
+    safetensors.torch.save_file(state, beside)
+    beside.replace(path)

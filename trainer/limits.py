@@ -1,0 +1,251 @@
+"""What this container may use: CPUs, memory, shared memory, processes.
+
+A container shows the machine's figures: 64 cores where the quota is 4, and then 64 loader workers starve one
+another. Whatever sizes itself asks here; nothing else counts CPUs or memory. From the kernel's documentation:
+cgroup-v2.rst, cgroup-v1/{cpusets,memory,pids}.rst, sched-bwc.rst (cpu.cfs_*); and proc_pid_mountinfo(5).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
+
+# Those of v1. The v2 hierarchy goes by "", as in /proc/self/cgroup.
+_CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
+# v1 writes "no limit" as the largest multiple of the page size below 2^63. No machine has 2^60 bytes.
+_NO_MEMORY_LIMIT = 1 << 60
+# pids.max counts threads too. A loader worker was seen with 4 (PyTorch 2.9); a rank has its own for autograd,
+# CUDA, NCCL, the checkpoint writer.
+_TASKS_PER_WORKER = 4
+_TASKS_PER_RANK = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What all the processes of this container may use together.
+
+    Attributes:
+        cpus: CPUs' worth of time, fractional where a quota says so (1.5).
+        memory_bytes: Memory in bytes, of which /dev/shm takes its share; 0 where nothing tells.
+        shm_bytes: Free bytes of /dev/shm, 0 where it is absent.
+        pids: Processes and threads together; None where unlimited.
+        sources: The file or call that decided each figure above. It names the machine's (such as
+            /proc/meminfo) unless the container has less than the machine.
+    """
+
+    cpus: float
+    memory_bytes: int
+    shm_bytes: int
+    pids: int | None
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+
+def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
+    """Reads the limits of this process's cgroup and of all its ancestors; the smallest wins.
+
+    Works with cgroup v1, v2, both at once, and none (macOS). A file that is missing, unreadable or malformed
+    sets no limit, and nothing is raised. Limits can change while a container runs: these are today's.
+
+    Args:
+        root: Folder that stands for "/".
+        affinity: CPUs on which this process may be scheduled; by default, if `root` is "/", as the
+            scheduler says.
+    """
+    if affinity is None and root == Path("/") and hasattr(os, "sched_getaffinity"):
+        affinity = len(os.sched_getaffinity(0))
+    cgroups = _cgroups(root)
+
+    def figures(parse: Callable[[str], float | None], *names: str) -> list[tuple[float, str]]:
+        """Returns, for each cgroup that limits it, what `parse` makes of these files and the first's path."""
+        found = []
+        for cgroup in cgroups:
+            texts = {name: text for name in names if (text := _text(cgroup / name))}
+            value = parse(" ".join(texts.values()))
+            if value is not None:
+                found.append((value, f"/{(cgroup / next(iter(texts))).relative_to(root).as_posix()}"))
+        return found
+
+    # `min` keeps the first of equals, so the machine comes first: a limit that takes nothing away is no news.
+    online = count_cpus(_text(root / "sys/devices/system/cpu/online"))
+    cpus, cpus_source = min(
+        [
+            *([(float(online), "/sys/devices/system/cpu/online")] if online else []),
+            *figures(_quota, "cpu.max"),
+            *figures(_quota, "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+            # What is in effect, if the kernel says so: cpuset.cpus only asks, and can be empty (inherited).
+            *figures(_cpuset, "cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"),
+            *([(float(affinity), "sched_getaffinity")] if affinity else []),
+        ],
+        key=itemgetter(0),
+        default=(float(os.cpu_count() or 1), "os.cpu_count"),
+    )
+    memory, memory_source = min(
+        [
+            *_physical_memory(root),
+            *figures(_bytes, "memory.max"),
+            *figures(_bytes, "memory.high"),
+            *figures(_bytes, "memory.limit_in_bytes"),
+            # v1: the smallest limit of all ancestors, also of those that the container can't see.
+            *figures(lambda text: _bytes(_value(text, "hierarchical_memory_limit")), "memory.stat"),
+        ],
+        key=itemgetter(0),
+        default=(0, "unknown"),
+    )
+    pids, pids_source = min(figures(_integer, "pids.max"), key=itemgetter(0), default=(None, "no limit"))
+    return Limits(
+        cpus=cpus,
+        memory_bytes=int(memory),
+        shm_bytes=_shm_bytes(root),
+        pids=None if pids is None else int(pids),
+        sources={
+            "cpus": cpus_source,
+            "memory_bytes": memory_source,
+            "shm_bytes": "/dev/shm",
+            "pids": pids_source,
+        },
+    )
+
+
+def threads_per_rank(limits: Limits, local_world_size: int) -> int:
+    """Returns the compute threads for one rank: its share of the CPUs rounded down, and at least 1.
+
+    Args:
+        limits: What the ranks share. Where the launcher bound each rank to CPUs of its own (Slurm's
+            --cpu-bind), that is already the share of one: pass 1 as `local_world_size`.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    return max(1, math.floor(limits.cpus / local_world_size))
+
+
+def workers_per_rank(limits: Limits, local_world_size: int) -> int:
+    """Returns the loader workers for one rank: 75 % of its share of the CPUs, rounded down.
+
+    The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A share of
+    at least 1 CPU gives at least 1 worker. A smaller one gives 0, load in the rank's own process: a worker
+    would only take turns with it. A pids limit allows fewer: each rank needs 64 tasks, each worker 4.
+
+    Args:
+        limits: What the ranks share; see `threads_per_rank`.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    if limits.cpus < local_world_size:
+        return 0
+    # One division, so that a share such as 16/3, of which 75 % is 4, can't round to 3.
+    workers = max(1, math.floor(limits.cpus * 3 / (local_world_size * 4)))
+    if limits.pids is None:
+        return workers
+    spare_tasks = limits.pids // local_world_size - _TASKS_PER_RANK
+    return max(0, min(workers, spare_tasks // _TASKS_PER_WORKER))
+
+
+def count_cpus(text: str) -> int | None:
+    """Returns how many CPUs a kernel list such as "0-3,8" names; None if it is empty or malformed."""
+    count = 0
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if match is None:
+            return None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            return None
+        count += last - first + 1
+    return count
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """Returns the folders of this process's cgroups and of all their ancestors, down from each mount.
+
+    Not all need exist: in a container, /proc/self/cgroup often names the path that the host sees, of which
+    only the mount itself is there.
+    """
+    own = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        own.update(dict.fromkeys(controllers.split(","), path))
+    found: dict[Path, None] = {}  # an ordered set
+    for controller, mounted, mount_point in _mounts(root):
+        try:
+            below = PurePosixPath(own.get(controller, "/")).relative_to(mounted).parts
+        except ValueError:  # this process's cgroup is not in the part of the hierarchy that is mounted
+            below = ()
+        if ".." in below:  # nor in the cgroup namespace
+            below = ()
+        mount = root / mount_point.lstrip("/")
+        found.update(dict.fromkeys(mount.joinpath(*below[:depth]) for depth in range(len(below) + 1)))
+    return list(found)
+
+
+def _mounts(root: Path) -> list[tuple[str, str, str]]:
+    """Returns (controller, the cgroup that is mounted, where), from mountinfo or else as is standard."""
+    mounts = []
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        # 36 35 0:30 /cgroup /mount/point rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+        left, _, right = line.partition(" - ")
+        mount, filesystem = left.split(), right.split()
+        if len(mount) < 5 or len(filesystem) < 3 or filesystem[0] not in {"cgroup", "cgroup2"}:
+            continue
+        mounted, mount_point = (
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path) for path in mount[3:5]
+        )
+        options = [""] if filesystem[0] == "cgroup2" else filesystem[2].split(",")
+        mounts += [(name, mounted, mount_point) for name in ("", *_CONTROLLERS) if name in options]
+    standard = [("", "/sys/fs/cgroup"), ("", "/sys/fs/cgroup/unified")]
+    standard += [(name, f"/sys/fs/cgroup/{name}") for name in _CONTROLLERS]
+    known = {name for name, _, _ in mounts}
+    return mounts + [(name, "/", mount_point) for name, mount_point in standard if name not in known]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, ValueError):  # ValueError: a null byte in the path
+        return ""
+
+
+def _value(text: str, key: str) -> str:
+    match = re.search(rf"^{key}\s+(\S+)", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else None  # None for "max", and "-1" of v1
+
+
+def _bytes(text: str) -> int | None:
+    # 0 is no limit that a process that asks could live under: memory.high is set to it to reclaim at once.
+    size = _integer(text)
+    return size if size is not None and 0 < size < _NO_MEMORY_LIMIT else None
+
+
+def _quota(text: str) -> float | None:
+    """Returns the CPUs of "quota period", both in µs; None for "max 100000" (v2) and "-1 100000" (v1)."""
+    match = re.fullmatch(r"([1-9][0-9]{0,18}) ([1-9][0-9]{0,18})", text)
+    return int(match[1]) / int(match[2]) if match else None
+
+
+def _cpuset(text: str) -> int | None:
+    return count_cpus(text.partition(" ")[0])
+
+
+def _physical_memory(root: Path) -> list[tuple[float, str]]:
+    kib = _integer(_value(_text(root / "proc/meminfo"), "MemTotal:"))
+    if kib:
+        return [(kib * 1024, "/proc/meminfo")]
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return []
+    return [(size, "sysconf SC_PHYS_PAGES")] if size > 0 else []
+
+
+def _shm_bytes(root: Path) -> int:
+    try:
+        shm = os.statvfs(root / "dev/shm")
+    except (AttributeError, OSError):
+        return 0
+    return shm.f_bavail * shm.f_frsize

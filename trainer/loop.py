@@ -1,0 +1,49 @@
+"""The training loop."""
+
+from collections.abc import Callable, Iterator
+
+from trainer.data.loader import Batch
+from trainer.observe.log import Meter
+from trainer.preempt import Stopped, requested
+from trainer.step import Training, train_window
+
+
+def train(
+    training: Training,
+    batches: Iterator[Batch],
+    windows: range,
+    meter: Meter,
+    log_every: int,
+    evaluation_due: Callable[[int], bool],
+    evaluate: Callable[[int], None],
+    window_done: Callable[[int], None],
+) -> None:
+    """Trains windows in their order.
+
+    Args:
+        training: What is updated.
+        batches: This rank's batches, from the first window on.
+        windows: Numbers of the windows to do.
+        meter: Takes the figures.
+        log_every: Windows between two rows of figures.
+        evaluation_due: Whether to evaluate after so many windows.
+        evaluate: Evaluates, given the number of windows done.
+        window_done: Told how many windows are done; for a progress bar.
+
+    Raises:
+        Stopped: After a signal that asked for it.
+    """
+    training.replica.train()
+    for window in windows:
+        train_window(training, batches, window)
+        done = window + 1
+        if done % log_every == 0 or done == windows.stop:
+            meter.stage(done)
+        if evaluation_due(done):
+            meter.stage(done)
+            evaluate(done)
+            meter.resume(done)
+        window_done(done)
+        if (signal := requested()) is not None:
+            raise Stopped(signal)
+    meter.deliver()

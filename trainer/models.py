@@ -1,0 +1,96 @@
+"""Models: a small ResNet for small images, and torchvision's by name."""
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torchvision import models as torchvision_models
+
+from trainer.errors import BadInputError
+from trainer.suggest import nearest
+
+
+class ModelConfig(BaseModel):
+    """What is trained."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field("small_resnet", description="small_resnet, or any torchvision model by its name")
+    width: int = Field(32, ge=1, description="channels of the first stage (small_resnet)")
+    blocks: tuple[int, ...] = Field(
+        (1, 1), min_length=1, description="residual blocks in each stage (small_resnet)"
+    )
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation (small_resnet)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (small_resnet)")
+    channels_last: bool = Field(False, description="NHWC memory format for convolutions")
+
+
+def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
+    """Builds a classifier of images: float (n, channels, height, width) to logits (n, classes).
+
+    Raises:
+        BadInputError: If torchvision has no such model.
+    """
+    if config.name == "small_resnet":
+        return SmallResNet(config, channels, classes)
+    names = torchvision_models.list_models(module=torchvision_models)
+    if config.name not in names:
+        raise BadInputError(
+            f"model.name: no model '{config.name}'{nearest(config.name, ['small_resnet', *names])}"
+        )
+    model: nn.Module = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
+    return model
+
+
+class SmallResNet(nn.Module):
+    """A residual network for images of 8 to 32 pixels (He et al., 2016, with pre-activation)."""
+
+    def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
+        """Doubles the width and halves the resolution at each stage but the first."""
+        super().__init__()
+        width = config.width
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        stages = []
+        for number, blocks in enumerate(config.blocks):
+            target = config.width << number
+            for index in range(blocks):
+                stride = 2 if number and not index else 1
+                stages.append(ResidualBlock(width, target, stride, config.norm))
+                width = target
+        self.blocks = nn.Sequential(*stages)
+        self.norm = _norm(config.norm, width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Classifies: float (n, channels, height, width) to logits (n, classes)."""
+        hidden = torch.relu(self.norm(self.blocks(self.stem(image))))
+        logits: torch.Tensor = self.head(self.dropout(hidden.mean((2, 3))))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, source: int, target: int, stride: int, norm: str) -> None:
+        """The shortcut is the identity where the shapes allow it."""
+        super().__init__()
+        self.norm1 = _norm(norm, source)
+        self.conv1 = nn.Conv2d(source, target, 3, stride, padding=1, bias=False)
+        self.norm2 = _norm(norm, target)
+        self.conv2 = nn.Conv2d(target, target, 3, padding=1, bias=False)
+        same = source == target and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(source, target, 1, stride, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float (n, source, h, w) to (n, target, h / stride, w / stride)."""
+        active = torch.relu(self.norm1(hidden))
+        inner = self.conv2(torch.relu(self.norm2(self.conv1(active))))
+        shortcut: torch.Tensor = self.shortcut(active)
+        result: torch.Tensor = shortcut + inner
+        return result
+
+
+def _norm(kind: str, width: int) -> nn.Module:
+    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(min(8, width), width)

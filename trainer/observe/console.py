@@ -1,0 +1,87 @@
+"""What a person sees: a progress bar on a terminal, now and then a plain line elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trainer.observe.log import Row
+
+_BAR_SECONDS = 0.25
+_LINE_SECONDS = 2.0
+
+
+class Display:
+    """Progress of a run.
+
+    The bar is drawn by the loop, a few times a second, and not by a thread, which would take the
+    interpreter from the loop at bad moments.
+    """
+
+    def __init__(self, windows: int) -> None:
+        """Chooses the bar if standard output is a terminal."""
+        console = Console()
+        self._windows = windows
+        self._figures = ""
+        self._shown = time.monotonic()
+        self._started = self._shown
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._bar.add_task("training", total=windows, figures="")
+            self._bar.start()
+
+    def window_done(self, window: int) -> None:
+        """Moves the bar; cheap enough for every step."""
+        if self._bar is not None and time.monotonic() - self._shown > _BAR_SECONDS:
+            self._shown = time.monotonic()
+            self._bar.update(self._task, completed=window, figures=self._figures)
+            self._bar.refresh()
+
+    def __call__(self, row: Row) -> None:
+        """A sink: keeps the figures for the bar, or prints a line."""
+        self._figures = " ".join(_figures(row))
+        if row["kind"] == "evaluation":
+            self.say(f"  epoch {row['epoch']:>6}  {self._figures}")
+        elif self._bar is None and time.monotonic() - self._shown > _LINE_SECONDS:
+            self._shown = time.monotonic()
+            window = int(row["window"])
+            left = (self._shown - self._started) / window * (self._windows - window)
+            self.say(f"  window {window}/{self._windows}  {self._figures}  {left:.0f} s left")
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._windows, figures=self._figures)
+            self._bar.refresh()
+            self._bar.stop()
+            self._bar = None
+
+
+def _figures(row: Mapping[str, float | int | str]) -> list[str]:
+    shown = {"samples_per_s": "{:,.0f} samples/s", "loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
+    return [text.format(row[name]) for name, text in shown.items() if name in row]
+
+
+def warn(line: str) -> None:
+    """One line on standard error."""
+    print(f"trainer: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,124 @@
+"""Several processes, one model: process group, DDP and the sum that makes ranks agree."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class ParallelConfig(BaseModel):
+    """Processes and threads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    threads: int | Literal["auto"] = Field(
+        "auto",
+        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
+    )
+    timeout_s: float = Field(600.0, gt=0, description="seconds that a rank waits for the others")
+    bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among the others.
+
+    Attributes:
+        rank: Number of this rank, 0 to size - 1.
+        size: Number of ranks.
+        local_rank: Number of this rank on its host.
+        device: Where this rank computes.
+        group: The process group; None for a single process.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+
+@contextmanager
+def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[World]:
+    """Joins the processes that torchrun started (environment RANK, WORLD_SIZE, LOCAL_RANK).
+
+    The group is left on every path, also on an error: otherwise NCCL's threads can keep the process.
+    """
+    rank, size, local = (
+        int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(rank, size, local, device, None)
+        return
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if kind == "cuda" else None,
+    )
+    try:
+        yield World(rank, size, local, device, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_hook(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Sums a bucket of gradients over the ranks; DDP's own hook would divide by their number.
+
+    The loss is already divided by the window's total over all ranks, so that a sum is what's right.
+    """
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return summed
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    value = future.value()
+    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+def replicate(
+    model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
+) -> nn.Module:
+    """Wraps a model so that backward sums its gradients over the ranks; alone it stays as it is.
+
+    Buffers are not broadcast at each forward: `WindowStatistics` keeps them equal at a window's cost.
+    """
+    if group is None:
+        return model
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
+        broadcast_buffers=False,
+        bucket_cap_mb=config.bucket_mb,
+        gradient_as_bucket_view=True,
+    )
+    replica.register_comm_hook(group, sum_hook)
+    return replica
+
+
+def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
+    """The context of every shard of a window but the last: gradients only accumulate."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums a tensor over the ranks, in place."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor

@@ -1,0 +1,250 @@
+"""A run: assembled from its recipe, trained, and written to its folder."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.batchnorm import WindowStatistics
+from trainer.data.loader import Loader, Source, make_loader
+from trainer.errors import BadInputError
+from trainer.evaluate import evaluate
+from trainer.folder import make_manifest, open_folder, save_weights, write_json
+from trainer.keyed_rng import Purpose, key
+from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.loop import train
+from trainer.memory import checkpoint_blocks
+from trainer.observe.console import Display
+from trainer.observe.log import Meter, Sink
+from trainer.optim import Rates, WeightAverage, make_optimizer, schedule
+from trainer.parallel import World, joined_world, replicate
+from trainer.plan import Plan, Share, evaluation_share
+from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
+from trainer.recipe import Recipe
+from trainer.step import Training, take_figures
+from trainer.tasks import Task
+from trainer.tasks.classification import Classification
+
+
+def make_task(recipe: Recipe) -> Task:
+    """Opens the data and makes the task that a recipe names."""
+    return Classification(recipe.data, recipe.model, recipe.label_smoothing, recipe.seed)
+
+
+def make_plan(recipe: Recipe, task: Task) -> Plan:
+    """The order of a run."""
+    return Plan(
+        samples=len(task.train_data),
+        global_batch=recipe.data.global_batch,
+        micro_batch=recipe.data.micro_batch,
+        epochs=recipe.epochs,
+        last=recipe.window.last,
+        seed=recipe.seed,
+        max_windows=recipe.max_windows,
+    )
+
+
+def check_request(recipe: Recipe, world_size: int) -> None:
+    """Finds what would fail on every rank, before there are any.
+
+    Raises:
+        BadInputError: What is wrong, and the remedy.
+    """
+    task = make_task(recipe)
+    plan = make_plan(recipe, task)
+    if world_size > plan.samples:
+        raise BadInputError(
+            f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} ranks"
+        )
+    Share(plan, 0, world_size)
+    with torch.device("meta"):
+        model = task.model()
+    if plan.last == "weighted" and any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+    ):
+        raise BadInputError(
+            "window.last=weighted pads with samples of weight 0, which would enter BatchNorm's statistics; "
+            "use window.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+        )
+    if recipe.memory.checkpointing == "blocks":
+        checkpoint_blocks(model)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is assembled from; tests put in their own."""
+
+    training: Training
+    loader: Loader
+    evaluation_loader: Loader
+    evaluation_share: Share
+
+
+def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
+    """Builds everything that a rank trains with, on its device."""
+    device = world.device
+    plan = make_plan(recipe, task)
+    share = Share(plan, world.rank, world.size)
+    check_precision(recipe.precision, device)
+    set_matmul_mode(recipe.precision)
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
+    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
+    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
+    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
+    model = task.model().to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    if recipe.memory.checkpointing == "blocks":
+        checkpoint_blocks(model)
+    rates = Rates(schedule(recipe.optim, plan.windows), device)
+    compiled = torch.compile(model, dynamic=False) if recipe.compile else model
+    training = Training(
+        task=task,
+        model=model,
+        replica=replicate(compiled, world.group, recipe.parallel, device),  # type: ignore[arg-type]
+        optimizer=make_optimizer(recipe.optim, model, rates.current),
+        rates=rates,
+        scaler=make_scaler(recipe.precision, device),
+        autocast=autocast(recipe.precision, device),
+        average=WeightAverage(model, recipe.optim.ema) if recipe.optim.ema else None,
+        statistics=WindowStatistics(model, world.group),
+        share=share,
+        clip=recipe.optim.clip,
+        group=world.group,
+        ragged="units" in task.train_data.fields,
+    )
+    source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
+    held = evaluation_share(len(task.evaluation_data), recipe.data.evaluation_batch, world.rank, world.size)
+    return Parts(
+        training,
+        make_loader(source, device, recipe.data, workers),
+        make_loader(Source(task.evaluation_data, held), device, recipe.data, min(workers, 2)),
+        held,
+    )
+
+
+def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
+    """What each rank does, from joining the others to the summary.
+
+    Args:
+        recipe: The validated configuration.
+        recipe_name: For the manifest.
+        folder: The run folder; rank 0 writes to it.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here.
+    """
+    kind = device_kind(recipe)
+    with joined_world(kind, recipe.parallel.timeout_s) as world, contextlib.ExitStack() as stack:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        limits = read_limits()
+        threads = recipe.parallel.threads
+        threads = threads_per_rank(limits, local_size) if threads == "auto" else threads
+        torch.set_num_threads(threads)
+        task = make_task(recipe)
+        parts = assemble(recipe, task, world, workers_per_rank(limits, local_size))
+        stack.callback(parts.loader.close)
+        stack.callback(parts.evaluation_loader.close)
+        t = parts.training
+        plan = t.share.plan
+        sinks: list[Sink] = []
+        display = None
+        if world.rank == 0:
+            manifest = make_manifest(recipe, recipe_name, world, plan, threads)
+            sinks = stack.enter_context(open_folder(folder, recipe, manifest))
+            display = Display(plan.windows)
+            stack.callback(display.close)
+            display.say(_opening(manifest, plan, world, folder, t.model))
+            sinks.append(display)
+        meter = Meter(plan, world.device, sinks, lambda: take_figures(t))
+        evaluations: list[dict[str, float]] = []
+
+        def measure(done: int) -> None:
+            model = t.model if t.average is None else t.average.averaged()
+            figures = evaluate(
+                task, model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+            )
+            evaluations.append(figures)
+            meter.deliver()
+            meter.emit({"kind": "evaluation", "window": done, "epoch": plan.epochs_done(done), **figures})
+
+        batches = t.share.batches()
+        train(
+            t,
+            parts.loader(batches),
+            range(plan.windows),
+            meter,
+            recipe.log.every,
+            _evaluation_due(recipe.evaluate_every, plan),
+            measure,
+            display.window_done if display else lambda _: None,
+        )
+        if world.rank == 0:
+            _finish(folder, t, meter, task.metric, evaluations[-1], display)
+
+
+def device_kind(recipe: Recipe) -> Any:
+    """ "cuda" or "cpu", from the recipe and what is there.
+
+    Raises:
+        BadInputError: If CUDA is asked for where there is none.
+    """
+    available = torch.cuda.is_available()
+    if recipe.device == "cuda" and not available:
+        raise BadInputError(
+            "device=cuda but no usable GPU was found: use device=cpu, or check nvidia-smi and the driver"
+        )
+    return "cpu" if recipe.device == "cpu" or not available else "cuda"
+
+
+def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
+    def due(windows: int) -> bool:
+        if windows == plan.windows:
+            return True
+        epochs = plan.epochs_done(windows)
+        return every > 0 and epochs > plan.epochs_done(windows - 1) and epochs % every == 0
+
+    return due
+
+
+def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    device = (
+        manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
+    )
+    return (
+        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.windows:,} "
+        f"windows of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
+        f"  run folder {folder}"
+    )
+
+
+def _finish(
+    folder: Path, t: Training, meter: Meter, metric: str, figures: dict[str, float], display: Display | None
+) -> None:
+    save_weights(t.model, folder / "model.safetensors")
+    if t.average is not None:
+        save_weights(t.average.averaged(), folder / "ema.safetensors")
+    plan = t.share.plan
+    speed = plan.windows * plan.global_batch / meter.busy_seconds
+    summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
+    meter.emit({"kind": "end", "window": plan.windows, **summary})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_json(folder / "manifest.json", {**manifest, "status": "finished", "summary": summary})
+    if display is None:
+        return
+    display.close()
+    tensorboard = Path(sys.executable).parent / "tensorboard"
+    print(
+        f"\n  {metric:<12} {figures[metric]:.4f}\n"
+        f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
+        f"  run folder   {folder}\n"
+        f"  next         {tensorboard} --logdir {folder.parent}\n"
+        f"               trainer train {manifest['recipe']} --set optim.lr=… (--help-config shows every key)",
+        flush=True,
+    )

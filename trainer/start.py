@@ -1,0 +1,115 @@
+"""`trainer train`: checks the whole request once, then starts the ranks; or is one of them."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from trainer.config import config_hash, describe, override, read_recipe, validated
+from trainer.errors import BadInputError
+from trainer.folder import claim_folder, new_folder
+from trainer.launch import launch
+from trainer.limits import read_limits, threads_per_rank
+from trainer.rank import is_rank, run_rank
+from trainer.recipe import Recipe
+from trainer.run import check_request, device_kind, train_rank
+
+_FOLDER = "TRAINER_RUN_FOLDER"
+
+
+def start(options: argparse.Namespace) -> int:
+    """Does what `trainer train` was asked for; returns the exit code."""
+    if options.help_config:
+        _show_keys(options.recipe, options.set)
+        return 0
+    recipe = load_recipe(options.recipe, options.set)
+    if is_rank(os.environ):
+        return run_rank(lambda: train_rank(recipe, options.recipe, _folder_of_rank(options, recipe)))
+    return _launch(options, recipe)
+
+
+def load_recipe(name: str, settings: list[str]) -> Recipe:
+    """Reads a recipe and applies settings.
+
+    Raises:
+        BadInputError: For the first thing that is wrong with them.
+    """
+    return validated(Recipe, override(read_recipe(name), settings), name)
+
+
+def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
+    ranks, environment = _ranks(options, recipe)
+    check_request(recipe, ranks)
+    threads = recipe.parallel.threads
+    threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
+    made = True
+    if options.out is None:
+        folder = new_folder(Path("runs"), options.recipe, recipe)
+    else:
+        folder, made = options.out, claim_folder(options.out)
+    # The ranks take the folder from here, so that it stays the same through restarts.
+    environment[_FOLDER] = str(folder.absolute())
+    arguments = ["train", options.recipe, *(word for setting in options.set for word in ("--set", setting))]
+    try:
+        return launch(arguments, processes=ranks, threads=threads, environment=environment)
+    finally:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, str]]:
+    """How many ranks to start here, and the environment that gives them their GPUs."""
+    if device_kind(recipe) == "cpu":
+        if options.gpus is not None:
+            why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
+            raise BadInputError(
+                f"--gpus {options.gpus}: {why}; leave it out, or use --ranks N for N CPU processes"
+            )
+        if options.ranks is not None and options.ranks < 1:
+            raise BadInputError(f"--ranks {options.ranks}: give a number from 1 on")
+        return options.ranks or 1, {}
+    there = torch.cuda.device_count()
+    if options.ranks is not None:
+        raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
+    if options.gpus is None:
+        return there, {}
+    wanted = options.gpus.split(",")
+    if not all(part.strip().isdigit() for part in wanted):
+        raise BadInputError(f"--gpus {options.gpus}: give a count (2) or a list of indices (0,1)")
+    indices = [int(part) for part in wanted] if len(wanted) > 1 else list(range(int(wanted[0])))
+    if not indices or max(indices) >= there or len(set(indices)) < len(indices):
+        raise BadInputError(f"--gpus {options.gpus}: there are {there} GPUs here, numbered from 0")
+    # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
+    return len(indices), {"CUDA_VISIBLE_DEVICES": ",".join(visible[index] for index in indices)}
+
+
+def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
+    """The launcher's choice, or --out, or (started by torchrun itself) one for torchrun's run."""
+    if _FOLDER in os.environ:
+        return Path(os.environ[_FOLDER])
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if options.out is not None:
+        if not restarted and os.environ["RANK"] == "0":
+            claim_folder(options.out)
+        return Path(options.out)
+    if os.environ["RANK"] != "0":
+        return Path("runs")  # only rank 0 writes
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    marker = Path("runs") / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
+    if restarted and marker.exists():
+        return Path(marker.read_text())
+    folder = new_folder(Path("runs"), options.recipe, recipe)
+    marker.write_text(str(folder))
+    return folder
+
+
+def _show_keys(name: str, settings: list[str]) -> None:
+    recipe = load_recipe(name, settings).model_dump(mode="json")
+    for key in describe(Recipe):
+        value = recipe
+        for part in key.name.split("."):
+            value = value[part]
+        here = "" if str(value) == key.default else f"  [{name}: {value}]"
+        print(f"{key.name:<28} {key.type:<44} {key.default:<14} {key.description}{here}")

@@ -1,0 +1,145 @@
+"""One optimiser step: what a window of micro-batches does to the weights."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed as dist, nn
+from torch.amp.grad_scaler import GradScaler
+
+from trainer.batchnorm import WindowStatistics
+from trainer.data.loader import Batch
+from trainer.keyed_rng import Purpose, key
+from trainer.optim import Rates, WeightAverage, clip_gradients
+from trainer.parallel import sum_over_ranks, unsynchronised
+from trainer.plan import Share
+from trainer.precision import found_inf, scale_of
+from trainer.tasks import Task
+
+
+@dataclass
+class Training:
+    """What a step works on. Everything that changes is a tensor on the device.
+
+    Attributes:
+        task: Gives the loss.
+        model: The model itself.
+        replica: The model as it is called: compiled, or within DDP.
+        optimizer: Fused.
+        rates: Learning rate and count of applied updates.
+        scaler: fp16's loss scaler, or None.
+        autocast: Context of a forward pass.
+        average: Moving average of the weights, or None.
+        statistics: BatchNorm's.
+        share: This rank's part of the plan.
+        clip: Largest gradient norm; 0: none.
+        group: Process group, or None for a single process.
+        ragged: True where the units of a window are known only after loading (valid tokens).
+        loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
+            by its window's units.
+        norm: float (): gradient norm of the last window, before clipping.
+    """
+
+    task: Task
+    model: nn.Module
+    replica: nn.Module
+    optimizer: torch.optim.Optimizer
+    rates: Rates
+    scaler: GradScaler | None
+    autocast: AbstractContextManager[object]
+    average: WeightAverage | None
+    statistics: WindowStatistics
+    share: Share
+    clip: float
+    group: dist.ProcessGroup | None
+    ragged: bool
+    loss: torch.Tensor = field(init=False)
+    norm: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.rates.current.device
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.nothing = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        index = device.index if device.type == "cuda" else None
+        self.generator = torch.default_generator if index is None else torch.cuda.default_generators[index]
+        # Below 2**62, so that adding the shard's number never overflows.
+        self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
+
+
+def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
+    """Does one optimiser step; the host never waits for the device.
+
+    Args:
+        t: Weights and everything else that is updated, in place.
+        batches: This rank's batches; as many are taken as the window has shards for it.
+        window: Number of the window in the run; keys dropout.
+    """
+    plan, accumulation = t.share.plan, t.share.accumulation
+    expected = plan.window_samples(window) * t.task.train_data.units
+    first_shard = window * plan.shards + t.share.rank * accumulation
+    units, window_loss = 0, t.nothing
+    for index in range(accumulation):
+        batch = next(batches)
+        units += batch.units
+        t.generator.manual_seed(t.first_key + first_shard + index)
+        last = index == accumulation - 1
+        with nullcontext() if last else unsynchronised(t.replica):
+            with t.autocast:
+                loss = t.task.loss(t.replica, batch) / expected
+            (loss if t.scaler is None else t.scaler.scale(loss)).backward()
+        window_loss = window_loss + loss.detach()
+        t.statistics.add_shard()
+    if t.ragged:
+        window_loss = window_loss * _divide_by_true_units(t, expected, units)
+    t.loss += window_loss
+    _update(t)
+    t.statistics.end_window(plan.shards)
+
+
+def take_figures(t: Training) -> dict[str, torch.Tensor]:
+    """Figures () since the last call, on the device: loss (a sum over windows and ranks) and others."""
+    loss = sum_over_ranks(t.loss.clone(), t.group)
+    t.loss.zero_()
+    figures = {"loss": loss, "learning_rate": t.rates.current, "applied": t.rates.applied[0]}
+    if t.clip:
+        figures["gradient_norm"] = t.norm
+    if t.scaler is not None:
+        figures["loss_scale"] = scale_of(t.scaler)
+    return figures
+
+
+def _update(t: Training) -> None:
+    # The order matters: gradients are unscaled before they are clipped, and a skipped update (its
+    # gradients overflowed in fp16) moves neither schedule nor average.
+    skipped = None
+    if t.scaler is not None:
+        t.scaler.unscale_(t.optimizer)
+        skipped = found_inf(t.scaler, t.optimizer)
+    if t.clip:
+        t.norm = clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.clip)
+    if t.scaler is None:
+        t.optimizer.step()
+    else:
+        t.scaler.step(t.optimizer)
+        t.scaler.update()
+    for parameter in t.parameters:
+        parameter.grad = None
+    t.rates.advance(skipped)
+    if t.average is not None:
+        t.average.update(skipped)
+
+
+def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:
+    """Corrects the gradients; returns the factor, float64 ()."""
+    # Valid tokens of the window are known when its last shard has been loaded, on every rank its own.
+    # Until here the losses were divided by the most there can be.
+    true = torch.tensor(float(units), dtype=torch.float64).to(t.loss.device, non_blocking=True)
+    if t.group is not None:
+        dist.all_reduce(true, group=t.group)
+    correction = expected / true
+    gradients = [p.grad for p in t.parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, correction.to(gradients[0].dtype))
+    return correction

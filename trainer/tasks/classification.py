@@ -1,0 +1,93 @@
+"""Classification of images."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.data.loader import Batch
+from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
+from trainer.models import ModelConfig, build_model
+
+_UNIFORMS = {"none": 0, "flip": 1, "affine": 5}
+
+
+class Classification:
+    """Images to classes, by cross entropy."""
+
+    metric = "accuracy"
+
+    def __init__(self, data: DataConfig, model: ModelConfig, label_smoothing: float, seed: int) -> None:
+        """Opens the data."""
+        self.images = load_images(data, seed)
+        self.train_data = self.images.train
+        self.evaluation_data = self.images.evaluation
+        self.uniforms = _UNIFORMS[data.augment]
+        self._augment = data.augment
+        self._model = model
+        self._label_smoothing = label_smoothing
+        mean, std = torch.tensor(self.images.mean), torch.tensor(self.images.std)
+        # (pixel / 255 - mean) / std as one multiplication and one addition.
+        self._scale = (1 / (255 * std)).view(-1, 1, 1)
+        self._shift = (-mean / std).view(-1, 1, 1)
+
+    def model(self) -> nn.Module:
+        """A new model for these images."""
+        return build_model(self._model, self.images.channels, len(self.images.classes))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross entropy, summed over the shard."""
+        logits = model(self._pixels(batch, train=True))
+        return self._cross_entropy(logits, batch, self._label_smoothing)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Loss and correct answers, summed over the shard."""
+        logits = model(self._pixels(batch, train=False))
+        correct = logits.argmax(1) == batch.fields[LABEL]
+        if batch.weight is not None:
+            correct = correct & (batch.weight > 0)
+        return {"loss": self._cross_entropy(logits, batch, 0.0), "accuracy": correct.sum()}
+
+    def _cross_entropy(self, logits: torch.Tensor, batch: Batch, smoothing: float) -> torch.Tensor:
+        label = batch.fields[LABEL]
+        if batch.weight is None:
+            return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
+        each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
+        # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
+        return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
+
+    def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
+        """Bytes (n, c, h, w) to normalised floats, augmented, in the model's memory format."""
+        byte = batch.fields[IMAGE]
+        if self._scale.device != byte.device:
+            self._scale, self._shift = self._scale.to(byte.device), self._shift.to(byte.device)
+        layout = torch.channels_last if self._model.channels_last else torch.contiguous_format
+        image = torch.addcmul(self._shift, byte.to(torch.float32, memory_format=layout), self._scale)
+        if not train or batch.uniform is None or not self.uniforms:
+            return image
+        random = batch.uniform[:, -self.uniforms :]
+        return flip(image, random) if self._augment == "flip" else affine(image, random)
+
+
+def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Mirrors half of the images: float (n, c, h, w), numbers (n, 1) in [0, 1)."""
+    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(3), image)
+
+
+def affine(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Turns by up to 12 degrees, scales by up to 15 % and shifts by up to an eighth of the side.
+
+    Args:
+        image: float (n, c, h, w).
+        random: (n, 5) in [0, 1): angle, width, height, shift right, shift down.
+
+    Returns:
+        float (n, c, h, w); what comes from outside repeats the border.
+    """
+    angle, width, height, right, down = random.mul(2).sub(1).unbind(1)
+    cos, sin = (angle * 0.21).cos(), (angle * 0.21).sin()
+    across, along = cos * (1 + width * 0.15), cos * (1 + height * 0.15)
+    rows = torch.stack((across, -sin, right * 0.25, sin, along, down * 0.25), 1).view(-1, 2, 3)
+    grid = F.affine_grid(rows, list(image.shape), align_corners=False)
+    return F.grid_sample(image, grid, padding_mode="border", align_corners=False)
