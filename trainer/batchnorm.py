@@ -19,6 +19,7 @@ class WindowStatistics:
         layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._group = group
         self._buffers: list[torch.Tensor] = []
+        self._counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
         self._momenta: list[float] = []
         for layer in layers:
             assert layer.running_mean is not None
@@ -32,6 +33,7 @@ class WindowStatistics:
         """Starts from the values that are in the model now."""
         self._kept = [buffer.clone() for buffer in self._buffers]
         self._sums = [torch.zeros_like(buffer) for buffer in self._buffers]
+        self._windows = [counter.clone() for counter in self._counters]
 
     def add_shard(self) -> None:
         """Call after a shard's backward pass."""
@@ -54,4 +56,6 @@ class WindowStatistics:
         for kept, total, momentum in zip(self._kept, self._sums, self._momenta, strict=True):
             kept.lerp_(total / shards, momentum)
         torch._foreach_copy_(self._buffers, self._kept)
+        torch._foreach_add_(self._windows, 1)
+        torch._foreach_copy_(self._counters, self._windows)
         torch._foreach_zero_(self._sums)

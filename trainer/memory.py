@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import BadInputError
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
 
 class MemoryConfig(BaseModel):
     """What is traded for memory."""
@@ -22,17 +24,15 @@ class MemoryConfig(BaseModel):
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated parts of a model: members of a Sequential or ModuleList that have parts.
+    """The repeated parts of a model: members of a Sequential or ModuleList that have parts themselves.
 
     For torchvision's ResNets these are the residual blocks, for a transformer its layers.
     """
     found: list[nn.Module] = []
     for child in model.children():
-        members = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
-        if members and all(any(True for _ in member.children()) for member in members):
-            found.extend(members)
-        else:
-            found.extend(blocks(child))
+        is_member = isinstance(model, _CONTAINERS) and any(True for _ in child.children())
+        inside = blocks(child) if isinstance(child, _CONTAINERS) or not is_member else []
+        found.extend(inside or ([child] if is_member else []))
     return found
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset as TorchDataset
 from trainer.data import dataset as data
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
+from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
 
@@ -134,14 +135,23 @@ class ResidentLoader:
         """Nothing to stop."""
 
 
-class _Filler(TorchDataset[tuple[int, int]]):
-    """What a worker does: fills the slot of a batch, and returns the batch's number and units."""
+class _Filler(TorchDataset[tuple[int, int | str]]):
+    """What a worker does: fills the slot of a batch, and returns the batch's number and units.
+
+    Bad data is returned as its message: an exception would arrive with a worker's traceback in its text.
+    """
 
     def __init__(self, source: Source, ring: Ring) -> None:
         self._source = source
         self._ring = ring
 
-    def __getitem__(self, batch: int) -> tuple[int, int]:
+    def __getitem__(self, batch: int) -> tuple[int, int | str]:
+        try:
+            return batch, self._fill(batch)
+        except BadInputError as error:
+            return batch, str(error)
+
+    def _fill(self, batch: int) -> int:
         sample, extras = self._source.extras(np.array([batch]))
         out = self._ring.arrays(batch)
         for name, array in extras.items():
@@ -150,7 +160,7 @@ class _Filler(TorchDataset[tuple[int, int]]):
         self._source.dataset.read(sample[0], random, out)
         weight = extras.get(_WEIGHT, np.ones((1, sample.shape[1]), np.float32))[0]
         units = out.get(data.UNITS, np.int64(self._source.dataset.units))
-        return batch, int((units * weight).sum())
+        return int((units * weight).sum())
 
 
 class RingLoader:
@@ -174,7 +184,7 @@ class RingLoader:
         self._ring = Ring(fields, slots, inherited=workers == 0 or config.start_method == "fork")
         self._filler = _Filler(source, self._ring)
         self._numbers: list[range] = [range(0)]
-        self._loader: DataLoader[tuple[int, int]] | None = None
+        self._loader: DataLoader[tuple[int, int | str]] | None = None
         self._pinned = False
         if workers:
             self._loader = DataLoader(
@@ -191,7 +201,8 @@ class RingLoader:
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
         self._numbers[0] = batches
-        filled = iter(self._loader) if self._loader else (self._filler[number] for number in batches)
+        results = iter(self._loader) if self._loader else (self._filler[number] for number in batches)
+        filled = map(_checked, results)
         if self._device.type != "cuda":
             for number, units in filled:
                 yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
@@ -208,6 +219,13 @@ class RingLoader:
         if self._pinned:
             self._ring.unpin()
             self._pinned = False
+
+
+def _checked(filled: tuple[int, int | str]) -> tuple[int, int]:
+    number, units = filled
+    if isinstance(units, str):
+        raise BadInputError(units)
+    return number, units
 
 
 class _Current:

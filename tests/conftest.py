@@ -1,0 +1,22 @@
+"""What tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.world import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks() -> Iterator[Ranks]:
+    # First of all: a process that has run a backward pass must not fork ranks any more.
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    # CPU results depend on the number of threads: one, so that what is compared can be compared.
+    torch.set_num_threads(1)

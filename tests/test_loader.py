@@ -1,0 +1,267 @@
+"""Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainer.data.dataset import Arrays, Field
+from trainer.data.folder import central_cut, random_cut
+from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
+from trainer.data.ring import Ring
+from trainer.data.sources import DataConfig, load_images
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Float32, Ints
+from trainer.plan import Plan, Share
+
+CPU = torch.device("cpu")
+
+
+class Numbers:
+    """A data set that isn't in memory: what it returns tells sample and random numbers."""
+
+    def __init__(self, samples: int, fail_at: int = -1) -> None:
+        self.samples = samples
+        self.fail_at = fail_at
+        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
+        self.units = 9
+        self.uniforms = 2
+        self.arrays: Arrays | None = None
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        if self.fail_at in samples:
+            raise BadInputError(f"sample {self.fail_at}: torn")
+        assert random is not None
+        out["x"][:, 0] = samples  # type: ignore[index]
+        out["x"][:, 1:] = random[:, :2]  # type: ignore[index]
+        out["units"][...] = samples % 9 + 1  # type: ignore[index]
+
+
+def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
+    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
+    return Source(dataset, Share(plan), uniforms)
+
+
+def frozen(batch: Batch) -> list[bytes]:
+    tensors = [*batch.fields.values(), batch.weight, batch.uniform]
+    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
+        bytes(str(batch.units), "ascii")
+    ]
+
+
+def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
+    try:
+        return [frozen(batch) for batch in loader(batches)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_the_number_of_workers_changes_nothing(last: str) -> None:
+    what = source(Numbers(45), last)
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert len(expected) == len(batches)
+    for workers, prefetch in ((1, 1), (2, 3), (4, 2)):
+        assert read_all(RingLoader(what, CPU, workers, LoaderConfig(prefetch=prefetch)), batches) == expected
+    middle = batches[3:]
+    assert read_all(RingLoader(what, CPU, 2, LoaderConfig()), middle) == expected[3:]
+
+
+def test_workers_that_are_not_forked_get_the_memory() -> None:
+    what = source(Numbers(20))
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+
+
+@pytest.mark.parametrize("last", ["cross", "weighted"])
+def test_residence_changes_nothing(last: str) -> None:
+    images = load_images(DataConfig(), seed=0)
+    what = source(images.train, last, micro_batch=32)
+    batches = what.share.batches()[:40]
+    resident = make_loader(what, CPU, LoaderConfig(), cpu_workers=2)
+    assert isinstance(resident, ResidentLoader)
+    travelling = make_loader(what, CPU, LoaderConfig(resident=False, workers=2), cpu_workers=0)
+    assert isinstance(travelling, RingLoader)
+    assert read_all(resident, batches) == read_all(travelling, batches)
+
+
+def test_a_loader_can_be_run_again() -> None:
+    what = source(Numbers(20))
+    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    try:
+        first = [frozen(batch) for batch in loader(what.share.batches())]
+        assert [frozen(batch) for batch in loader(what.share.batches())] == first
+    finally:
+        loader.close()
+
+
+def test_units_count_what_has_weight() -> None:
+    what = source(Numbers(5))
+    for batch in RingLoader(what, CPU, 0, LoaderConfig())(what.share.batches()):
+        assert batch.weight is not None
+        assert batch.units == int((batch.fields["units"] * batch.weight).sum())
+
+
+def test_a_batch_in_use_is_not_overwritten() -> None:
+    """With the fewest slots and fast workers: each batch is compared long after the next were asked for."""
+    what = source(Numbers(400))
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=1))
+    running = loader(batches)
+    before = next(running)
+    try:
+        for number, batch in enumerate(running, 1):
+            if number % 10 == 0:
+                torch.randn(200, 200) @ torch.randn(200, 200)
+            assert frozen(before) == expected[number - 1]
+            before = batch
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_data_is_one_line(workers: int) -> None:
+    what = source(Numbers(20, fail_at=7))
+    with pytest.raises(BadInputError, match=r"^sample 7: torn$"):
+        read_all(RingLoader(what, CPU, workers, LoaderConfig()), what.share.batches())
+
+
+def test_unpacking_keeps_shapes_types_and_values() -> None:
+    fields = {
+        "a": Field((2, 3), np.dtype(np.uint8)),
+        "b": Field((2,), np.dtype(np.int64)),
+        "c": Field((2, 1), np.dtype(np.float32)),
+    }
+    ring = Ring(fields, slots=3, inherited=True)
+    out = ring.arrays(4)
+    out["a"][...] = np.arange(6).reshape(2, 3)  # type: ignore[index]
+    out["b"][...] = (1 << 40, -1)  # type: ignore[index]
+    out["c"][...] = 0.5  # type: ignore[index]
+    tensors = ring.unpack(ring.slot(4).clone())
+    assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].tolist() == [1 << 40, -1]
+    assert tensors["c"].dtype == torch.float32
+
+
+_TINY_SHM = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77
+exec "$0" -c '
+import torch
+from tests.test_loader import Numbers, CPU, read_all, source
+from trainer.data.loader import LoaderConfig, RingLoader
+class Wide(Numbers):
+    def __init__(self):
+        super().__init__(64)
+        from trainer.data.dataset import Field
+        import numpy as np
+        self.fields["big"] = Field((1 << 20,), np.dtype(np.uint8))
+    def read(self, samples, random, out):
+        super().read(samples, random, out)
+        out["big"][...] = samples[:, None] % 256
+what = source(Wide())
+batches = what.share.batches()
+print(len(read_all(RingLoader(what, CPU, 2, LoaderConfig(prefetch=4)), batches)))
+'
+"""
+
+
+def test_it_works_where_dev_shm_is_tiny() -> None:
+    """40 MB of batches under way, in a mount namespace whose /dev/shm holds 64 KiB."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("mounting a small /dev/shm needs root on Linux")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", _TINY_SHM, sys.executable],
+        capture_output=True, text=True, check=False, cwd=root, timeout=120,
+    )  # fmt: skip
+    if done.returncode in (1, 77) and "mount" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "32"
+
+
+def make_folder(root: Path) -> Path:
+    random = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 3)):
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    config = DataConfig(name="folder", path=make_folder(tmp_path), image_size=16)
+    images = load_images(config, seed=0)
+    assert images.classes == ("cat", "dog")
+    assert (len(images.train), len(images.evaluation)) == (12, 6)
+    what = source(images.train, uniforms=5)
+    batches = what.share.batches()
+    expected = read_all(make_loader(what, CPU, LoaderConfig(workers=0), 0), batches)
+    assert read_all(make_loader(what, CPU, LoaderConfig(workers=2), 0), batches) == expected
+    assert len({tuple(batch[:1]) for batch in expected}) == len(expected), "every cut is another one"
+
+
+def test_an_evaluation_image_is_cut_and_resized_as_pillow_does(tmp_path: Path) -> None:
+    gradient = np.zeros((64, 96, 3), np.uint8)
+    gradient[..., 0] = np.arange(96) * 2
+    gradient[..., 1] = np.arange(64)[:, None] * 3
+    for part in ("train", "val"):
+        (tmp_path / part / "only").mkdir(parents=True)
+        Image.fromarray(gradient).save(tmp_path / part / "only" / "x.png")
+    images = load_images(DataConfig(name="folder", path=tmp_path, image_size=28), 0)
+    out: dict[str, Any] = {"image": np.empty((1, 3, 28, 28), np.uint8), "label": np.empty(1, np.int64)}
+    images.evaluation.read(np.array([0]), None, out)
+    box = central_cut(64, 96)
+    cut = Image.fromarray(gradient).crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    expected = np.asarray(cut.resize((28, 28), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    assert abs(out["image"][0].astype(int) - expected).max() <= 1
+
+
+def test_random_cuts_stay_inside_and_reach_everywhere() -> None:
+    random = np.random.default_rng(1).random((2000, 4))
+    boxes = [random_cut(40, 70, *row) for row in random.tolist()]
+    assert all(b.top >= 0 and b.left >= 0 and b.height >= 1 and b.width >= 1 for b in boxes)
+    assert max(b.top + b.height for b in boxes) == 40
+    assert max(b.left + b.width for b in boxes) == 70
+    areas = np.array([b.height * b.width for b in boxes]) / 2800
+    assert areas.min() < 0.12
+    assert areas.max() > 0.9
+    assert random_cut(40, 70, 0.999999, 0.5, 0.999999, 0.999999).height <= 40
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: None, "no such folder"),
+        (lambda root: (root / "train").mkdir(parents=True), "no images"),
+        (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in only one"),
+    ],
+)
+def test_a_folder_that_is_wrong_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    change(tmp_path / "data")
+    with pytest.raises(BadInputError, match=message):
+        load_images(DataConfig(name="folder", path=tmp_path / "data"), 0)
+
+
+def test_a_truncated_image_is_named(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    victim = root / "train" / "cat" / "3.png"
+    victim.write_bytes(victim.read_bytes()[:300])
+    what = source(load_images(DataConfig(name="folder", path=root, image_size=16), 0).train, uniforms=4)
+    with pytest.raises(BadInputError, match=r"cat/3.png: not a readable image"):
+        read_all(RingLoader(what, CPU, 2, LoaderConfig()), what.share.batches())

@@ -1,0 +1,109 @@
+"""Promise: schedules, clipping and averages are what their sources say, also with a step that was skipped."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from trainer.optim import OptimConfig, Rates, WeightAverage, clip_gradients, make_optimizer, schedule
+
+CPU = torch.device("cpu")
+
+
+@given(
+    name=st.sampled_from(("cosine", "one-cycle", "constant")),
+    updates=st.integers(1, 300),
+    warmup=st.floats(0, 0.9),
+)
+def test_a_schedule_rises_to_its_peak_and_falls(name: Any, updates: int, warmup: float) -> None:
+    rates = schedule(OptimConfig(lr=0.5, schedule=name, warmup=warmup), updates)
+    assert len(rates) == updates
+    assert all(0 <= rate <= 0.5 for rate in rates)
+    peak = rates.index(max(rates))
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(rates) == pytest.approx(0.5)
+
+
+def test_cosine_is_torchs_after_the_warm_up() -> None:
+    ours = schedule(OptimConfig(lr=0.1, schedule="cosine", warmup=0.1), 100)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
+    for step in range(90):
+        assert ours[10 + step] == pytest.approx(theirs.get_last_lr()[0], abs=1e-9)
+        optimizer.step()
+        theirs.step()
+    assert ours[:10] == pytest.approx([0.01 * step for step in range(1, 11)])
+
+
+def test_the_rate_follows_applied_updates_only() -> None:
+    rates = Rates([1.0, 2.0, 3.0], CPU)
+    seen = [float(rates.current)]
+    for skipped in (0.0, 1.0, 0.0, 0.0):
+        rates.advance(torch.tensor(skipped))
+        seen.append(float(rates.current))
+    assert seen == [1.0, 2.0, 2.0, 3.0, 3.0]
+    assert int(rates.applied) == 3
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_clipping_is_torchs(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.randn(3, 4, generator=generator) * scale, torch.randn(5, generator=generator) * scale]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
+    for parameter, gradient in zip(parameters, ours, strict=True):
+        parameter.grad = gradient.clone()
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+    assert torch.equal(clip_gradients(ours, 1.0), norm)
+    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(parameters, ours, strict=True))
+
+
+def test_the_average_moves_unless_skipped() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    for skipped in (None, torch.tensor(0.0)):
+        average = WeightAverage(model, 0.9)
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        average.update(torch.tensor(1.0))
+        assert float(average.model.weight) == 1.0
+        average.update(skipped)
+        assert float(average.model.weight) == pytest.approx(1.1)
+        nn.init.constant_(model.weight, 1.0)
+
+
+def test_the_averaged_model_has_the_trained_buffers() -> None:
+    model = nn.BatchNorm1d(2)
+    average = WeightAverage(model, 0.9)
+    assert model.running_mean is not None
+    model.running_mean.fill_(3.0)
+    averaged: Any = average.averaged()
+    assert averaged.running_mean.tolist() == [3.0, 3.0]
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    optimizer = make_optimizer(OptimConfig(weight_decay=0.3), model, torch.tensor(0.1))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.3 if name in ("0.weight", "3.weight") else 0.0), name
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
+    """Fused CPU optimisers are silently wrong where strides of gradient, state and weight differ."""
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Conv2d(3, 4, 3).to(memory_format=layout)  # type: ignore[call-overload]
+        config = OptimConfig(name=name, lr=0.1, weight_decay=0.1)
+        optimizer = make_optimizer(config, model, torch.tensor(0.1))
+        image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(memory_format=layout)
+        for _ in range(3):
+            model(image).square().sum().mul(1e-3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(next(model.parameters()).detach().contiguous())
+    assert torch.allclose(*results, atol=1e-5)

@@ -1,0 +1,165 @@
+"""Promise: the order is a pure function of (seed, epoch), for any number of ranks and from any start."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from trainer.errors import BadInputError
+from trainer.keyed_rng import key, keys, permuted, uniforms
+from trainer.plan import Last, Plan, Share, evaluation_share
+
+lasts = st.sampled_from(("cross", "drop", "weighted"))
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_an_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    order = permuted(seed, np.full(size, epoch), np.arange(size), size)
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_a_large_epoch_is_a_permutation() -> None:
+    size = 1_281_167
+    order = permuted(7, np.zeros(size, np.int64), np.arange(size), size)
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [10, 50, 360])
+def test_positions_and_samples_are_independent(size: int) -> None:
+    """Pearson's chi-squared over (position, sample), and over neighbours, of many epochs."""
+    epochs = 1_000_000 // size
+    epoch = np.repeat(np.arange(epochs), size)
+    order = permuted(1, epoch, np.tile(np.arange(size), epochs), size).reshape(epochs, size)
+    table = np.stack([np.bincount(order[:, position], minlength=size) for position in range(size)])
+    steps = np.bincount(((order[:, 1:] - order[:, :-1]) % size).flatten(), minlength=size)[1:]
+    for counts, freedom in ((table, (size - 1) ** 2), (steps, size - 2)):
+        mean = counts.mean()
+        statistic = float(((counts - mean) ** 2 / mean).sum())
+        # Five standard deviations of chi-squared.
+        assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_epochs_and_seeds_differ() -> None:
+    positions = np.arange(100)
+    first, other_epoch = (permuted(0, np.full(100, epoch), positions, 100) for epoch in (0, 1))
+    other_seed = permuted(1, np.zeros(100, np.int64), positions, 100)
+    assert (first == other_epoch).mean() < 0.1
+    assert (first == other_seed).mean() < 0.1
+
+
+def test_the_order_never_changes_between_versions() -> None:
+    """A resumed run must find the order it was started with; so these are written down."""
+    assert permuted(0, np.zeros(8, np.int64), np.arange(8), 8).tolist() == [6, 2, 3, 1, 7, 4, 0, 5]
+    assert key(1, 2, 3) == 7702586659592502839
+    assert uniforms(0, np.zeros(1, np.int64), np.arange(1), 2).tolist() == [
+        [0.7678143382072449, 0.9997203350067139]
+    ]
+
+
+@given(a=st.integers(0, 2**63), b=st.lists(st.integers(0, 2**62), min_size=1, max_size=5))
+def test_array_and_integer_keys_agree(a: int, b: list[int]) -> None:
+    assert keys(key(a), np.array(b)).tolist() == [key(a, part) for part in b]
+
+
+def test_augmentation_numbers_are_uniform_and_keyed() -> None:
+    epoch, sample = np.zeros(50_000, np.int64), np.arange(50_000)
+    numbers = uniforms(0, epoch, sample, 4)
+    assert numbers.dtype == np.float32
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = np.stack([np.histogram(numbers[:, column], 64, (0, 1))[0] for column in range(4)])
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 4 * 63 + 5 * (8 * 63) ** 0.5
+    assert abs(np.corrcoef(numbers.T) - np.eye(4)).max() < 0.02
+    assert np.array_equal(uniforms(0, epoch[5:9], sample[5:9], 4), numbers[5:9])
+    assert not np.array_equal(uniforms(0, epoch + 1, sample, 4), numbers)
+    assert not np.array_equal(uniforms(1, epoch, sample, 4), numbers)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    micro_batch = draw(st.integers(1, 4))
+    global_batch = micro_batch * 4 * draw(st.integers(1, 4))
+    last: Last = draw(lasts)
+    samples = draw(st.integers(global_batch if last == "drop" else 1, 200))
+    return Plan(
+        samples, global_batch, micro_batch, draw(st.integers(1, 3)), last, seed=draw(st.integers(0, 9))
+    )
+
+
+@given(plan=plans(), world=st.sampled_from((1, 2, 4)))
+def test_ranks_together_read_each_window(plan: Plan, world: int) -> None:
+    whole = plan.read(np.arange(plan.windows * plan.shards))
+    size = plan.global_batch
+    for rank in range(world):
+        share = Share(plan, rank, world)
+        batches = share.batches()
+        part = plan.read(share.shards(np.arange(len(batches))))
+        per_rank = size // world
+        for window in range(plan.windows):
+            start = window * size + rank * per_rank
+            for mine, all_ranks in zip(part, whole, strict=True):
+                expected = all_ranks.flatten()[start : start + per_rank]
+                assert np.array_equal(mine.flatten()[window * per_rank : (window + 1) * per_rank], expected)
+
+
+@given(plan=plans(), data=st.data())
+def test_starting_in_the_middle_is_the_same_order(plan: Plan, data: st.DataObject) -> None:
+    share = Share(plan, data.draw(st.integers(0, 1)), 2)
+    first = data.draw(st.integers(0, plan.windows))
+    later, whole = share.batches(first), share.batches()
+    assert list(later) == list(whole)[first * share.accumulation :]
+
+
+@given(plan=plans())
+def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.windows * plan.shards)))
+    for number in range(plan.epochs):
+        seen = np.sort(sample[(epoch == number) & (weight > 0)])
+        if plan.last == "drop":
+            assert len(seen) == plan.samples // plan.global_batch * plan.global_batch
+            assert len(np.unique(seen)) == len(seen)
+        else:
+            assert np.array_equal(seen, np.arange(plan.samples))
+    totals = weight.reshape(plan.windows, -1).sum(1)
+    assert totals.tolist() == [plan.window_samples(window) for window in range(plan.windows)]
+
+
+@given(plan=plans())
+def test_epochs_done_counts_epochs_that_are_whole(plan: Plan) -> None:
+    counts = [plan.epochs_done(windows) for windows in range(plan.windows + 1)]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == plan.epochs
+
+
+@given(samples=st.integers(1, 100), micro_batch=st.integers(1, 16), world=st.integers(1, 5))
+@settings(max_examples=50)
+def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_world(
+    samples: int, micro_batch: int, world: int
+) -> None:
+    rows: dict[int, list[int]] = {}
+    for rank in range(world):
+        share = evaluation_share(samples, micro_batch, rank, world)
+        for batch in share.batches():
+            shard = int(share.shards(np.array([batch]))[0])
+            _, sample, weight = share.plan.read(np.array([shard]))
+            rows[shard] = sample[weight > 0].tolist()
+    expected = [list(range(at, min(at + micro_batch, samples))) for at in range(0, samples, micro_batch)]
+    assert [rows[shard] for shard in sorted(rows) if rows[shard]] == expected
+
+
+def test_max_windows_ends_the_run() -> None:
+    assert Plan(100, 10, 5, 3, "cross", 0, max_windows=7).windows == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Plan(100, 10, 3, 1, "cross", 0), "not a multiple of data.micro_batch=3"),
+        (lambda: Plan(0, 10, 5, 1, "cross", 0), "empty"),
+        (lambda: Plan(9, 10, 5, 1, "drop", 0), "leaves no window"),
+        (lambda: Share(Plan(100, 10, 5, 1, "cross", 0), 0, 4), "x 4 ranks"),
+    ],
+)
+def test_what_does_not_divide_is_refused(make: object, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        make()  # type: ignore[operator]

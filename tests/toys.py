@@ -1,0 +1,67 @@
+"""Small tasks whose right answer can be computed another way."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.loader import Batch
+from trainer.parallel import World
+from trainer.recipe import Recipe
+from trainer.run import Parts, assemble
+
+LENGTH, FEATURES, CLASSES = 5, 3, 4
+
+
+class TokenTask:
+    """Sequences with a class for each token, in float64; with `ragged`, only the first few are valid."""
+
+    uniforms = 0
+    metric = "loss"
+
+    def __init__(self, samples: int, ragged: bool = True, dtype: torch.dtype = torch.float64) -> None:
+        random = np.random.default_rng(samples)
+        lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
+        label = random.integers(0, CLASSES, (samples, LENGTH))
+        label[np.arange(LENGTH) >= lengths[:, None]] = -100
+        arrays: dict[str, Any] = {
+            "x": random.standard_normal((samples, LENGTH, FEATURES)),
+            "y": label,
+        }
+        if ragged:
+            arrays[UNITS] = lengths
+        self.dtype = dtype
+        self.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        data = ArrayDataset(arrays)
+        if not ragged:
+            data.units = LENGTH
+        self.train_data: Dataset = data
+        self.evaluation_data: Dataset = data
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(self.dtype)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = model(batch.fields["x"].to(self.dtype))
+        each = F.cross_entropy(logits.flatten(0, 1), batch.fields["y"].flatten(), reduction="none")
+        each = each.view(-1, LENGTH).sum(1)
+        return each.sum() if batch.weight is None else (each * batch.weight).sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return {"loss": self.loss(model, batch)}
+
+
+def make_recipe(**sections: Any) -> Recipe:
+    """A recipe from its sections; one epoch unless it says otherwise."""
+    sections.setdefault("epochs", 1)
+    sections.setdefault("parallel", {"threads": 1})
+    return Recipe.model_validate(sections)
+
+
+def assemble_alone(recipe: Recipe, task: Any, workers: int = 0) -> Parts:
+    """Assembles a run of one rank on the CPU."""
+    return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers)
