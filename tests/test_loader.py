@@ -41,9 +41,9 @@ class Numbers:
         if self.fail_at in samples:
             raise BadInputError(f"sample {self.fail_at}: torn")
         assert random is not None
-        out["x"][:, 0] = samples  # type: ignore[index]
-        out["x"][:, 1:] = random[:, :2]  # type: ignore[index]
-        out["units"][...] = samples % 9 + 1  # type: ignore[index]
+        out["x"][:, 0] = samples
+        out["x"][:, 1:] = random[:, :2]
+        out["units"][...] = samples % 9 + 1
 
 
 def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
@@ -146,9 +146,9 @@ def test_unpacking_keeps_shapes_types_and_values() -> None:
     }
     ring = Ring(fields, slots=3, inherited=True)
     out = ring.arrays(4)
-    out["a"][...] = np.arange(6).reshape(2, 3)  # type: ignore[index]
-    out["b"][...] = (1 << 40, -1)  # type: ignore[index]
-    out["c"][...] = 0.5  # type: ignore[index]
+    out["a"][...] = np.arange(6).reshape(2, 3)
+    out["b"][...] = (1 << 40, -1)
+    out["c"][...] = 0.5
     tensors = ring.unpack(ring.slot(4).clone())
     assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tensors["b"].tolist() == [1 << 40, -1]

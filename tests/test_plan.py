@@ -8,7 +8,7 @@ from trainer.errors import BadInputError
 from trainer.keyed_rng import key, keys, permuted, uniforms
 from trainer.plan import Last, Plan, Share, evaluation_share
 
-lasts = st.sampled_from(("cross", "drop", "weighted"))
+lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))

@@ -81,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from trainer.rank import is_rank, register
+
+    if is_rank(os.environ):
+        register()  # before the slow imports, so that a signal finds a handler
     from trainer.start import start
 
     return start(options)

@@ -123,6 +123,10 @@ def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Itera
     with (folder / "metrics.jsonl").open("w") as file:
         try:
             yield [jsonl_sink(file), to_board]
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            write_json(folder / "manifest.json", {**manifest, "status": "failed", "reason": reason})
+            raise
         finally:
             close_board()
 

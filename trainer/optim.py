@@ -123,7 +123,7 @@ def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tenso
     Returns:
         The norm before, float ().
     """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp_(max=1.0))
     return norm
 

@@ -1,6 +1,7 @@
 """Several processes, one model: process group, DDP and the sum that makes ranks agree."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,15 +62,31 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     if size == 1:
         yield World(rank, size, local, device, None)
         return
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if kind == "cuda" else None,
-    )
+    with nullcontext() if kind == "cuda" else _silenced_stdout():
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if kind == "cuda" else None,
+        )
     try:
         yield World(rank, size, local, device, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _silenced_stdout() -> Iterator[None]:
+    # Gloo's C++ announces every connection on standard output, whatever the log level.
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def sum_hook(

@@ -11,6 +11,7 @@ from trainer.errors import BadInputError
 from trainer.folder import claim_folder, new_folder
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
+from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.run import check_request, device_kind, train_rank
@@ -61,6 +62,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
 def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, str]]:
     """How many ranks to start here, and the environment that gives them their GPUs."""
     if device_kind(recipe) == "cpu":
+        check_precision(recipe.precision, torch.device("cpu"))
         if options.gpus is not None:
             why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
             raise BadInputError(

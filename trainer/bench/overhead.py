@@ -46,7 +46,7 @@ class TinyTask:
         self.x = random.standard_normal((_SAMPLES, _FEATURES), dtype=np.float32)
         self.y = random.integers(0, _CLASSES, _SAMPLES)
         self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
-        self.evaluation_data = self.train_data
+        self.evaluation_data: Dataset = self.train_data
 
     def model(self) -> nn.Module:
         """One matrix."""

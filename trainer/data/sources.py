@@ -10,7 +10,7 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.folder import FolderDataset
 from trainer.data.loader import LoaderConfig
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Purpose, key
+from trainer.keyed_rng import Purpose, key, keys
 
 IMAGE = "image"
 LABEL = "label"
@@ -85,15 +85,17 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
 def _digits() -> ImageData:
     """UCI's handwritten digits as scikit-learn ships them: 1797 images of 8 x 8, 17 grey levels.
 
-    The last 360 are the test set. The file lists its images by writer, so they come from people
-    that the model hasn't seen: harder, and more honest, than a random fifth.
+    A fifth of them, 360 drawn at random once and for all (whatever the run's seed), is the test set.
+    The file is sorted by writer: with its last 360 as the test set, all from writers that the model
+    hasn't seen, accuracy is about a point lower.
     """
     from sklearn.datasets import load_digits  # here: it takes a second, and only digits needs it
 
     digits = load_digits()
     image = (digits.images * 15).astype(np.uint8)[:, None]
     label = digits.target.astype(np.int64)
-    train, test = slice(0, -360), slice(-360, None)
+    drawn = np.argsort(keys(key(Purpose.SPLIT), np.arange(len(label))))
+    train, test = np.sort(drawn[360:]), np.sort(drawn[:360])
     return ImageData(
         ArrayDataset({IMAGE: image[train], LABEL: label[train]}),
         ArrayDataset({IMAGE: image[test], LABEL: label[test]}),
@@ -111,8 +113,9 @@ def _synthetic(config: DataConfig, seed: int) -> ImageData:
 
     def images(count: int) -> ArrayDataset:
         label = random.integers(0, config.classes, count, dtype=np.int64)
-        image = np.frombuffer(random.bytes(count * int(np.prod(size))), np.uint8).reshape(count, *size)
-        return ArrayDataset({IMAGE: image.copy(), LABEL: label})
+        # A prime number of random bytes, repeated: quick to make, and no two images are the same.
+        noise = np.frombuffer(random.bytes(1_048_573), np.uint8)
+        return ArrayDataset({IMAGE: np.resize(noise, (count, *size)), LABEL: label})
 
     return ImageData(
         images(config.samples),

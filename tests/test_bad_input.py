@@ -1,0 +1,162 @@
+"""Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import start
+from trainer.cli import main
+from trainer.errors import BadInputError
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(*_: Any, **__: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.chdir(tmp_path)
+
+
+YAMLS = {
+    "text.yaml": "just words",
+    "list.yaml": "[1, 2]",
+    "torn.yaml": "optim: {lr: 0.1",
+    "twice.yaml": "epochs: 1\nepochs: 2",
+    "tag.yaml": "epochs: !!python/object/apply:os.system ['touch hacked']",
+    "self.yaml": "epochs: &a [*a]",
+    "bomb.yaml": "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+    + "".join(f"{n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in zip("abcde", "bcdef", strict=True)),
+    "deep.yaml": "epochs: " + "[" * 5000,
+    "empty.yaml": "",
+    "big.yaml": "about: " + "x" * (1 << 20),
+}
+
+CASES = [
+    (["train", "digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
+    (["train", "no/such.yaml"], "no/such.yaml: can't be read"),
+    (["train", "digits", "--set", "optim.lrr=1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    (["train", "digits", "--set", "lr=1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
+    (["train", "digits", "--set", "zzzz=1"], "unknown key 'zzzz'; --help-config shows every key"),
+    (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
+    (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
+    (["train", "digits", "--set", "data.workers=many"], "data.workers=many: "),
+    (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
+    (["train", "digits", "--set", "optim=3"], "optim=3: "),
+    (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),
+    (["train", "digits", "--set", "optim.lr"], "give KEY=VALUE"),
+    (["train", "digits", "--set", "=3"], "give KEY=VALUE"),
+    (["train", "digits", "--set", "optim.lr=[1"], "the value isn't valid YAML"),
+    (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
+    (["train", "digits", "--ranks", "3"], "x 3 ranks"),
+    (["train", "digits", "--ranks", "0"], "--ranks 0"),
+    (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
+    (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
+    (
+        ["train", "digits", "--set", "data.name=folder", "--set", "data.path=no/where"],
+        "no/where/train: no such folder",
+    ),
+    (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
+    (["train", "digits", "--set", "window.last=weighted"], "BatchNorm"),
+    (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
+    (["train"], "required: RECIPE"),
+    (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st a=1"),
+    (["fly"], "invalid choice: 'fly'"),
+    ([], "required: COMMAND"),
+    (["train", "text.yaml"], "a recipe is a mapping"),
+    (["train", "list.yaml"], "a recipe is a mapping"),
+    (["train", "empty.yaml"], "a recipe is a mapping"),
+    (["train", "torn.yaml"], "torn.yaml: line 1 not valid YAML"),
+    (["train", "twice.yaml"], "line 2: key 'epochs' stands there twice"),
+    (["train", "tag.yaml"], "not valid YAML"),
+    (["train", "self.yaml"], "an alias that contains itself"),
+    (["train", "bomb.yaml"], "more than 10000 values"),
+    (["train", "deep.yaml"], "not valid YAML"),
+    (["train", "big.yaml"], "larger than 1 MiB"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(case[0])[-40:] for case in CASES])
+def test_one_line_and_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in set(arguments) & YAMLS.keys():
+        (tmp_path / name).write_text(YAMLS[name])
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    try:
+        code: Any = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("trainer: error: ")
+    assert err.count("\n") == 1, err
+    assert message in err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before, "something was left behind"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so asking for one is right")
+@pytest.mark.parametrize(
+    "arguments", [["--set", "device=cuda"], ["--gpus", "1"], ["--gpus", "0,1", "--set", "device=cpu"]]
+)
+def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "device=cpu" in err or "--ranks N" in err
+
+
+def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "few.yaml").write_text(
+        "epochs: 1\ndata: {name: synthetic, samples: 2, image_size: 8, global_batch: 4, micro_batch: 1}\n"
+    )
+    assert main(["train", "few.yaml", "--ranks", "4"]) == 2
+    assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_read_only_place_for_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(["train", "digits"]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 2)
+    assert main(["train", "digits"]) == 2
+    assert main(["train", "digits", "--out", "mine"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+
+    def ranks(gpus: str | None) -> tuple[int, dict[str, str]]:
+        options: Any = type("Options", (), {"gpus": gpus, "ranks": None})
+        recipe: Any = None
+        return start._ranks(options, recipe)
+
+    assert ranks(None) == (3, {})
+    assert ranks("2") == (2, {"CUDA_VISIBLE_DEVICES": "2,5"})
+    assert ranks("0,2") == (2, {"CUDA_VISIBLE_DEVICES": "2,7"})
+    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", ""):
+        with pytest.raises(BadInputError, match="--gpus"):
+            ranks(wrong)

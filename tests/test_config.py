@@ -1,0 +1,68 @@
+"""Promise: every key is shown, every recipe is valid, overrides mean what they say."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.cli import main
+from trainer.config import config_hash, describe, override, parse_recipe, read_recipe, recipe_names, validated
+from trainer.recipe import Recipe
+from trainer.run import check_request
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_be_trained(name: str) -> None:
+    values = read_recipe(name)
+    assert values["about"]
+    check_request(validated(Recipe, values, name), world_size=1)
+
+
+def test_every_key_has_a_description() -> None:
+    keys = list(describe(Recipe))
+    assert len(keys) > 40
+    assert all(key.description and key.type for key in keys)
+    assert {"seed", "optim.lr", "data.micro_batch", "precision.mode", "log.every"} <= {
+        key.name for key in keys
+    }
+
+
+def test_help_config_shows_every_key_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--help-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [key.name for key in describe(Recipe)]
+    rate = next(line for line in lines if line.startswith("optim.lr "))
+    assert "float" in rate
+    assert "0.001" in rate
+    assert "peak learning rate" in rate
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in recipe_names())
+
+
+def test_overrides_are_typed_and_leave_the_rest() -> None:
+    settings = ["optim.lr=1e-3", "compile=true", "model.blocks=[2, 2]", "data.path=/x", "about=a: b"]
+    recipe = validated(Recipe, override(read_recipe("digits"), [*settings[:4], "about='a: b'"]), "digits")
+    assert (recipe.optim.lr, recipe.compile, recipe.model.blocks, recipe.about) == (
+        0.001,
+        True,
+        (2, 2),
+        "a: b",
+    )
+    assert recipe.data.path == Path("/x")
+    assert recipe.optim.name == "adamw"
+
+
+def test_aliases_work_within_bounds() -> None:
+    assert parse_recipe("a: &x {lr: 0.1}\nb: *x", "x") == {"a": {"lr": 0.1}, "b": {"lr": 0.1}}
+
+
+def test_the_hash_tells_configurations_apart_and_survives_the_run_folder() -> None:
+    recipe = validated(Recipe, read_recipe("digits"), "digits")
+    other = validated(Recipe, override(read_recipe("digits"), ["seed=1"]), "digits")
+    assert config_hash(recipe) != config_hash(other)
+    again = Recipe.model_validate(yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json"))))
+    assert config_hash(again) == config_hash(recipe)

@@ -1,0 +1,135 @@
+"""Promise: figures are right, arrive in every sink, and logging every 50 windows reads the device once."""
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.toys import TokenTask, assemble_alone, make_recipe
+from trainer.loop import train
+from trainer.observe.console import Display
+from trainer.observe.log import Meter, jsonl_sink, tensorboard_sink
+from trainer.step import take_figures
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
+    recipe = make_recipe(epochs=5, data={"global_batch": 8, "micro_batch": 4}, optim={"clip": 1.0})
+    parts = assemble_alone(recipe, TokenTask(40))
+    t = parts.training
+    meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))
+    windows = t.share.plan.windows
+    batches = parts.loader(t.share.batches())
+    train(
+        t, batches, range(windows), meter, log_every,
+        lambda done: done == evaluation_at, lambda _: None, lambda _: None,
+    )  # fmt: skip
+    return meter
+
+
+def test_rows_hold_the_mean_loss_of_their_windows() -> None:
+    every: list[Any] = []
+    run_logged(1, [every.append])
+    some: list[Any] = []
+    run_logged(7, [some.append])
+    assert [row["window"] for row in every] == list(range(1, 26))
+    assert [row["window"] for row in some] == [7, 14, 21, 25]
+    losses = [row["loss"] for row in every]
+    for row, start in zip(some, (0, 7, 14, 21), strict=True):
+        part = losses[start : row["window"]]
+        assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)
+        assert row["applied"] == row["window"]
+        assert row["epoch"] == row["window"] * 8 / 40
+        assert row["samples_per_s"] > 0
+        assert row["memory_bytes"] > 1 << 20
+        assert row["gradient_norm"] > 0
+
+
+def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
+    rows: list[Any] = []
+    run_logged(10, [rows.append], evaluation_at=13)
+    assert [row["window"] for row in rows] == [10, 13, 20, 25]
+
+
+def test_json_lines_are_json_also_for_infinities() -> None:
+    file = io.StringIO()
+    sink = jsonl_sink(file)
+    sink({"kind": "train", "window": 1, "loss": math.nan, "loss_scale": math.inf, "applied": 3})
+    text = file.getvalue()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "kind": "train", "window": 1, "loss": None, "loss_scale": None, "applied": 3,
+    }  # fmt: skip
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink, close = tensorboard_sink(tmp_path)
+    rows: list[Any] = []
+    run_logged(5, [sink, rows.append])
+    close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/learning_rate", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
+    read = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert read == [(row["window"], pytest.approx(row["loss"])) for row in rows]
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
+    display = Display(10)
+    display({"kind": "train", "window": 5, "loss": 0.5, "samples_per_s": 1000.0})
+    display({"kind": "evaluation", "window": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
+    display.close()
+    out = capsys.readouterr().out
+    assert re.search(r"window 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
+    assert re.search(r"epoch +1 .*loss 0.4000.*accuracy 0.9000", out)
+    assert "\x1b" not in out
+
+
+_BAR = """
+import time
+from trainer.observe.console import Display
+display = Display(10)
+for window in range(10):
+    display({"kind": "train", "window": window + 1, "loss": 0.5, "samples_per_s": 1000.0})
+    time.sleep(0.1)
+    display.window_done(window + 1)
+print("kept")
+display.close()
+"""
+
+
+def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen([sys.executable, "-c", _BAR], stdout=theirs, cwd=ROOT, env=environment)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        text += chunk
+    assert process.wait() == 0
+    shown = text.decode()
+    assert "10/10" in shown
+    assert "1,000 samples/s" in shown
+    assert "loss 0.5000" in shown
+    assert re.search(r"\d:\d\d:\d\d", shown)
+    assert "kept" in shown

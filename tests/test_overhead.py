@@ -1,0 +1,94 @@
+"""Promise: at most 20 us of host time per step over a hand-written loop; and a bench that can fail."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from trainer import loop
+from trainer.bench import overhead
+from trainer.cli import main
+from trainer.keyed_rng import permuted
+
+
+def test_the_target_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overhead", "--rounds", "30", "--steps", "300"]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search(r"difference +-?\d+\.\d us per step, 95 % interval", out)
+
+
+def test_a_slower_loop_misses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """200 us more per step, in the place where they would come from: the step itself."""
+    original: Any = loop.train
+
+    def slower(training: Any, *arguments: Any, **keywords: Any) -> None:
+        advance = training.rates.advance
+
+        def slow_advance(skipped: torch.Tensor | None = None) -> None:
+            end = time.perf_counter() + 200e-6
+            while time.perf_counter() < end:
+                pass
+            advance(skipped)
+
+        training.rates.advance = slow_advance
+        original(training, *arguments, **keywords)
+
+    monkeypatch.setattr(overhead, "train", slower)
+    assert main(["bench", "overhead", "--rounds", "6", "--steps", "100"]) == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--steps", "0"]])
+def test_nothing_measured_is_no_success(arguments: list[str]) -> None:
+    assert main(["bench", "overhead", *arguments]) == 3
+
+
+class Kept(overhead.TinyTask):
+    """Every model that it makes starts alike and is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[nn.Module] = []
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(3)
+        self.models.append(super().model())
+        return self.models[-1]
+
+
+def test_both_loops_do_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the same weights, in the same order, over more than an epoch: the same weights."""
+    steps, size = 700, len(overhead.TinyTask().x)
+    task, recipe, epochs = Kept(), overhead.tiny_recipe(700), iter(range(5))
+
+    def order(_: int) -> torch.Tensor:
+        return torch.from_numpy(permuted(recipe.seed, np.full(size, next(epochs)), np.arange(size), size))
+
+    monkeypatch.setattr(torch, "randperm", order)
+    overhead.by_hand(task, recipe.optim, steps)
+    overhead.by_trainer(task, recipe, tmp_path)
+    start = Kept().model()
+    by_hand, by_trainer = (next(model.parameters()) for model in task.models)
+    assert torch.allclose(by_hand, by_trainer, atol=1e-6)
+    assert not torch.allclose(by_hand, next(start.parameters()), atol=1e-2)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=60))
+def test_the_interval_encloses_the_median(values: list[float]) -> None:
+    middle, low, high = overhead.median_interval(values)
+    assert low <= middle <= high
+
+
+def test_the_interval_holds_the_true_median_in_95_percent() -> None:
+    random = np.random.default_rng(0)
+    hits = 0
+    for _ in range(2000):
+        _, low, high = overhead.median_interval(random.standard_normal(30).tolist())
+        hits += low <= 0 <= high
+    assert 0.93 <= hits / 2000 <= 0.99
