@@ -43,6 +43,11 @@ CASES = [
     (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
     (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
     (["train", "digits", "--set", "data.workers=many"], "data.workers=many: "),
+    (
+        ["train", "digits", "--set", "data.workers=-1"],
+        "data.workers=-1: input should be greater than or equal to 0",
+    ),
+    (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0: "),
     (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
     (["train", "digits", "--set", "optim=3"], "optim=3: "),
     (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),

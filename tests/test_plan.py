@@ -96,9 +96,10 @@ def test_ranks_together_read_each_window(plan: Plan, world: int) -> None:
         per_rank = size // world
         for window in range(plan.windows):
             start = window * size + rank * per_rank
-            for mine, all_ranks in zip(part, whole, strict=True):
-                expected = all_ranks.flatten()[start : start + per_rank]
-                assert np.array_equal(mine.flatten()[window * per_rank : (window + 1) * per_rank], expected)
+            for name in ("epoch", "sample", "weight"):
+                mine, all_ranks = getattr(part, name).flatten(), getattr(whole, name).flatten()
+                expected = all_ranks[start : start + per_rank]
+                assert np.array_equal(mine[window * per_rank : (window + 1) * per_rank], expected)
 
 
 @given(plan=plans(), data=st.data())

@@ -53,8 +53,9 @@ class WindowStatistics:
             dist.all_reduce(flat, group=self._group)
             parts = flat.split([part.numel() for part in self._sums])
             torch._foreach_copy_(self._sums, [p.view_as(s) for p, s in zip(parts, self._sums, strict=True)])
-        for kept, total, momentum in zip(self._kept, self._sums, self._momenta, strict=True):
-            kept.lerp_(total / shards, momentum)
+        torch._foreach_mul_(self._sums, [momentum / shards for momentum in self._momenta])
+        torch._foreach_mul_(self._kept, [1 - momentum for momentum in self._momenta])
+        torch._foreach_add_(self._kept, self._sums)
         torch._foreach_copy_(self._buffers, self._kept)
         torch._foreach_add_(self._windows, 1)
         torch._foreach_copy_(self._counters, self._windows)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +19,7 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    threads: int | Literal["auto"] = Field(
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
     )

@@ -16,7 +16,6 @@ from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
-from trainer.folder import make_manifest, open_folder, save_weights, write_json
 from trainer.keyed_rng import Purpose, key
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.loop import train
@@ -28,6 +27,7 @@ from trainer.parallel import World, joined_world, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
 from trainer.recipe import Recipe
+from trainer.run_folder import make_manifest, open_folder, save_weights, write_json
 from trainer.step import Training, take_figures
 from trainer.tasks import Task
 from trainer.tasks.classification import Classification

@@ -1,6 +1,7 @@
 """`trainer train`: checks the whole request once, then starts the ranks; or is one of them."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -8,13 +9,13 @@ import torch
 
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import BadInputError
-from trainer.folder import claim_folder, new_folder
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.run import check_request, device_kind, train_rank
+from trainer.run_folder import claim_folder, new_folder
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -113,5 +114,6 @@ def _show_keys(name: str, settings: list[str]) -> None:
         value = recipe
         for part in key.name.split("."):
             value = value[part]
-        here = "" if str(value) == key.default else f"  [{name}: {value}]"
-        print(f"{key.name:<28} {key.type:<44} {key.default:<14} {key.description}{here}")
+        shown = value if isinstance(value, str) else json.dumps(value)
+        here = "" if shown == key.default else f" ({name}: {shown})"
+        print(f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}")

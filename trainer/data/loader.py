@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class LoaderConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="loader processes per rank; auto: 0 if resident, else 75 % of the CPU share"
     )
     prefetch: int = Field(4, ge=1, description="batches that each worker prepares ahead")
@@ -268,6 +268,11 @@ def make_loader(source: Source, device: torch.device, config: LoaderConfig, cpu_
     resident = config.resident
     if resident == "auto":
         resident = arrays is not None and sum(array.nbytes for array in arrays.values()) < _RESIDENT_BYTES
-    if resident and arrays is not None and config.workers in ("auto", 0):
+    elif resident and (arrays is None or config.workers not in ("auto", 0)):
+        raise BadInputError(
+            "data.resident=true needs a data set in memory and no workers: "
+            "use data.resident=auto, and leave data.workers at auto or 0"
+        )
+    if resident and config.workers in ("auto", 0):
         return ResidentLoader(source, device)
     return RingLoader(source, device, cpu_workers if config.workers == "auto" else config.workers, config)

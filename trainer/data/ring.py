@@ -8,6 +8,7 @@ sharing strategies end with a bus error (pytorch#5040).
 import math
 import mmap
 import os
+import tempfile
 from collections.abc import Mapping
 from multiprocessing import reduction
 from typing import Any
@@ -44,7 +45,11 @@ class Ring:
         self.slot_bytes = offset
         self._file = -1
         if not inherited:
-            self._file = os.memfd_create("trainer-ring")
+            if hasattr(os, "memfd_create"):
+                self._file = os.memfd_create("trainer-ring")
+            else:  # macOS: a file that is deleted already
+                with tempfile.TemporaryFile() as file:
+                    self._file = os.dup(file.fileno())
             os.ftruncate(self._file, self.slot_bytes * slots)
         self._map()
 
