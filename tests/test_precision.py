@@ -74,6 +74,28 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     assert float(take_figures(training)["applied"]) == 5
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
+    """With uninitialised memory filled with NaN, the run goes on as if the first window hadn't been."""
+    recipe = make_recipe(
+        data={"global_batch": 8, "micro_batch": 4},
+        precision={"mode": "fp16", "initial_scale": 1024.0},
+        optim={"name": optimizer, "lr": 0.1},
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = assemble_alone(recipe, Overflowing(0))
+        batches = parts.loader(parts.training.share.batches())
+        for window in range(4):
+            train_window(parts.training, batches, window)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert int(parts.training.rates.applied) == 3
+    assert all(bool(p.isfinite().all()) for p in parts.training.parameters)
+    slots = [s for state in parts.training.optimizer.state.values() for s in state.values()]
+    assert all(bool(slot.isfinite().all()) for slot in slots)
+
+
 def trajectory(mode: str, **sections: Any) -> list[float]:
     recipe = make_recipe(
         epochs=4,

@@ -108,9 +108,14 @@ def make_optimizer(config: OptimConfig, model: nn.Module, rate: torch.Tensor) ->
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return torch.optim.SGD(
+        sgd = torch.optim.SGD(
             groups, lr=rate, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
         )
+        # torch's fused SGD leaves these uninitialised if the scaler skips the very first update, as it
+        # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
+        for parameter in trained if config.momentum else ():
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
 
 

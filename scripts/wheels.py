@@ -1,0 +1,36 @@
+"""Reads a stack's `wheels.lock`; shared by `lock.py`, which writes it, `bootstrap.py` and the tests."""
+
+import hashlib
+import re
+from typing import NamedTuple
+
+
+class Wheel(NamedTuple):
+    """One requirement of a lock: a version, where it applies, the groups that need it, and its lines."""
+
+    name: str
+    version: str
+    marker: str
+    groups: list[str]
+    text: str
+
+
+def read_lock(text: str) -> list[Wheel]:
+    """Parses a lock: after the header, a `# groups: …` line before each requirement."""
+    wheels = []
+    for block in re.split(r"^# groups: ", text, flags=re.MULTILINE)[1:]:
+        groups, requirement = block.split("\n", 1)
+        pin, _, marker = requirement.partition("\\\n")[0].partition(" ; ")
+        name, _, version = pin.strip().partition("==")
+        wheels.append(Wheel(name, version, marker.strip(), groups.split(), requirement.strip()))
+    return wheels
+
+
+def select(wheels: list[Wheel], groups: list[str]) -> str:
+    """The requirements of some groups; wheels only, so that no code runs to build one."""
+    return "--only-binary :all:\n" + "".join(f"{w.text}\n" for w in wheels if set(groups) & set(w.groups))
+
+
+def digest(wheels: list[Wheel], groups: list[str]) -> dict[str, str]:
+    """The hash of what each group needs."""
+    return {group: hashlib.sha256(select(wheels, [group]).encode()).hexdigest() for group in groups}

@@ -1,0 +1,122 @@
+"""Signals that ask for a stop: a flag that a rank's loop reads between two steps; a list in the launcher."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+# Slurm signals every process of a step: a rank gets the signal from Slurm and again from the launcher. What
+# arrives this soon after the first SIGINT is the same Ctrl-C, not a second one.
+_SAME_INTERRUPT_SECONDS = 1.0
+
+
+class Stopped(Exception):  # noqa: N818  (the outcome of a request, not an error)
+    """A signal asked this run to stop and there is nothing to resume from: one line, exit code 1.
+
+    Attributes:
+        signal: The signal that asked.
+    """
+
+    def __init__(self, number: signal.Signals, why: str = "there is no checkpoint to resume from") -> None:
+        """Says which signal stopped the run and why it can't be requeued."""
+        super().__init__(f"stopped by {number.name}: {why}")
+        self.signal = number
+
+
+class _State:
+    """What arrived so far; one per process."""
+
+    installed = False
+    requested: signal.Signals | None = None
+    interrupted_at: float | None = None
+
+
+def requested() -> signal.Signals | None:
+    """The first signal that asked this process to stop, or None."""
+    return _State.requested
+
+
+def install() -> None:
+    """Installs the handlers, in the main thread; calling it again changes nothing.
+
+    SIGHUP stays ignored where it is (nohup).
+    """
+    if _State.installed:
+        return
+    _State.installed = True
+    for number in SIGNALS:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _note)
+    os.register_at_fork(after_in_child=_forked)
+    # The launcher starts ranks with these signals blocked, so that none kills them before this line.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    """Remembers the first signal; a second Ctrl-C ends the process at once."""
+    if number == signal.SIGINT:
+        now = time.monotonic()
+        if _State.interrupted_at is None:
+            _State.interrupted_at = now
+        elif now - _State.interrupted_at > _SAME_INTERRUPT_SECONDS:
+            os._exit(128 + number)
+    if _State.requested is None:
+        _State.requested = signal.Signals(number)
+
+
+def _forked() -> None:
+    """Gives a forked child (a loader worker) a SIGTERM that ends it: there the flag has no reader.
+
+    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Blocks the signals for the processes that are started meanwhile, until they call `install`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, set(before) - set(SIGNALS))
+
+
+class Inbox:
+    """The signals that the launcher was sent while it is open, in order: each once, but every Ctrl-C.
+
+    Attributes:
+        received: The signals; SIGHUP counts as SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.received: list[signal.Signals] = []
+
+    def __enter__(self) -> "Inbox":
+        """Takes the signals, but those that nohup or a script's `&` had ignored."""
+        ignored = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
+        self._before = {
+            number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def interrupted_twice(self) -> bool:
+        """Whether the user does not want to wait."""
+        return self.received.count(signal.SIGINT) > 1
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        if name is signal.SIGINT or name not in self.received:
+            self.received.append(name)
