@@ -5,7 +5,6 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
-from torchvision import models as torchvision_models
 
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
@@ -34,6 +33,9 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     """
     if config.name == "small_resnet":
         return SmallResNet(config, channels, classes)
+    # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
+    from torchvision import models as torchvision_models
+
     names = torchvision_models.list_models(module=torchvision_models)
     if config.name not in names:
         raise BadInputError(

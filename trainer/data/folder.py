@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image
 
 from trainer.data.dataset import Arrays, Field
 from trainer.errors import BadInputError
@@ -46,6 +45,11 @@ class FolderDataset:
         ]
         if not names:
             raise BadInputError(f"{root}: no images ({', '.join(_SUFFIXES)}) below its class folders")
+        # Here: torchvision takes three seconds, and other data sets do without it.
+        from torchvision import io
+
+        self._decode = io.decode_image
+        self._mode = io.ImageReadMode.RGB
         self._root = root
         self._size = size
         self.uniforms = 4 if random_crop else 0
@@ -69,7 +73,7 @@ class FolderDataset:
         for row, sample in enumerate(samples):
             path = self._root / os.fsdecode(self._paths[sample])
             try:
-                image = decode_image(str(path), ImageReadMode.RGB)
+                image = self._decode(str(path), self._mode)
             except (RuntimeError, OSError) as error:
                 raise BadInputError(f"{path}: not a readable image; mend or remove it") from error
             height, width = image.shape[1:]
