@@ -134,7 +134,7 @@ def test_the_logged_loss_is_the_mean_over_each_window(ranks: Ranks, ragged: bool
     wanted = 0.0
     for samples in expected_windows(case):
         logits = model(task.arrays["x"][samples]).flatten(0, 1)
-        wanted += float(torch.nn.functional.cross_entropy(logits, task.arrays["y"][samples].flatten()))
+        wanted += torch.nn.functional.cross_entropy(logits, task.arrays["y"][samples].flatten()).item()
     assert float(sum(loss for _, loss, _ in answers)) == pytest.approx(wanted, rel=1e-12)
 
 

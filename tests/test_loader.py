@@ -192,6 +192,19 @@ def test_it_works_where_dev_shm_is_tiny() -> None:
     assert done.stdout.strip() == "32"
 
 
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs, ours = load_digits(), load_images(DataConfig(), 0)
+    parts: list[Any] = [ours.train.arrays, ours.evaluation.arrays]
+    images = np.concatenate([part["image"][:, 0] for part in parts]) / 15
+    labels = np.concatenate([part["label"] for part in parts])
+    assert (len(parts[0]["label"]), len(parts[1]["label"])) == (1437, 360)
+    both = [sorted(map(repr, zip(i.reshape(-1, 64).astype(int).tolist(), j.tolist(), strict=True)))
+            for i, j in ((images, labels), (theirs.images, theirs.target))]  # fmt: skip
+    assert both[0] == both[1]
+
+
 def make_folder(root: Path) -> Path:
     random = np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 3)):

@@ -1,5 +1,6 @@
 """Data sets by name: embedded digits, synthetic images, and a folder of images by class."""
 
+import importlib.util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -89,17 +90,20 @@ def _digits() -> ImageData:
     The file is sorted by writer: with its last 360 as the test set, all from writers that the model
     hasn't seen, accuracy is about a point lower.
     """
-    from sklearn.datasets import load_digits  # here: it takes a second, and only digits needs it
-
-    digits = load_digits()
-    image = (digits.images * 15).astype(np.uint8)[:, None]
-    label = digits.target.astype(np.int64)
+    # The file itself, because importing scikit-learn takes longer than training an epoch.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise BadInputError("data.name=digits comes with scikit-learn, which isn't installed; run make venv")
+    file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    table = np.loadtxt(file, delimiter=",", dtype=np.int64)
+    image = (table[:, :-1] * 15).astype(np.uint8).reshape(-1, 1, 8, 8)
+    label = table[:, -1].copy()
     drawn = np.argsort(keys(key(Purpose.SPLIT), np.arange(len(label))))
     train, test = np.sort(drawn[360:]), np.sort(drawn[:360])
     return ImageData(
         ArrayDataset({IMAGE: image[train], LABEL: label[train]}),
         ArrayDataset({IMAGE: image[test], LABEL: label[test]}),
-        tuple(str(name) for name in digits.target_names),
+        tuple("0123456789"),
         channels=1,
         mean=(0.287,),
         std=(0.354,),
