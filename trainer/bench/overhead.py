@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.bench.conditions import conditions
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
@@ -177,6 +178,7 @@ def bench_overhead(rounds: int, steps: int, target_us: float) -> int:
     more, low, high = median_interval([(ours - hand) * micro for hand, ours in pairs])
     met = more <= target_us
     print(
+        f"{conditions()}\n"
         f"by hand      {hand:8.1f} us per step (median of {rounds} rounds of {steps} steps, 1 thread)\n"
         f"trainer      {ours:8.1f} us per step (with a row of figures every {recipe.log.every} windows)\n"
         f"difference   {more:8.1f} us per step, 95 % interval {low:.1f} to {high:.1f}\n"
