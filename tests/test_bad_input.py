@@ -49,11 +49,33 @@ CASES = [
     ),
     (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0: "),
     (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
-    (["train", "digits", "--set", "optim=3"], "optim=3: "),
+    (["train", "digits", "--set", "optim=3"], "optim: input should be"),
     (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),
     (["train", "digits", "--set", "optim.lr"], "give KEY=VALUE"),
     (["train", "digits", "--set", "=3"], "give KEY=VALUE"),
-    (["train", "digits", "--set", "optim.lr=[1"], "the value isn't valid YAML"),
+    (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
+    (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
+    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' stands there twice"),
+    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=inf: input should be a finite number"),
+    (
+        ["train", "digits", "--set", "optim.lr=true"],
+        "optim.lr=True: true and false are no",
+    ),
+    (["train", "digits", "--set", "seed=on"], "seed=on: input should be a valid integer"),
+    (["train", "digits", "--set", "optim.betas=[2, -1]"], "optim.betas"),
+    (["train", "digits", "--set", "parallel.timeout_s=1e300"], "parallel.timeout_s"),
+    (["train", "digits", "--set", "model.blocks=[-1]"], "model.blocks"),
+    (["train", "digits", "--set", "epochs=1000000000"], "windows are more than"),
+    (["train", "digits", "--set", "data.global_batch=1000000000"], "data.global_batch"),
+    (["train", "digits", "--set", "data.path=/data"], "add data.name=folder"),
+    (["train", "digits", "--set", "optim.lrr=1\n2"], "unknown key 'optim.lrr'"),
+    (["train", "digits\nx"], "no recipe 'digits x'"),
+    (
+        ["train", "digits", "--set", "model.name=resnet18"],
+        "model.name=resnet18 can't take a micro-batch of this data",
+    ),
+    (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
+    (["train", "digits", "--out", ""], "--out .: isn't empty"),
     (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
     (["train", "digits", "--ranks", "3"], "x 3 ranks"),
     (["train", "digits", "--ranks", "0"], "--ranks 0"),
@@ -89,6 +111,7 @@ def test_one_line_and_code_2(
 ) -> None:
     for name in set(arguments) & YAMLS.keys():
         (tmp_path / name).write_text(YAMLS[name])
+    (tmp_path / "here").touch()
     before = sorted(path.name for path in tmp_path.rglob("*"))
     try:
         code: Any = main(arguments)
@@ -120,6 +143,16 @@ def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     assert main(["train", "few.yaml", "--ranks", "4"]) == 2
     assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
+
+
+def test_a_folder_with_anything_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
+    assert main(["train", "digits", "--out", "."]) == 2
+    assert "isn't empty" in capsys.readouterr().err
+    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,14 +8,15 @@ import yaml
 from trainer.cli import main
 from trainer.config import config_hash, describe, override, parse_recipe, read_recipe, recipe_names, validated
 from trainer.recipe import Recipe
-from trainer.run import check_request
+from trainer.run import check_request, make_task
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_can_be_trained(name: str) -> None:
     values = read_recipe(name)
     assert values["about"]
-    check_request(validated(Recipe, values, name), world_size=1)
+    recipe = validated(Recipe, values, name)
+    check_request(recipe, make_task(recipe), world_size=1)
 
 
 def test_every_key_has_a_description() -> None:
@@ -44,8 +45,15 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_overrides_are_typed_and_leave_the_rest() -> None:
-    settings = ["optim.lr=1e-3", "compile=true", "model.blocks=[2, 2]", "data.path=/x", "about=a: b"]
-    recipe = validated(Recipe, override(read_recipe("digits"), [*settings[:4], "about='a: b'"]), "digits")
+    settings = [
+        "optim.lr=1e-3",
+        "compile=true",
+        "model.blocks=[2, 2]",
+        "data.path=/x",
+        "data.name=folder",
+        "about='a: b'",
+    ]
+    recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
     assert (recipe.optim.lr, recipe.compile, recipe.model.blocks, recipe.about) == (
         0.001,
         True,
@@ -54,6 +62,18 @@ def test_overrides_are_typed_and_leave_the_rest() -> None:
     )
     assert recipe.data.path == Path("/x")
     assert recipe.optim.name == "adamw"
+
+
+def test_a_mapping_changes_what_it_names_and_keeps_the_rest() -> None:
+    recipe = validated(Recipe, override(read_recipe("digits"), ["optim={lr: 0.5}"]), "digits")
+    assert (recipe.optim.lr, recipe.optim.clip) == (0.5, 1.0)
+
+
+def test_scalars_are_those_of_yaml_1_2() -> None:
+    text = "a: 1e-3\nb: 010\nc: 1:30\nd: on\ne: true\nf: null\ng: -.5\nh: 2026-01-01"
+    assert parse_recipe(text, "x") == {
+        "a": 0.001, "b": 10, "c": "1:30", "d": "on", "e": True, "f": None, "g": -0.5, "h": "2026-01-01",
+    }  # fmt: skip
 
 
 def test_aliases_work_within_bounds() -> None:

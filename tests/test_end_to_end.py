@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def test_a_rank_that_raises_takes_the_job_down_in_seconds(tmp_path: Path) -> Non
         "import os\nif 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:\n"
         + "".join(f"    {line}\n" for line in BROKEN.strip().splitlines())
     )
+    began = time.monotonic()
     done = trainer(tmp_path, "train", "digits", "--ranks", "2", *QUICK, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert time.monotonic() - began < 60, "most of it are imports"
     assert done.returncode == 1
     assert "RuntimeError: the fifth shard of rank 1" in done.stderr
     assert done.stderr.count("Traceback") == 1

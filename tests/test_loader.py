@@ -1,6 +1,8 @@
 """Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
 
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,28 @@ def test_a_loader_can_be_run_again() -> None:
         assert [frozen(batch) for batch in loader(what.share.batches())] == first
     finally:
         loader.close()
+
+
+def test_no_worker_outlives_close() -> None:
+    before = {child.pid for child in multiprocessing.active_children()}
+    what = source(Numbers(200))
+    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    running = loader(what.share.batches())
+    next(running)
+    assert len({child.pid for child in multiprocessing.active_children()} - before) == 2
+    loader.close()
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
+def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    grey = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    Image.fromarray(grey).save(root / "train" / "cat" / "deep.png")
+    shutil.copyfile(root / "train" / "cat" / "0.png", os.fsencode(root / "train" / "cat") + b"/x\xff.png")
+    images = load_images(DataConfig(name="folder", path=root, image_size=16), 0)
+    out: dict[str, Any] = {"image": np.empty((14, 3, 16, 16), np.uint8), "label": np.empty(14, np.int64)}
+    images.train.read(np.arange(14), np.full((14, 4), 0.5, np.float32), out)
+    assert out["label"].tolist() == [0] * 8 + [1] * 6
 
 
 def test_units_count_what_has_weight() -> None:

@@ -60,18 +60,25 @@ def test_clipping_is_torchs(scale: float) -> None:
     assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(parameters, ours, strict=True))
 
 
-def test_the_average_moves_unless_skipped() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    for skipped in (None, torch.tensor(0.0)):
-        average = WeightAverage(model, 0.9)
-        with torch.no_grad():
-            model.weight.fill_(2.0)
-        average.update(torch.tensor(1.0))
-        assert average.model.state_dict()["weight"].item() == 1.0
-        average.update(skipped)
-        assert average.model.state_dict()["weight"].item() == pytest.approx(1.1)
+def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
+    def after(*updates: tuple[int, bool]) -> float:
+        model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
+        on_host, on_device = WeightAverage(model, 0.9), WeightAverage(model, 0.9)
+        nn.init.constant_(model.weight, 2.0)
+        for applied, skipped in updates:
+            if not skipped:
+                on_host.update(applied)
+            on_device.update_unless(torch.tensor(float(skipped)), torch.tensor([applied]))
+        values = [average.model.state_dict()["weight"].item() for average in (on_host, on_device)]
+        assert values[0] == pytest.approx(values[1])
+        return float(values[0])
+
+    assert after((1000, True)) == 1.0
+    assert after((1000, False)) == pytest.approx(1.1)
+    assert after((0, False)) == pytest.approx(1.9)
+    assert after((0, False), (1, True)) == pytest.approx(1.9)
+    assert after((0, False), (1, False)) == pytest.approx(1.9 + 0.1 * 9 / 11)
 
 
 def test_the_averaged_model_has_the_trained_buffers() -> None:

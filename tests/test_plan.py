@@ -132,6 +132,16 @@ def test_epochs_done_counts_epochs_that_are_whole(plan: Plan) -> None:
     assert counts[-1] == plan.epochs
 
 
+@given(plan=plans())
+def test_what_has_been_seen_adds_up(plan: Plan) -> None:
+    totals = [plan.window_samples(window) for window in range(plan.windows)]
+    assert [plan.samples_seen(w) for w in range(plan.windows + 1)] == [
+        sum(totals[:w]) for w in range(len(totals) + 1)
+    ]
+    if plan.last != "cross":
+        assert plan.epoch_at(plan.windows) == plan.epochs
+
+
 @given(samples=st.integers(1, 100), micro_batch=st.integers(1, 16), world=st.integers(1, 5))
 @settings(max_examples=50)
 def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_world(

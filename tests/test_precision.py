@@ -8,10 +8,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.toys import TokenTask, assemble_alone, make_recipe
+from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Batch
+from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
+from trainer.models import ModelConfig
 from trainer.precision import PrecisionConfig, check_precision, set_matmul_mode
 from trainer.step import take_figures, train_window
+from trainer.tasks.classification import Classification, affine
 
 
 class Overflowing(TokenTask):
@@ -96,13 +100,12 @@ def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
     assert all(bool(slot.isfinite().all()) for slot in slots)
 
 
-def trajectory(mode: str, **sections: Any) -> list[float]:
+def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     recipe = make_recipe(
         epochs=4,
         data={"global_batch": 8, "micro_batch": 4},
         precision={"mode": mode},
-        optim={"lr": 0.01},
-        **sections,
+        optim=optim,
     )
     task = TokenTask(64, ragged=True, dtype=torch.float32)
     parts = assemble_alone(recipe, task)
@@ -115,12 +118,53 @@ def trajectory(mode: str, **sections: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("optim", [{"lr": 0.01}, {"name": "sgd", "lr": 0.1, "clip": 0.3}])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(mode: str) -> None:
-    full, low = trajectory("fp32"), trajectory(mode)
+def test_low_precision_follows_fp32(mode: str, optim: dict[str, Any]) -> None:
+    """With clipping, too: its limit is meant for gradients without the loss scale."""
+    full, low = trajectory("fp32", optim), trajectory(mode, optim)
     assert low != full, "autocast was not on"
     assert low == pytest.approx(full, rel=0.03)
     assert full[-1] < full[0]
+
+
+def test_a_skipped_window_does_not_enter_batchnorm() -> None:
+    layer = nn.BatchNorm1d(2)
+    statistics = WindowStatistics(layer, None)
+    for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
+        layer(data)
+        statistics.add_shard()
+        statistics.end_window(1, torch.tensor(skipped))
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
+    layer(torch.ones(4, 2))
+    statistics.add_shard()
+    statistics.end_window(1, torch.tensor(0.0))
+    assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])
+
+
+def test_augmentation_does_not_depend_on_the_precision() -> None:
+    image = torch.arange(224.0).expand(2, 1, 224, 224).contiguous()
+    task: Any = Classification(DataConfig(augment="affine"), ModelConfig(), 0.0, 0)
+    batch = Batch({"image": image.to(torch.uint8)}, None, torch.rand(2, 5), 2)
+    full = task._pixels(batch, train=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(task._pixels(batch, train=True), full)
+
+
+def test_the_affine_grid_is_torchs() -> None:
+    """Without turning and scaling, shifted by an eighth of the side: four of 32 pixels."""
+    image = torch.randn(1, 2, 32, 32)
+    shifted = affine(image, torch.tensor([[0.5, 0.5, 0.5, 1.0, 0.0]]))
+    assert torch.allclose(shifted[..., 4:, :-4], image[..., :-4, 4:], atol=1e-5)
+    random = torch.rand(3, 5)
+    angle, width, height, right, down = (2 * random - 1).unbind(1)
+    cos, sin = (0.21 * angle).cos(), (0.21 * angle).sin()
+    rows = [cos * (1 + 0.15 * width), -sin, 0.25 * right, sin, cos * (1 + 0.15 * height), 0.25 * down]
+    images = torch.randn(3, 1, 9, 14)
+    grid = F.affine_grid(torch.stack(rows, 1).view(3, 2, 3), [3, 1, 9, 14], align_corners=False)
+    expected = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    assert torch.allclose(affine(images, random), expected, atol=1e-5)
 
 
 def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:

@@ -7,10 +7,13 @@ import torch
 
 from tests.toys import make_recipe
 from tests.world import SIZES, Ranks
+from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
-from trainer.parallel import World
+from trainer.loop import train
+from trainer.observe.log import Meter
+from trainer.parallel import World, check_agreement
 from trainer.run import assemble, make_task
-from trainer.step import train_window
+from trainer.step import take_figures, train_window
 
 DIGITS: dict[str, Any] = {
     "epochs": 1,
@@ -69,6 +72,55 @@ def evaluate_untrained(world: World, batch: int, padded: bool) -> dict[str, floa
     return evaluate(
         task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
     )
+
+
+def sgd_without_clipping(world: World) -> list[float]:
+    values = DIGITS | {"optim": {"name": "sgd", "lr": 0.05}, "model": {"width": 8, "norm": "group"}}
+    return train_digits(world, values, 0)[0]
+
+
+def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks) -> None:
+    """AdamW and clipping would hide one; plain SGD follows it at once."""
+    alone = torch.tensor(ranks.run(1, sgd_without_clipping)[0])
+    for size in (2, 4):
+        together = torch.tensor(ranks.run(size, sgd_without_clipping)).sum(0)
+        assert torch.allclose(together, alone, rtol=1e-4)
+
+
+def logged_rows(world: World) -> list[Any]:
+    recipe = make_recipe(**DIGITS | {"log": {"every": 2}})
+    parts = assemble(recipe, make_task(recipe), world, workers=0)
+    t = parts.training
+    rows: list[Any] = []
+    meter = Meter(t.share.plan, world.device, [rows.append], lambda: take_figures(t))
+    windows = range(t.share.plan.windows)
+    train(
+        t, parts.loader(t.share.batches()), windows, meter, 2, lambda _: False, lambda _: None, lambda _: None
+    )
+    return [(row["window"], row["loss"], row["gradient_norm"]) for row in rows]
+
+
+def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:
+    (alone,) = ranks.run(1, logged_rows)
+    for size in (2, 4):
+        answers = ranks.run(size, logged_rows)
+        assert all(answer == answers[0] for answer in answers)
+        assert torch.allclose(torch.tensor(answers[0]), torch.tensor(alone), rtol=1e-3)
+
+
+def disagree(world: World) -> str:
+    try:
+        check_agreement(f"data of {world.rank // 2}", world)
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_data_are_told(ranks: Ranks) -> None:
+    assert ranks.run(2, disagree) == ["", ""]
+    answers = ranks.run(4, disagree)
+    assert "rank 0 and rank 2 have different" in answers[0]
+    assert "rank 2 and rank 0 have different" in answers[2]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 50, 360, 1000])

@@ -10,6 +10,8 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.parallel import sum_over_ranks
+
 
 class WindowStatistics:
     """The running statistics of all BatchNorm layers of a model; none is fine too."""
@@ -20,43 +22,43 @@ class WindowStatistics:
         self._group = group
         self._buffers: list[torch.Tensor] = []
         self._counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
-        self._momenta: list[float] = []
+        momenta: list[torch.Tensor] = []
         for layer in layers:
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            self._buffers += [layer.running_mean, layer.running_var]
-            self._momenta += [0.1 if layer.momentum is None else layer.momentum] * 2
+            for buffer in (layer.running_mean, layer.running_var):
+                assert buffer is not None
+                self._buffers.append(buffer)
+                momenta.append(torch.full_like(buffer, 0.1 if layer.momentum is None else layer.momentum))
             layer.momentum = 1.0
-        self.reload()
+        if self._buffers:
+            self._momentum = torch.cat(momenta)
+            self._sizes = [buffer.numel() for buffer in self._buffers]
+            self.reload()
 
     def reload(self) -> None:
         """Starts from the values that are in the model now."""
-        self._kept = [buffer.clone() for buffer in self._buffers]
-        self._sums = [torch.zeros_like(buffer) for buffer in self._buffers]
+        self._kept = torch.cat(self._buffers)
+        self._sum = torch.zeros_like(self._kept)
         self._windows = [counter.clone() for counter in self._counters]
 
     def add_shard(self) -> None:
         """Call after a shard's backward pass."""
         if self._buffers:
-            torch._foreach_add_(self._sums, self._buffers)
+            self._sum += torch.cat(self._buffers)
 
-    def end_window(self, shards: int) -> None:
+    def end_window(self, shards: int, skipped: torch.Tensor | None = None) -> None:
         """Puts the updated statistics into the model.
 
         Args:
             shards: Shards of the window over all ranks.
+            skipped: float (), on the device: 1 if the window overflowed in fp16. Its statistics may hold
+                infinities then, and are left out.
         """
         if not self._buffers:
             return
-        if self._group is not None:
-            flat = torch.cat([part.flatten() for part in self._sums])
-            dist.all_reduce(flat, group=self._group)
-            parts = flat.split([part.numel() for part in self._sums])
-            torch._foreach_copy_(self._sums, [p.view_as(s) for p, s in zip(parts, self._sums, strict=True)])
-        torch._foreach_mul_(self._sums, [momentum / shards for momentum in self._momenta])
-        torch._foreach_mul_(self._kept, [1 - momentum for momentum in self._momenta])
-        torch._foreach_add_(self._kept, self._sums)
-        torch._foreach_copy_(self._buffers, self._kept)
+        sum_over_ranks(self._sum, self._group)
+        updated = torch.lerp(self._kept, self._sum / shards, self._momentum)
+        self._kept = updated if skipped is None else torch.where(skipped > 0, self._kept, updated)
+        torch._foreach_copy_(self._buffers, self._kept.split(self._sizes))
+        self._sum.zero_()
         torch._foreach_add_(self._windows, 1)
         torch._foreach_copy_(self._counters, self._windows)
-        torch._foreach_zero_(self._sums)

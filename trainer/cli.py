@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         return code
     except BadInputError as error:
-        print(f"trainer: error: {error}", file=sys.stderr)
+        print(f"trainer: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:
-        print(f"trainer: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        print(f"trainer: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

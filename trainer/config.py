@@ -7,16 +7,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
+from trainer.yaml_text import parse_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 
 _FILE_BYTES = 1 << 20
-_NODES = 10_000
+
+
+class Section(BaseModel):
+    """Base of every part of a configuration: unknown keys, infinities and true for 1 are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field: FieldInfo = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
+            raise ValueError("true and false are no numbers and no words here")
+        return value
 
 
 def recipe_names() -> list[str]:
@@ -55,82 +69,47 @@ def read_recipe(name: str) -> dict[str, Any]:
     return parse_recipe(text, str(path))
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, without the silent overwriting of a key that stands there twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
-                raise BadInputError(
-                    f"line {key_node.start_mark.line + 1}: key '{key}' stands there twice; remove one"
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def parse_recipe(text: str, source: str) -> dict[str, Any]:
-    """Parses YAML with bounds on what aliases can expand to.
+    """Parses a recipe.
 
     Raises:
-        BadInputError: If it isn't YAML, isn't a mapping, or grows beyond 10,000 values.
+        BadInputError: If it isn't YAML or isn't a mapping.
     """
-    try:
-        values = yaml.load(text, _Loader)
-        size = _expanded(values, {}, ())
-    except BadInputError as error:
-        raise BadInputError(f"{source}: {error}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or "nested too deeply or malformed"
-        raise BadInputError(f"{source}:{where} not valid YAML ({what})") from error
-    if size > _NODES:
-        raise BadInputError(
-            f"{source}: more than {_NODES} values once its aliases are expanded; not a recipe"
-        )
+    values = parse_yaml(text, source)
     if not isinstance(values, dict):
-        raise BadInputError(
-            f"{source}: a recipe is a mapping such as 'optim: {{lr: 0.1}}', not {type(values).__name__}"
-        )
+        kind = type(values).__name__
+        raise BadInputError(f"{source}: a recipe is a mapping such as 'optim: {{lr: 0.1}}', not {kind}")
     return values
 
 
-def _expanded(value: Any, known: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values in a tree that shares parts, each part counted as often as it is referred to."""
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) in above:
-        raise BadInputError("an alias that contains itself; write the values out")
-    if id(value) not in known:
-        members = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_expanded(member, known, (*above, id(value))) for member in members)
-    return known[id(value)]
-
-
 def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """Applies settings such as "optim.lr=0.1"; each value is parsed as YAML.
+    """Applies settings such as "optim.lr=0.1" or "optim={lr: 0.1}"; what they don't name stays.
 
     Raises:
         BadInputError: If a setting isn't KEY=VALUE.
     """
-    values = json.loads(json.dumps(values, default=str))
     for setting in settings:
         dotted, equals, text = setting.partition("=")
         names = dotted.strip().split(".")
         if not equals or not all(names):
             raise BadInputError(f"--set {setting}: give KEY=VALUE, such as --set optim.lr=0.1")
-        target = values
-        for name in names[:-1]:
-            target = target.setdefault(name, {})
-            if not isinstance(target, dict):
-                raise BadInputError(f"--set {setting}: '{name}' is a value and has no keys below it")
-        try:
-            target[names[-1]] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise BadInputError(f"--set {setting}: the value isn't valid YAML; quote it") from error
+        value = parse_yaml(text, f"--set {setting}")
+        for name in reversed(names):
+            value = {name: value}
+        values = _merged(values, value, setting)
     return values
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any], setting: str) -> dict[str, Any]:
+    merged = dict(values)
+    for name, change in changes.items():
+        kept = values.get(name)
+        if isinstance(change, dict) and kept is not None:
+            if not isinstance(kept, dict):
+                raise BadInputError(f"--set {setting}: '{name}' is a value and has no keys below it")
+            change = _merged(kept, change, setting)  # noqa: PLW2901
+        merged[name] = change
+    return merged
 
 
 def validated(model: type[Config], values: dict[str, Any], source: str) -> Config:
@@ -160,10 +139,12 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
         location.pop()
     dotted = ".".join(location) or dotted
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
+    what = problem["msg"].removeprefix("Value error, ")
+    if not wanted:  # of a whole section
+        return f"{dotted}: {what}{more}"
     given = str(problem["input"])
     given = given if len(given) < 60 else given[:57] + "..."
-    allowed = f"; allowed: {wanted}" if wanted else ""
-    return f"{dotted}={given}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{allowed}{more}"
+    return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
 
 
 def _nearest_key(dotted: str, known: list[str]) -> str:

@@ -29,7 +29,7 @@ def evaluate(
         precision: For autocast.
 
     Returns:
-        Means over the data set.
+        Means over the units of the data set: samples, or valid tokens.
     """
     training = model.training
     model.eval()
@@ -43,11 +43,12 @@ def evaluate(
             measured = task.measure(model, batch)
             if table is None:
                 names = tuple(measured)
-                table = torch.zeros(shards, len(names), dtype=torch.float64, device=world.device)
+                table = torch.zeros(shards, len(names) + 1, dtype=torch.float64, device=world.device)
+            table[int(number), -1] = batch.units
             for column, name in enumerate(names):
                 table[int(number), column] = measured[name]
     model.train(training)
     if table is None:
         raise BadInputError("the evaluation data set is empty")
-    totals = sum_over_ranks(table, world.group).sum(0).tolist()
-    return {name: total / share.plan.samples for name, total in zip(names, totals, strict=True)}
+    *totals, units = sum_over_ranks(table, world.group).sum(0).tolist()
+    return {name: total / units for name, total in zip(names, totals, strict=True)}

@@ -37,12 +37,14 @@ def train(
     for window in windows:
         train_window(training, batches, window)
         done = window + 1
+        if window == windows.start:
+            meter.start_clock(done)
         if done % log_every == 0 or done == windows.stop:
             meter.stage(done)
         if evaluation_due(done):
             meter.stage(done)
             evaluate(done)
-            meter.resume(done)
+            meter.start_clock(done)
         window_done(done)
         if (signal := requested()) is not None:
             raise Stopped(signal)

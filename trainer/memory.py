@@ -1,22 +1,22 @@
 """Activation checkpointing: activations inside a block are recomputed in backward instead of kept."""
 
 import functools
+import resource
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.config import Section
 from trainer.errors import BadInputError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(Section):
     """What is traded for memory."""
-
-    model_config = ConfigDict(extra="forbid")
 
     checkpointing: Literal["none", "blocks"] = Field(
         "none", description="activation checkpointing: none, or of every block (Chen et al., 2016)"
@@ -63,6 +63,6 @@ def used_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/statm") as file:  # noqa: PTH123 (pathlib would cost more than the read)
-            return int(file.read().split()[1]) * 4096
-    except OSError:
-        return 0
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # macOS: the peak, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

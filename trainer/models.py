@@ -1,23 +1,23 @@
 """Models: a small ResNet for small images, and torchvision's by name."""
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
+from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Section):
     """What is trained."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field("small_resnet", description="small_resnet, or any torchvision model by its name")
     width: int = Field(32, ge=1, description="channels of the first stage (small_resnet)")
-    blocks: tuple[int, ...] = Field(
+    blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
         (1, 1), min_length=1, description="residual blocks in each stage (small_resnet)"
     )
     norm: Literal["batch", "group"] = Field("batch", description="normalisation (small_resnet)")
@@ -95,4 +95,4 @@ class ResidualBlock(nn.Module):
 
 
 def _norm(kind: str, width: int) -> nn.Module:
-    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(min(8, width), width)
+    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)

@@ -6,30 +6,32 @@ the count of applied updates lives there, and the learning rate is looked up by 
 
 import copy
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import nn
 
+from trainer.config import Section
 
-class OptimConfig(BaseModel):
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
     """How weights are updated."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Literal["sgd", "adamw"] = Field("adamw", description="optimiser, fused: sgd (Nesterov) or adamw")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "one-cycle", "constant"] = Field(
         "cosine",
-        description="cosine to 0, one-cycle (half up, half down), or constant; each after the warm-up",
+        description="cosine to 0, one-cycle (cosine up over the warm-up, cosine down), or constant",
     )
     warmup: float = Field(
         0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
     )
     weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd)")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the moments (adamw)")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw)")
     eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw)")
     clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the weights' moving average; 0: none")
@@ -49,8 +51,6 @@ def schedule(config: OptimConfig, updates: int) -> list[float]:
         `updates` learning rates.
     """
     warmup = round(config.warmup * updates)
-    if config.schedule == "one-cycle":
-        warmup = warmup or round(0.3 * updates)
     rates = []
     for update in range(updates):
         if update < warmup:
@@ -144,13 +144,26 @@ class WeightAverage:
         self._weights = [parameter.data for parameter in model.parameters()]
         self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
 
-    def update(self, skipped: torch.Tensor | None = None) -> None:
-        """Moves towards the weights, unless `skipped` (float (), on the device) is 1."""
-        if skipped is None:
-            torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)
-            return
+    def update(self, applied: int) -> None:
+        """Moves towards the weights after an update.
+
+        Args:
+            applied: Updates before this one. At first the average follows faster: the decay is at most
+                (1 + applied) / (10 + applied), as in TensorFlow's ExponentialMovingAverage.
+        """
+        share = max(1 - self._decay, 9 / (10 + applied))
+        torch._foreach_lerp_(self._average, self._weights, share)
+
+    def update_unless(self, skipped: torch.Tensor, applied: torch.Tensor) -> None:
+        """The same where only the device knows.
+
+        Args:
+            skipped: float (): 1 if there was no update.
+            applied: int64 (1,): updates before this window's.
+        """
+        share = (9 / (10 + applied[0])).clamp_(min=1 - self._decay) * (1 - skipped)
         step = torch._foreach_sub(self._weights, self._average)
-        torch._foreach_mul_(step, (1 - skipped) * (1 - self._decay))
+        torch._foreach_mul_(step, share)
         torch._foreach_add_(self._average, step)
 
     def averaged(self) -> nn.Module:

@@ -1,5 +1,6 @@
 """Several processes, one model: process group, DDP and the sum that makes ranks agree."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -9,21 +10,22 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.config import Section
+from trainer.errors import BadInputError
 
-class ParallelConfig(BaseModel):
+
+class ParallelConfig(Section):
     """Processes and threads."""
-
-    model_config = ConfigDict(extra="forbid")
 
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds that a rank waits for the others")
+    timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
 
 
@@ -70,8 +72,12 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
         )
     try:
         yield World(rank, size, local, device, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # destroy would wait for NCCL kernels that wait for a rank which is gone.
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        (abort if kind == "cuda" else dist.destroy_process_group)()
+        raise
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -132,6 +138,30 @@ def replicate(
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
     """The context of every shard of a window but the last: gradients only accumulate."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def check_agreement(text: str, world: World) -> None:
+    """Makes sure that all ranks are about to do the same.
+
+    Args:
+        text: What a rank is about to do.
+        world: The ranks.
+
+    Raises:
+        BadInputError: If ranks differ, as they do where hosts see different files.
+    """
+    if world.group is None:
+        return
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    hashes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    hashes[world.rank] = mine
+    others = sum_over_ranks(hashes, world.group).tolist()
+    odd = [rank for rank, other in enumerate(others) if other != mine]
+    if odd:
+        raise BadInputError(
+            f"rank {world.rank} and rank {odd[0]} have different configurations or data: "
+            "give every host the same recipe and the same files"
+        )
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

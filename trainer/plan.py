@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints, permuted
 
 Last = Literal["cross", "drop", "weighted"]
 
 
-class WindowConfig(BaseModel):
-    """How the last, incomplete window of an epoch is treated."""
+_MOST_WINDOWS = 20_000_000  # the learning rate of each is in a table on the device
 
-    model_config = ConfigDict(extra="forbid")
+
+class WindowConfig(Section):
+    """How the last, incomplete window of an epoch is treated."""
 
     last: Last = Field(
         "cross",
@@ -76,6 +78,10 @@ class Plan:
                 f"data.global_batch={self.global_batch} is not a multiple of "
                 f"data.micro_batch={self.micro_batch}: choose a micro-batch that divides it"
             )
+        if self.windows > _MOST_WINDOWS:
+            raise BadInputError(
+                f"{self.windows:,} windows are more than {_MOST_WINDOWS:,}: lower epochs or set max_windows"
+            )
         if self.last == "drop" and self.samples < self.global_batch:
             raise BadInputError(
                 f"window.last=drop leaves no window: {self.samples} samples are fewer than "
@@ -101,6 +107,19 @@ class Plan:
         """Windows of an epoch that starts with its own window (`drop`, `weighted`)."""
         whole, rest = divmod(self.samples, self.global_batch)
         return whole + (rest > 0 and self.last == "weighted")
+
+    def samples_seen(self, windows: int) -> int:
+        """Samples of weight 1 in so many windows from the start."""
+        if self.last != "weighted":
+            return windows * self.global_batch
+        epochs, rest = divmod(windows, self.windows_per_epoch)
+        return epochs * self.samples + rest * self.global_batch
+
+    def epoch_at(self, windows: int) -> float:
+        """Epochs that so many windows are, with the part of the one under way."""
+        if self.last == "cross":
+            return windows * self.global_batch / self.samples
+        return windows / self.windows_per_epoch
 
     def epochs_done(self, windows: int) -> int:
         """Epochs whose samples have all been seen after this many windows."""

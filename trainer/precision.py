@@ -4,16 +4,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.amp.grad_scaler import GradScaler
 
+from trainer.config import Section
 from trainer.errors import BadInputError
 
 
-class PrecisionConfig(BaseModel):
+class PrecisionConfig(Section):
     """Number formats."""
-
-    model_config = ConfigDict(extra="forbid")
 
     mode: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
         "fp32",

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from trainer.config import Section
 from trainer.data.sources import DataConfig
 from trainer.memory import MemoryConfig
 from trainer.models import ModelConfig
@@ -14,15 +15,13 @@ from trainer.plan import WindowConfig
 from trainer.precision import PrecisionConfig
 
 
-class Recipe(BaseModel):
+class Recipe(Section):
     """The configuration of a run. Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid")
 
     about: str = Field("", description="one line that `trainer recipes` shows")
     task: Literal["classification"] = Field("classification", description="what is learned")
-    seed: int = Field(0, ge=0, description="keys the weights, the order and all other randomness")
-    epochs: int = Field(..., ge=1, description="how often the data is seen")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
+    epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
     max_windows: int | None = Field(None, ge=1, description="stop after this many windows (optimiser steps)")
     evaluate_every: int = Field(1, ge=0, description="epochs between evaluations; 0: only at the end")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")

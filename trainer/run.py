@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainer.batchnorm import WindowStatistics
-from trainer.data.loader import Loader, Source, make_loader
+from trainer.config import config_hash
+from trainer.data.loader import Batch, Loader, Source, make_loader
 from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.keyed_rng import Purpose, key
@@ -23,7 +25,7 @@ from trainer.memory import checkpoint_blocks
 from trainer.observe.console import Display
 from trainer.observe.log import Meter, Sink
 from trainer.optim import Rates, WeightAverage, make_optimizer, schedule
-from trainer.parallel import World, joined_world, replicate
+from trainer.parallel import World, check_agreement, joined_world, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
 from trainer.recipe import Recipe
@@ -51,13 +53,12 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
     )
 
 
-def check_request(recipe: Recipe, world_size: int) -> None:
+def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     """Finds what would fail on every rank, before there are any.
 
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    task = make_task(recipe)
     plan = make_plan(recipe, task)
     if world_size > plan.samples:
         raise BadInputError(
@@ -75,6 +76,27 @@ def check_request(recipe: Recipe, world_size: int) -> None:
         )
     if recipe.memory.checkpointing == "blocks":
         checkpoint_blocks(model)
+    try:
+        task.loss(model, _shapes_only(task, plan.micro_batch))
+    except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
+        pass
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        what = str(error).splitlines()[0]
+        raise BadInputError(
+            f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
+            "change the model, data.image_size or data.micro_batch"
+        ) from error
+
+
+def _shapes_only(task: Task, micro_batch: int) -> Batch:
+    """A batch without values, on the meta device."""
+    fields = {
+        name: torch.from_numpy(np.empty((micro_batch, *field.shape), field.dtype)).to("meta")
+        for name, field in task.train_data.fields.items()
+    }
+    uniforms = task.train_data.uniforms + task.uniforms
+    uniform = torch.empty(micro_batch, uniforms, device="meta") if uniforms else None
+    return Batch(fields, None, uniform, micro_batch)
 
 
 @dataclass(frozen=True)
@@ -119,7 +141,9 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
         ragged="units" in task.train_data.fields,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
-    held = evaluation_share(len(task.evaluation_data), recipe.data.evaluation_batch, world.rank, world.size)
+    measured = len(task.evaluation_data)
+    batch = min(recipe.data.evaluation_batch, measured)
+    held = evaluation_share(measured, batch, world.rank, world.size)
     return Parts(
         training,
         make_loader(source, device, recipe.data, workers),
@@ -147,6 +171,8 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
         threads = threads_per_rank(limits, local_size) if threads == "auto" else threads
         torch.set_num_threads(threads)
         task = make_task(recipe)
+        check_request(recipe, task, world.size)
+        check_agreement(f"{config_hash(recipe)} {len(task.train_data)} {len(task.evaluation_data)}", world)
         parts = assemble(recipe, task, world, workers_per_rank(limits, local_size))
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
@@ -206,8 +232,7 @@ def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
     def due(windows: int) -> bool:
         if windows == plan.windows:
             return True
-        epochs = plan.epochs_done(windows)
-        return every > 0 and epochs > plan.epochs_done(windows - 1) and epochs % every == 0
+        return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
 
     return due
 
@@ -231,7 +256,7 @@ def _finish(
     if t.average is not None:
         save_weights(t.average.averaged(), folder / "ema.safetensors")
     plan = t.share.plan
-    speed = plan.windows * plan.global_batch / meter.busy_seconds
+    speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     meter.emit({"kind": "end", "window": plan.windows, **summary})
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -48,7 +48,7 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
 
 
 def claim_folder(folder: Path) -> bool:
-    """Makes sure that a folder the user named can be written and holds no run.
+    """Makes sure that a folder the user named can be written and is empty.
 
     Returns:
         True if it was made by this call.
@@ -68,6 +68,8 @@ def claim_folder(folder: Path) -> bool:
         ) from error
     if (folder / "manifest.json").exists():
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
+    if any(folder.iterdir()):
+        raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
     return made
 
 
@@ -115,10 +117,10 @@ def _commit() -> str | None:
 @contextlib.contextmanager
 def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Iterator[list[Sink]]:
     """Writes configuration and manifest, and opens the sinks that write to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "manifest.json").exists():  # an attempt before a restart
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     write_json(folder / "manifest.json", manifest)
-    shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of an attempt before a restart
     to_board, close_board = tensorboard_sink(folder / "tensorboard")
     with (folder / "metrics.jsonl").open("w") as file:
         try:

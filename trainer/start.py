@@ -14,7 +14,7 @@ from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
-from trainer.run import check_request, device_kind, train_rank
+from trainer.run import check_request, device_kind, make_task, train_rank
 from trainer.run_folder import claim_folder, new_folder
 
 _FOLDER = "TRAINER_RUN_FOLDER"
@@ -42,7 +42,7 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
 
 def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     ranks, environment = _ranks(options, recipe)
-    check_request(recipe, ranks)
+    check_request(recipe, make_task(recipe), ranks)
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = True
@@ -80,7 +80,7 @@ def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, 
     if options.gpus is None:
         return there, {}
     wanted = options.gpus.split(",")
-    if not all(part.strip().isdigit() for part in wanted):
+    if not all(part.isdecimal() and len(part) < 5 for part in wanted):
         raise BadInputError(f"--gpus {options.gpus}: give a count (2) or a list of indices (0,1)")
     indices = [int(part) for part in wanted] if len(wanted) > 1 else list(range(int(wanted[0])))
     if not indices or max(indices) >= there or len(set(indices)) < len(indices):

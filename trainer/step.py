@@ -64,7 +64,10 @@ class Training:
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         index = device.index if device.type == "cuda" else None
-        self.generator = torch.default_generator if index is None else torch.cuda.default_generators[index]
+        # The CPU's too where the model is on a GPU: it may draw there (stochastic depth, say).
+        self.generators = [torch.default_generator]
+        if index is not None:
+            self.generators.append(torch.cuda.default_generators[index])
         # Below 2**62, so that adding the shard's number never overflows.
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
 
@@ -84,7 +87,8 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     for index in range(accumulation):
         batch = next(batches)
         units += batch.units
-        t.generator.manual_seed(t.first_key + first_shard + index)
+        for generator in t.generators:
+            generator.manual_seed(t.first_key + first_shard + index)
         last = index == accumulation - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
@@ -95,8 +99,8 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     if t.ragged:
         window_loss = window_loss * _divide_by_true_units(t, expected, units)
     t.loss += window_loss
-    _update(t)
-    t.statistics.end_window(plan.shards)
+    skipped = _update(t, window)
+    t.statistics.end_window(plan.shards, skipped)
 
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:
@@ -111,7 +115,8 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     return figures
 
 
-def _update(t: Training) -> None:
+def _update(t: Training, window: int) -> torch.Tensor | None:
+    """Returns float (), 1 if the scaler skipped the update; None where there is no scaler."""
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its
     # gradients overflowed in fp16) moves neither schedule nor average.
     skipped = None
@@ -127,19 +132,22 @@ def _update(t: Training) -> None:
         t.scaler.update()
     for parameter in t.parameters:
         parameter.grad = None
-    t.rates.advance(skipped)
     if t.average is not None:
-        t.average.update(skipped)
+        if skipped is None:
+            t.average.update(applied=window)
+        else:
+            t.average.update_unless(skipped, t.rates.applied)
+    t.rates.advance(skipped)
+    return skipped
 
 
 def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:
     """Corrects the gradients; returns the factor, float64 ()."""
     # Valid tokens of the window are known when its last shard has been loaded, on every rank its own.
     # Until here the losses were divided by the most there can be.
-    true = torch.tensor(float(units), dtype=torch.float64).to(t.loss.device, non_blocking=True)
-    if t.group is not None:
-        dist.all_reduce(true, group=t.group)
-    correction = expected / true
+    true = torch.full((), float(units), dtype=torch.float64, device=t.loss.device)
+    sum_over_ranks(true, t.group)
+    correction = expected / true.clamp_(min=1)  # no valid token at all: no gradient, not a NaN
     gradients = [p.grad for p in t.parameters if p.grad is not None]
     torch._foreach_mul_(gradients, correction.to(gradients[0].dtype))
     return correction

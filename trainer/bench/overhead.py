@@ -82,7 +82,7 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int) -> float:
         optimizer.param_groups[0]["lr"] = optim.lr * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(average, weights, 1 - optim.ema)
+        torch._foreach_lerp_(average, weights, max(1 - optim.ema, 9 / (10 + step)))
     return time.perf_counter() - start
 
 

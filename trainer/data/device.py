@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+_BATCHES_AHEAD = 4
+
 
 def copied_ahead(
     slots: Iterator[tuple[torch.Tensor, int]], device: torch.device, staged: bool
@@ -25,6 +27,7 @@ def copied_ahead(
     """
     side = torch.cuda.Stream(device)
     under_way: deque[torch.cuda.Event] = deque()
+    in_use: deque[torch.cuda.Event] = deque()
     buffers: list[torch.Tensor] = []
     ready: tuple[torch.Tensor, int, torch.cuda.Event] | None = None
     while True:
@@ -51,6 +54,12 @@ def copied_ahead(
             current.wait_event(done)
             copy.record_stream(current)
             yield copy, units
+            used = torch.cuda.Event()
+            used.record(current)
+            in_use.append(used)
+            # The host may be a few batches ahead of the GPU; each holds its memory until it is computed.
+            if len(in_use) > _BATCHES_AHEAD:
+                in_use.popleft().synchronize()
         if ahead is None:
             return
         ready = ahead

@@ -71,11 +71,7 @@ class FolderDataset:
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
         """Decodes and cuts images straight into the batch; see `Dataset.read`."""
         for row, sample in enumerate(samples):
-            path = self._root / os.fsdecode(self._paths[sample])
-            try:
-                image = self._decode(str(path), self._mode)
-            except (RuntimeError, OSError) as error:
-                raise BadInputError(f"{path}: not a readable image; mend or remove it") from error
+            image = self._image(self._root / os.fsdecode(self._paths[sample]))
             height, width = image.shape[1:]
             if random is None:
                 box = central_cut(height, width)
@@ -86,6 +82,17 @@ class FolderDataset:
             resized = torch.nn.functional.interpolate(cut[None], size, mode="bilinear", antialias=True)
             out["image"][row] = resized[0].numpy()
         out["label"][...] = self._labels[samples]
+
+    def _image(self, path: Path) -> torch.Tensor:
+        """Decodes a file: uint8 (3, height, width)."""
+        try:
+            # Read here and not by torchvision, which can't open names that aren't UTF-8.
+            data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            image: torch.Tensor = self._decode(data, self._mode)
+        except (RuntimeError, OSError, ValueError) as error:
+            name = str(path).encode("utf-8", "replace").decode()
+            raise BadInputError(f"{name}: not a readable image; mend or remove it") from error
+        return image if image.dtype == torch.uint8 else (image.to(torch.int32) >> 8).to(torch.uint8)
 
 
 class Box(NamedTuple):

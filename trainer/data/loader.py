@@ -4,6 +4,7 @@ What a batch holds depends on (seed, epoch, sample) alone, so the number of work
 place where the data lives change nothing but the time it takes.
 """
 
+import contextlib
 import multiprocessing
 import signal
 import sys
@@ -13,9 +14,10 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.utils.data import DataLoader, Dataset as TorchDataset
 
+from trainer.config import Section
 from trainer.data import dataset as data
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
@@ -29,15 +31,13 @@ _WEIGHT = "weight"
 _UNIFORM = "uniform"
 
 
-class LoaderConfig(BaseModel):
+class LoaderConfig(Section):
     """How batches reach the device. None of this changes what is in them."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         "auto", description="loader processes per rank; auto: 0 if resident, else 75 % of the CPU share"
     )
-    prefetch: int = Field(4, ge=1, description="batches that each worker prepares ahead")
+    prefetch: int = Field(4, ge=1, le=1024, description="batches that each worker prepares ahead")
     resident: bool | Literal["auto"] = Field(
         "auto", description="keep the data set on the device; auto: if it is in memory and below 256 MiB"
     )
@@ -167,7 +167,7 @@ class RingLoader:
     """Workers read and decode; batches cross to the device from a ring of shared memory."""
 
     def __init__(self, source: Source, device: torch.device, workers: int, config: LoaderConfig) -> None:
-        """Makes the ring; workers start with the first call and stay until `close`."""
+        """Makes the ring and starts the workers, which stay until `close`."""
         plan = source.share.plan
         fields = {
             name: data.Field((plan.micro_batch, *field.shape), field.dtype)
@@ -197,6 +197,9 @@ class RingLoader:
                 multiprocessing_context=multiprocessing.get_context(config.start_method),
                 worker_init_fn=_ignore_signals,
             )
+            # With nothing to read yet, this starts the workers: before there are threads that a fork
+            # would cut short, and before the ring is registered with CUDA.
+            list(self._loader)
 
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
@@ -207,7 +210,6 @@ class RingLoader:
             for number, units in filled:
                 yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
             return
-        # Only now: workers that are forked after this would inherit the registration.
         self._pinned = self._pinned or self._ring.pin()
         slots = ((self._ring.slot(number), units) for number, units in filled)
         for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
@@ -215,8 +217,13 @@ class RingLoader:
 
     def close(self) -> None:
         """Ends the workers and gives the memory back."""
+        running = getattr(self._loader, "_iterator", None)
+        if running is not None:
+            running._shutdown_workers()  # torch ends them only when nobody holds the iterator
         self._loader = None
         if self._pinned:
+            with contextlib.suppress(RuntimeError):  # of a run that failed already
+                torch.cuda.synchronize(self._device)
             self._ring.unpin()
             self._pinned = False
 

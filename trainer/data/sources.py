@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.folder import FolderDataset
@@ -25,19 +25,27 @@ class DataConfig(LoaderConfig):
         description="digits (embedded), synthetic (no data needed) or folder (train/ and val/ by class)",
     )
     path: Path | None = Field(None, description="where the data lies (folder)")
-    global_batch: int = Field(64, ge=1, description="samples per optimiser step, over all ranks")
+    global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
     micro_batch: int = Field(
         64, ge=1, description="samples per forward pass on one rank; part of the arithmetic"
     )
     evaluation_batch: int = Field(
         256, ge=1, description="samples per forward pass in evaluation, on one rank"
     )
-    image_size: int = Field(224, ge=8, description="height and width in pixels (synthetic, folder)")
-    classes: int = Field(1000, ge=2, description="number of classes (synthetic)")
-    samples: int = Field(1024, ge=1, description="number of training images (synthetic)")
+    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (synthetic, folder)")
+    classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
+    samples: int = Field(1024, ge=1, le=1 << 20, description="number of training images (synthetic)")
     augment: Literal["none", "flip", "affine"] = Field(
         "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
     )
+
+    @model_validator(mode="after")
+    def _path_belongs_to_a_folder(self) -> "DataConfig":
+        if self.path is not None and self.name != "folder":
+            raise ValueError(
+                f"data.path is set but data.name={self.name} doesn't read it; add data.name=folder"
+            )
+        return self
 
 
 class ImageData(NamedTuple):

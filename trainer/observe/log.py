@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from trainer.config import Section
 from trainer.memory import used_memory
 from trainer.plan import Plan
 
@@ -21,28 +22,44 @@ Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
 
 
-class LogConfig(BaseModel):
+class LogConfig(Section):
     """What is logged."""
-
-    model_config = ConfigDict(extra="forbid")
 
     every: int = Field(50, ge=1, description="windows between two rows of figures")
 
 
-@dataclass
-class _Staged:
+@dataclass(frozen=True)
+class _Moment:
+    """A point in a run: windows done, and when, for the host and (in its stream) for the device."""
+
     window: int
-    seconds: float
+    host: float
+    event: torch.cuda.Event | None
+
+    def seconds_since(self, earlier: "_Moment") -> float:
+        """Seconds of the device's time on a GPU, of the host's elsewhere."""
+        if self.event is None or earlier.event is None:
+            return self.host - earlier.host
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+@dataclass(frozen=True)
+class _Staged:
+    start: _Moment
+    end: _Moment
     windows: int
     names: tuple[str, ...]
     values: torch.Tensor
-    copied: torch.cuda.Event | None
 
 
 class Meter:
     """Turns what the device accumulates into rows, without stopping it.
 
     The figures of a logging step are copied to page-locked memory and read when the next row is due.
+
+    Attributes:
+        busy_seconds: Time of the windows that were timed.
+        timed_samples: Samples in them.
     """
 
     def __init__(
@@ -52,7 +69,7 @@ class Meter:
         sinks: list[Sink],
         take_figures: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Starts the clock.
+        """Starts at window 0.
 
         Args:
             plan: For epochs and samples.
@@ -66,13 +83,21 @@ class Meter:
         self._sinks = sinks
         self._take_figures = take_figures
         self._staged: _Staged | None = None
+        self._window = 0
         self.busy_seconds = 0.0
-        self.resume(0)
+        self.timed_samples = 0
+        self.start_clock(0)
 
-    def resume(self, window: int) -> None:
-        """Starts the clock again, after an evaluation."""
-        self._since = time.perf_counter()
-        self._window = window
+    def start_clock(self, window: int) -> None:
+        """Times from here on: after the first window, which compiles and warms up, and evaluations."""
+        self._start = self._now(window)
+
+    def _now(self, window: int) -> _Moment:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return _Moment(window, time.perf_counter(), event)
 
     def stage(self, window: int) -> None:
         """Takes the figures of the windows since the last call; all ranks call it together."""
@@ -81,39 +106,37 @@ class Meter:
             return
         figures = self._take_figures()
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
-        copied = None
         if self._device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
                 values, non_blocking=True
             )
-            copied = torch.cuda.Event()
-            copied.record()
-        now = time.perf_counter()
-        windows = window - self._window
-        self._staged = _Staged(window, now - self._since, windows, tuple(figures), values, copied)
-        self.busy_seconds += now - self._since
-        self.resume(window)
+        now = self._now(window)
+        self._staged = _Staged(self._start, now, window - self._window, tuple(figures), values)
+        self._start, self._window = now, window
 
     def deliver(self) -> None:
         """Hands the row that was staged last to the sinks, if there is one."""
         staged, self._staged = self._staged, None
         if staged is None:
             return
-        if staged.copied is not None:
-            staged.copied.synchronize()
-        figures = dict(zip(staged.names, staged.values.tolist(), strict=True))
-        figures["loss"] /= staged.windows
-        samples = self._plan.global_batch
-        self.emit(
-            {
-                "kind": "train",
-                "window": staged.window,
-                "epoch": round(staged.window * samples / self._plan.samples, 4),
-                **figures,
-                "samples_per_s": staged.windows * samples / staged.seconds,
-                "memory_bytes": used_memory(self._device),
-            }
-        )
+        if staged.end.event is not None:
+            staged.end.event.synchronize()
+        row: dict[str, float | int | str] = {
+            "kind": "train",
+            "window": staged.end.window,
+            "epoch": round(self._plan.epoch_at(staged.end.window), 4),
+            **dict(zip(staged.names, staged.values.tolist(), strict=True)),
+            "memory_bytes": used_memory(self._device),
+        }
+        row["loss"] = float(row["loss"]) / staged.windows
+        seen = self._plan.samples_seen
+        samples = seen(staged.end.window) - seen(staged.start.window)
+        if samples:
+            seconds = staged.end.seconds_since(staged.start)
+            self.busy_seconds += seconds
+            self.timed_samples += samples
+            row["samples_per_s"] = samples / seconds
+        self.emit(row)
 
     def emit(self, row: Row) -> None:
         """Hands a row to the sinks."""

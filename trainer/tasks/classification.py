@@ -31,6 +31,7 @@ class Classification:
         # (pixel / 255 - mean) / std as one multiplication and one addition.
         self._scale = (1 / (255 * std)).view(-1, 1, 1)
         self._shift = (-mean / std).view(-1, 1, 1)
+        self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def model(self) -> nn.Module:
         """A new model for these images."""
@@ -60,10 +61,11 @@ class Classification:
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
         """Bytes (n, c, h, w) to normalised floats, augmented, in the model's memory format."""
         byte = batch.fields[IMAGE]
-        if self._scale.device != byte.device:
-            self._scale, self._shift = self._scale.to(byte.device), self._shift.to(byte.device)
+        if byte.device not in self._constants:
+            self._constants[byte.device] = (self._scale.to(byte.device), self._shift.to(byte.device))
+        scale, shift = self._constants[byte.device]
         layout = torch.channels_last if self._model.channels_last else torch.contiguous_format
-        image = torch.addcmul(self._shift, byte.to(torch.float32, memory_format=layout), self._scale)
+        image = torch.addcmul(shift, byte.to(torch.float32, memory_format=layout), scale)
         if not train or batch.uniform is None or not self.uniforms:
             return image
         random = batch.uniform[:, -self.uniforms :]
@@ -85,9 +87,14 @@ def affine(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     Returns:
         float (n, c, h, w); what comes from outside repeats the border.
     """
-    angle, width, height, right, down = random.mul(2).sub(1).unbind(1)
+    angle, width, height, right, down = random.mul(2).sub(1).view(-1, 5, 1, 1).unbind(1)
     cos, sin = (angle * 0.21).cos(), (angle * 0.21).sin()
-    across, along = cos * (1 + width * 0.15), cos * (1 + height * 0.15)
-    rows = torch.stack((across, -sin, right * 0.25, sin, along, down * 0.25), 1).view(-1, 2, 3)
-    grid = F.affine_grid(rows, list(image.shape), align_corners=False)
+    rows, columns = image.shape[2:]
+    # The middle of each pixel on a scale from -1 to 1. By products and sums of each element and not by
+    # affine_grid, whose matrix product autocast would round to bf16: half a pixel of 224.
+    x = torch.arange(1 - columns, columns, 2, device=image.device) / columns
+    y = (torch.arange(1 - rows, rows, 2, device=image.device) / rows)[:, None]
+    across = cos * (1 + width * 0.15) * x - sin * y + right * 0.25
+    down = sin * x + cos * (1 + height * 0.15) * y + down * 0.25
+    grid = torch.stack((across, down), 3)
     return F.grid_sample(image, grid, padding_mode="border", align_corners=False)
