@@ -49,7 +49,7 @@ CASES = [
     ),
     (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0: "),
     (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
-    (["train", "digits", "--set", "optim=3"], "optim: input should be"),
+    (["train", "digits", "--set", "optim=3"], "optim: a section"),
     (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),
     (["train", "digits", "--set", "optim.lr"], "give KEY=VALUE"),
     (["train", "digits", "--set", "=3"], "give KEY=VALUE"),

@@ -52,7 +52,7 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     assert end["kind"] == "end"
     assert end["accuracy"] >= 0.98
     assert f"accuracy     {end['accuracy']:.4f}" in done.stdout
-    assert str(folder) in done.stdout
+    assert f"run folder   runs/{folder.name}" in done.stdout
     assert "samples/s" in done.stdout
     # 60 s on two quiet cores is the promise; 2.5 times that is left to a busy CI machine.
     assert end["seconds"] < 150

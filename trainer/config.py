@@ -140,6 +140,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     dotted = ".".join(location) or dotted
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "model_type":
+        what = "a section: give a mapping of its keys"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}"
     given = str(problem["input"])

@@ -60,7 +60,6 @@ class Training:
     def __post_init__(self) -> None:
         device = self.rates.current.device
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.nothing = torch.zeros((), device=device)
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         index = device.index if device.type == "cuda" else None
@@ -68,6 +67,8 @@ class Training:
         self.generators = [torch.default_generator]
         if index is not None:
             self.generators.append(torch.cuda.default_generators[index])
+        self.shards, self.accumulation = self.share.plan.shards, self.share.accumulation
+        self.units = self.task.train_data.units
         # Below 2**62, so that adding the shard's number never overflows.
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
 
@@ -80,27 +81,27 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         batches: This rank's batches; as many are taken as the window has shards for it.
         window: Number of the window in the run; keys dropout.
     """
-    plan, accumulation = t.share.plan, t.share.accumulation
-    expected = plan.window_samples(window) * t.task.train_data.units
-    first_shard = window * plan.shards + t.share.rank * accumulation
-    units, window_loss = 0, t.nothing
-    for index in range(accumulation):
+    expected = t.share.plan.window_samples(window) * t.units
+    first_key = t.first_key + window * t.shards + t.share.rank * t.accumulation
+    units, window_loss = 0, None
+    for index in range(t.accumulation):
         batch = next(batches)
         units += batch.units
         for generator in t.generators:
-            generator.manual_seed(t.first_key + first_shard + index)
-        last = index == accumulation - 1
+            generator.manual_seed(first_key + index)
+        last = index == t.accumulation - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.task.loss(t.replica, batch) / expected
             (loss if t.scaler is None else t.scaler.scale(loss)).backward()
-        window_loss = window_loss + loss.detach()
+        window_loss = loss.detach() if window_loss is None else window_loss + loss.detach()
         t.statistics.add_shard()
+    assert window_loss is not None
     if t.ragged:
         window_loss = window_loss * _divide_by_true_units(t, expected, units)
     t.loss += window_loss
     skipped = _update(t, window)
-    t.statistics.end_window(plan.shards, skipped)
+    t.statistics.end_window(t.shards, skipped)
 
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:

@@ -116,7 +116,8 @@ class ResidentLoader:
                 fields = {
                     name: torch.index_select(tensor, 0, picked) for name, tensor in self._tensors.items()
                 }
-                fields.update((name, row[index]) for name, row in rows.items())
+                for name, row in rows.items():
+                    fields[name] = row[index]
                 yield source.batch(fields, units[index])
 
     def _rows(self, array: np.ndarray) -> Sequence[torch.Tensor]:
