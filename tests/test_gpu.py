@@ -66,6 +66,12 @@ def test_the_loop_never_waits_for_the_gpu(mode: str, resident: bool) -> None:
     assert all(math.isfinite(loss) for loss in losses)
 
 
+def test_checkpointing_and_accumulation_never_wait_either() -> None:
+    data = DIGITS["data"] | {"micro_batch": 8}
+    losses = losses_on(torch.device("cuda", 0), strict=True, memory={"checkpointing": "blocks"}, data=data)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
 def test_gpu_and_cpu_agree() -> None:
     plain: dict[str, Any] = {"model": {"width": 16}}
     on_gpu = losses_on(torch.device("cuda", 0), strict=False, **plain)

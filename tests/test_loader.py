@@ -13,14 +13,19 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.toys import make_recipe
 from trainer.data.dataset import Arrays, Field
 from trainer.data.folder import central_cut, random_cut
 from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
 from trainer.errors import BadInputError
+from trainer.evaluate import evaluate
 from trainer.keyed_rng import Float32, Ints
+from trainer.parallel import World
 from trainer.plan import Plan, Share
+from trainer.run import assemble, make_task
+from trainer.step import train_window
 
 CPU = torch.device("cpu")
 
@@ -251,6 +256,36 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     expected = read_all(make_loader(what, CPU, LoaderConfig(workers=0), 0), batches)
     assert read_all(make_loader(what, CPU, LoaderConfig(workers=2), 0), batches) == expected
     assert len({tuple(batch[:1]) for batch in expected}) == len(expected), "every cut is another one"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
+    recipe = make_recipe(
+        epochs=3,
+        data={
+            "name": "folder", "path": make_folder(tmp_path), "image_size": 16,
+            "global_batch": 4, "micro_batch": 2,
+            "augment": "flip", "workers": workers, "evaluation_batch": 4,
+        },
+        model={"name": "small_resnet", "width": 8},
+    )  # fmt: skip
+    task = make_task(recipe)
+    parts = assemble(recipe, task, World(0, 1, 0, CPU, None), workers)
+    batches = parts.loader(parts.training.share.batches())
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+    figures = evaluate(
+        task,
+        parts.training.model,
+        parts.evaluation_loader,
+        parts.evaluation_share,
+        World(0, 1, 0, CPU, None),
+        recipe.precision,
+    )
+    parts.loader.close()
+    parts.evaluation_loader.close()
+    assert np.isfinite(figures["loss"])
+    assert figures["accuracy"] * 6 == pytest.approx(round(figures["accuracy"] * 6))
 
 
 def test_an_evaluation_image_is_cut_and_resized_as_pillow_does(tmp_path: Path) -> None:

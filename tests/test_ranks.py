@@ -87,6 +87,25 @@ def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks) -> None:
         assert torch.allclose(together, alone, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("parts", "rtol"),
+    [
+        ({"memory": {"checkpointing": "blocks"}}, 1e-4),
+        ({"precision": {"mode": "fp16"}}, 2e-2),
+        ({"precision": {"mode": "bf16"}}, 2e-2),
+        ({"model": {"width": 8, "dropout": 0.3, "channels_last": True}}, 1e-4),
+    ],
+    ids=["checkpointing", "fp16", "bf16", "channels_last"],
+)
+def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks, parts: dict[str, Any], rtol: float) -> None:
+    alone = torch.tensor(ranks.run(1, train_digits, DIGITS | parts, 0)[0][0])
+    answers = ranks.run(2, train_digits, DIGITS | parts, 0)
+    together = torch.tensor([losses for losses, _, _ in answers]).sum(0)
+    assert torch.allclose(together, alone, rtol=rtol)
+    for name, tensor in answers[1][2].items():
+        assert torch.equal(tensor, answers[0][2][name]), name
+
+
 def logged_rows(world: World) -> list[Any]:
     recipe = make_recipe(**DIGITS | {"log": {"every": 2}})
     parts = assemble(recipe, make_task(recipe), world, workers=0)
