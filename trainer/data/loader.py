@@ -10,9 +10,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset as TorchDataset
@@ -76,7 +77,7 @@ class Source:
         """Whether shards carry weights."""
         return self.share.plan.last == "weighted"
 
-    def extras(self, batches: Ints) -> tuple[Ints, dict[str, np.ndarray]]:
+    def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
         """Samples (n, micro_batch) of some batches, and their weights and random numbers."""
         epoch, sample, weight = self.share.plan.read(self.share.shards(batches))
         extras = {}
@@ -120,16 +121,16 @@ class ResidentLoader:
                     fields[name] = row[index]
                 yield source.batch(fields, units[index])
 
-    def _rows(self, array: np.ndarray) -> Sequence[torch.Tensor]:
+    def _rows(self, array: npt.NDArray[Any]) -> Sequence[torch.Tensor]:
         tensor = torch.from_numpy(array)
         if self._device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True).unbind(0)
 
-    def _count(self, sample: Ints, extras: dict[str, np.ndarray]) -> list[int]:
-        units = (
-            np.full(sample.shape, self._source.dataset.units) if self._units is None else self._units[sample]
-        )
+    def _count(self, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> list[int]:
+        units: npt.NDArray[Any] = np.full(sample.shape, self._source.dataset.units)
+        if self._units is not None:
+            units = self._units[sample]
         return [int(row) for row in (units * extras.get(_WEIGHT, np.float32(1))).sum(1)]
 
     def close(self) -> None:
