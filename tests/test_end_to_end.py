@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ import safetensors.torch
 import torch
 import yaml
 
+from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
+from trainer.run_folder import check_space
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["--set", "epochs=2", "--set", "data.micro_batch=32", "--set", "parallel.threads=1"]
@@ -61,6 +64,8 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     assert manifest["status"] == "finished"
     assert manifest["summary"]["accuracy"] == end["accuracy"]
     assert manifest["windows"] == end["window"]
+    assert manifest["data"]["classes"] == list("0123456789")
+    assert (manifest["data"]["mean"], manifest["data"]["std"]) == ([0.287], [0.354])
     assert yaml.safe_load((folder / "config.yaml").read_text()) == manifest["config"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     # The weights are plain safetensors, and the averaged ones are those that were measured.
@@ -130,6 +135,30 @@ def test_a_rank_that_raises_takes_the_job_down_in_seconds(tmp_path: Path) -> Non
     assert json.loads(manifest.read_text())["status"] == "failed"
 
 
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    wild = ["--set", "optim.lr=1e30", "--set", "optim.clip=0", "--set", "max_windows=30"]
+    done = trainer(tmp_path, "train", "digits", "--out", "run", *wild)
+    assert done.returncode == 0
+    assert "the run diverged" in done.stderr
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "diverged"
+
+
+def test_a_reader_that_leaves_does_not_end_the_training(tmp_path: Path) -> None:
+    words = " ".join(QUICK)
+    command = f"{sys.executable} -m trainer train digits --out run {words} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = run(tmp_path, "bash", "-c", command)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "ema.safetensors").exists()
+
+
+def test_a_disk_that_is_too_full_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 4 << 20})())
+    with pytest.raises(BadInputError, match="4 MiB are free but the run writes about 5 MiB"):
+        check_space(tmp_path, build_model(ModelConfig(), 1, 10), copies=2)
+
+
 def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     from tests.test_loader import make_folder
 
@@ -155,3 +184,18 @@ def test_synthetic_resnet_runs_without_data(tmp_path: Path, mode: str) -> None:
     rows = read_rows(tmp_path / "run")
     assert rows[-1]["window"] == 3
     assert all(row["loss"] is not None for row in rows if row["kind"] == "train")
+
+
+def test_ctrl_c_while_it_starts_ends_it_without_a_word(tmp_path: Path) -> None:
+    """In the seconds of imports, where an exception would be a traceback or be lost."""
+    command = [sys.executable, "-m", "trainer", "train", "digits"]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process, seconds in zip(started, (0.4, 0.5), strict=True):
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+    for process in started:
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (-signal.SIGINT, "", "")

@@ -95,7 +95,7 @@ def test_plain_lines_where_there_is_no_terminal(
     display.close()
     out = capsys.readouterr().out
     assert re.search(r"window 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
-    assert re.search(r"epoch +1 .*loss 0.4000.*accuracy 0.9000", out)
+    assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
     assert "\x1b" not in out
 
 

@@ -42,6 +42,9 @@ class TokenTask:
         self.train_data: Dataset = data
         self.evaluation_data: Dataset = data
 
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(self.dtype)
 

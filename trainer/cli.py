@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,10 @@ from trainer.errors import EXIT_BAD_INPUT, BadInputError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code (see `trainer.errors`)."""
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the launcher or a rank takes over, Ctrl-C just ends the process: a KeyboardInterrupt in
+        # the seconds of importing torch is a traceback, or gets lost there.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
     try:

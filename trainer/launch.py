@@ -1,6 +1,6 @@
 """Starts ranks with torchrun and restores what it hides: the exit code, the cause, and the signals.
 
-The launcher imports no torch: it starts a process that runs torchrun's own code (or, for a single rank, the
+This module imports no torch: it starts a process that runs torchrun's own code (or, for a single rank, the
 rank), finds the ranks through files that they write, sends them the signals directly, and reads how each
 ended. torchrun sees no signal, so that none kills it; what it logs is not shown.
 """

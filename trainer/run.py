@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -22,14 +23,14 @@ from trainer.keyed_rng import Purpose, key
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.loop import train
 from trainer.memory import checkpoint_blocks
-from trainer.observe.console import Display
+from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.optim import Rates, WeightAverage, make_optimizer, schedule
 from trainer.parallel import World, check_agreement, joined_world, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
 from trainer.recipe import Recipe
-from trainer.run_folder import make_manifest, open_folder, save_weights, shown, write_json
+from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
 from trainer.step import Training, take_figures
 from trainer.tasks import Task
 from trainer.tasks.classification import Classification
@@ -82,8 +83,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         task.loss(model, _shapes_only(task, plan.micro_batch))
     except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
         pass
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        what = str(error).splitlines()[0]
+    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        what = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInputError(
             f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
             "change the model, data.image_size or data.micro_batch"
@@ -183,7 +184,8 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
         sinks: list[Sink] = []
         display = None
         if world.rank == 0:
-            manifest = make_manifest(recipe, recipe_name, world, plan, threads)
+            manifest = make_manifest(recipe, recipe_name, world, plan, threads, task.describe())
+            check_space(folder, t.model, copies=1 if t.average is None else 2)
             sinks = stack.enter_context(open_folder(folder, recipe, manifest))
             display = Display(plan.windows)
             stack.callback(display.close)
@@ -199,7 +201,9 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
             )
             evaluations.append(figures)
             meter.deliver()
-            meter.emit({"kind": "evaluation", "window": done, "epoch": plan.epochs_done(done), **figures})
+            meter.emit(
+                {"kind": "evaluation", "window": done, "epoch": round(plan.epoch_at(done), 4), **figures}
+            )
 
         batches = t.share.batches()
         train(
@@ -262,16 +266,20 @@ def _finish(
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     meter.emit({"kind": "end", "window": plan.windows, **summary})
     manifest = json.loads((folder / "manifest.json").read_text())
-    write_json(folder / "manifest.json", {**manifest, "status": "finished", "summary": summary})
+    diverged = not all(math.isfinite(figure) for figure in figures.values())
+    status = "diverged" if diverged else "finished"
+    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
+    if diverged:
+        warn("the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip")
     if display is None:
         return
     display.close()
-    tensorboard = Path(sys.executable).parent / "tensorboard"
-    print(
+    programs = Path(sys.executable).parent
+    display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
         f"  run folder   {shown(folder)}\n"
-        f"  next         {shown(tensorboard)} --logdir {shown(folder.parent)}\n"
-        f"               trainer train {manifest['recipe']} --set optim.lr=… (--help-config shows every key)",
-        flush=True,
+        f"  next         {shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n"
+        f"               {shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
+        " (--help-config shows every key)"
     )

@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.errors import BadInputError
 from trainer.observe.log import Sink, jsonl_sink, tensorboard_sink
 from trainer.parallel import World
 from trainer.plan import Plan
+from trainer.preempt import Stopped
 from trainer.recipe import Recipe
 
 
@@ -78,7 +80,9 @@ def claim_folder(folder: Path) -> bool:
     return made
 
 
-def make_manifest(recipe: Recipe, name: str, world: World, plan: Plan, threads: int) -> dict[str, Any]:
+def make_manifest(
+    recipe: Recipe, name: str, world: World, plan: Plan, threads: int, data: Mapping[str, Any]
+) -> dict[str, Any]:
     """What this run is, for people and for machines."""
     device = (
         torch.cuda.get_device_name(world.device)
@@ -100,6 +104,9 @@ def make_manifest(recipe: Recipe, name: str, world: World, plan: Plan, threads: 
             "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
         },
         "device": {"kind": world.device.type, "name": device},
+        "data": data,
+        "host": platform.node(),
+        "pid": os.getpid(),
         "world_size": world.size,
         "threads": threads,
         "windows": plan.windows,
@@ -132,7 +139,9 @@ def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Itera
             yield [jsonl_sink(file), to_board]
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            write_json(folder / "manifest.json", {**manifest, "status": "failed", "reason": reason})
+            status = "stopped" if isinstance(error, Stopped) else "failed"
+            with contextlib.suppress(OSError):  # a full disk, say: the error itself matters more
+                write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
             raise
         finally:
             close_board()
@@ -140,17 +149,41 @@ def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Itera
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file in one move."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(value, indent=2) + "\n")
-    beside.replace(path)
+    with _beside(path) as beside:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Writes a model's parameters and buffers as safetensors, contiguous, tied ones each by itself."""
-    beside = path.with_suffix(".tmp")
     state = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    safetensors.torch.save_file(state, beside)
-    beside.replace(path)
+    with _beside(path) as beside:
+        safetensors.torch.save_file(state, beside)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A name to write to; moved to `path` when all is written, removed when something went wrong."""
+    beside = path.with_suffix(".tmp")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_space(folder: Path, model: nn.Module, copies: int) -> None:
+    """Makes sure that the weights will fit on the disk at the end.
+
+    Raises:
+        BadInputError: If they won't.
+    """
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free
+    if free < wanted:
+        raise BadInputError(
+            f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB; "
+            "give another --out"
+        )

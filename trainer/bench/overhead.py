@@ -49,6 +49,10 @@ class TinyTask:
         self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
         self.evaluation_data: Dataset = self.train_data
 
+    def describe(self) -> dict[str, Any]:
+        """Nothing that anybody must know."""
+        return {}
+
     def model(self) -> nn.Module:
         """One matrix."""
         return nn.Linear(_FEATURES, _CLASSES, bias=False)
@@ -192,7 +196,8 @@ def bench_overhead(rounds: int, steps: int, target_us: float) -> int:
     met = more <= target_us
     print(
         f"{conditions()}\n"
-        f"median of {rounds} interleaved rounds of {steps} steps, 1 thread, us per step:\n"
+        f"median of {rounds} interleaved rounds of {steps} steps, 1 thread, us per step\n"
+        "(a difference is the median of the differences of each round):\n"
         f"  by hand      {np.median(hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
         f"  by hand, lean{np.median(lean):8.1f}   neither: what they do, inlined for this model\n"
         f"  trainer      {np.median(ours):8.1f}   with a row of figures every {recipe.log.every} windows\n"

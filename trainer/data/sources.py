@@ -80,13 +80,12 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         return _synthetic(config, seed)
     if config.path is None:
         raise BadInputError("data.path is missing: data.name=folder needs --set data.path=DIR")
-    train = FolderDataset(config.path / "train", config.image_size, random_crop=True)
-    evaluation = FolderDataset(config.path / "val", config.image_size, random_crop=False)
+    path = config.path.expanduser()
+    train = FolderDataset(path / "train", config.image_size, random_crop=True)
+    evaluation = FolderDataset(path / "val", config.image_size, random_crop=False)
     if train.classes != evaluation.classes:
         odd = sorted(set(train.classes) ^ set(evaluation.classes))[0]
-        raise BadInputError(
-            f"{config.path}: class '{odd}' is in only one of train/ and val/; add or remove it"
-        )
+        raise BadInputError(f"{path}: class '{odd}' is in only one of train/ and val/; add or remove it")
     # The usual statistics of ImageNet.
     return ImageData(train, evaluation, train.classes, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

@@ -1,5 +1,6 @@
 """What a person sees: a progress bar on a terminal, now and then a plain line elsewhere."""
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ class Display:
         console = Console()
         self._windows = windows
         self._figures = ""
+        self._window = 0
         self._shown = time.monotonic()
         self._started = self._shown
         self._bar: Progress | None = None
@@ -45,6 +47,7 @@ class Display:
 
     def window_done(self, window: int) -> None:
         """Moves the bar; cheap enough for every step."""
+        self._window = window
         if self._bar is not None and time.monotonic() - self._shown > _BAR_SECONDS:
             self._shown = time.monotonic()
             self._bar.update(self._task, completed=window, figures=self._figures)
@@ -54,7 +57,7 @@ class Display:
         """A sink: keeps the figures for the bar, or prints a line."""
         self._figures = " ".join(_figures(row))
         if row["kind"] == "evaluation":
-            self.say(f"  epoch {row['epoch']:>6}  {self._figures}")
+            self.say(f"  epoch {row['epoch']:>6.2f}  {self._figures}")
         elif self._bar is None and time.monotonic() - self._shown > _LINE_SECONDS:
             self._shown = time.monotonic()
             window = int(row["window"])
@@ -65,13 +68,16 @@ class Display:
         """Prints a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        else:
+            return
+        try:
             print(line, flush=True)
+        except OSError:  # the reader is gone (`| head`): that is no reason to end the training
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Leaves the bar as far as the run came."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._windows, figures=self._figures)
+            self._bar.update(self._task, completed=self._window, figures=self._figures)
             self._bar.refresh()
             self._bar.stop()
             self._bar = None

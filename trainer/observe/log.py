@@ -173,8 +173,10 @@ def tensorboard_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
         values = [
             Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
             for name, value in row.items()
-            if name != "window" and isinstance(value, float | int)
+            if name not in ("window", "epoch") and isinstance(value, float | int)
         ]
+        if row["kind"] == "end":  # a summary, not a curve
+            return
         writer.add_event(Event(wall_time=time.time(), step=row["window"], summary=Summary(value=values)))
 
     return write, writer.close

@@ -1,7 +1,7 @@
 """What is learned. A task says what the model is, what its loss is, and what is measured."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ class Task(Protocol):
     evaluation_data: Dataset
     uniforms: int
     metric: str
+
+    def describe(self) -> Mapping[str, Any]:
+        """What somebody who uses the weights must know of the data: for the manifest, so JSON."""
+        ...
 
     def model(self) -> nn.Module:
         """A new model, on the CPU or on the meta device."""

@@ -1,6 +1,7 @@
 """Classification of images."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ class Classification:
         self._scale = (1 / (255 * std)).view(-1, 1, 1)
         self._shift = (-mean / std).view(-1, 1, 1)
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def describe(self) -> Mapping[str, Any]:
+        """Classes, input shape and normalisation: (pixel / 255 - mean) / std."""
+        shape = self.train_data.fields[IMAGE].shape
+        images = self.images
+        return {"classes": images.classes, "shape": shape, "mean": images.mean, "std": images.std}
 
     def model(self) -> nn.Module:
         """A new model for these images."""
