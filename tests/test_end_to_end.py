@@ -186,7 +186,7 @@ def test_synthetic_resnet_runs_without_data(tmp_path: Path, mode: str) -> None:
     assert all(row["loss"] is not None for row in rows if row["kind"] == "train")
 
 
-def test_ctrl_c_while_it_starts_ends_it_without_a_word(tmp_path: Path) -> None:
+def test_ctrl_c_while_it_starts_ends_it_without_a_word() -> None:
     """In the seconds of imports, where an exception would be a traceback or be lost."""
     command = [sys.executable, "-m", "trainer", "train", "digits"]
     started = [
