@@ -32,7 +32,7 @@ help: ## list the targets and variables
 
 train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, ARGS="--set data.micro_batch=64"
 	$(runtime)$(call bootstrap,--groups train)
-	$(VENV)/bin/trainer $(strip train "$(RECIPE)" $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") $(ARGS))
+	$(VENV)/bin/trainer $(strip train $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") $(ARGS))
 
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)

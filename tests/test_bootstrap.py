@@ -360,7 +360,8 @@ class TestMake:
         arguments = ["RECIPE=resnet50-synthetic", "GPUS=2", "ARGS=--set data.micro_batch=64"]
         plan = self.make("-n", "train", *arguments)
         last = plan.splitlines()[-1]
-        assert last == ".venv/bin/trainer train resnet50-synthetic --gpus 2  --set data.micro_batch=64"
+        assert last == ".venv/bin/trainer train resnet50-synthetic --gpus 2 --set data.micro_batch=64"
+        assert '--out "my runs/a"' in self.make("-n", "train", "OUT=my runs/a")
         assert "--groups train\n" in plan
 
     def test_the_container_is_announced_in_one_line(self) -> None:
