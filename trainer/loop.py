@@ -46,6 +46,6 @@ def train(
             evaluate(done)
             meter.start_clock(done)
         window_done(done)
-        if (signal := requested()) is not None:
+        if done < windows.stop and (signal := requested()) is not None:
             raise Stopped(signal)
     meter.deliver()

@@ -95,7 +95,7 @@ def _digits() -> ImageData:
 
     A fifth of them, 360 drawn at random once and for all (whatever the run's seed), is the test set.
     The file is sorted by writer: with its last 360 as the test set, all from writers that the model
-    hasn't seen, accuracy is about a point lower.
+    hasn't seen, the task is harder.
     """
     # The file itself, because importing scikit-learn takes longer than training an epoch.
     package = importlib.util.find_spec("sklearn")
