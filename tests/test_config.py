@@ -47,16 +47,16 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_overrides_are_typed_and_leave_the_rest() -> None:
     settings = [
         "optim.lr=1e-3",
-        "compile=true",
+        "compile.mode=default",
         "model.blocks=[2, 2]",
         "data.path=/x",
         "data.name=folder",
         "about='a: b'",
     ]
     recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
-    assert (recipe.optim.lr, recipe.compile, recipe.model.blocks, recipe.about) == (
+    assert (recipe.optim.lr, recipe.compile.mode, recipe.model.blocks, recipe.about) == (
         0.001,
-        True,
+        "default",
         (2, 2),
         "a: b",
     )

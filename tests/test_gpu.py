@@ -23,7 +23,8 @@ DIGITS: dict[str, Any] = {
     "epochs": 2,
     "data": {"global_batch": 64, "micro_batch": 16, "augment": "affine"},
     "model": {"width": 16, "dropout": 0.1},
-    "optim": {"lr": 0.01, "clip": 1.0, "ema": 0.9},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
     "log": {"every": 5},
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from trainer.batchnorm import WindowStatistics
 from trainer.errors import BadInputError
-from trainer.memory import blocks, checkpoint_blocks
+from trainer.memory import MemoryConfig, blocks, candidates, recompute
 from trainer.models import ModelConfig, build_model
 from trainer.run import make_task
 from trainer.step import train_window
@@ -52,10 +52,12 @@ def test_checkpointing_really_recomputes() -> None:
         nonlocal calls
         calls += 1
 
-    for block in blocks(model):
+    found = blocks(model)
+    assert list(found) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    for block in found.values():
         block.register_forward_hook(count)
-        block.conv1.register_forward_hook(count)  # type: ignore[union-attr]
-    assert checkpoint_blocks(model) == 4
+        block.get_submodule("conv1").register_forward_hook(count)
+        recompute(block)
     model(torch.randn(2, 1, 8, 8)).sum().backward()
     assert calls == 4 + 2 * 4
 
@@ -68,7 +70,7 @@ def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
         model = build_model(ModelConfig(name=name), 3, 10)
     found = blocks(model)
     assert len(found) >= count
-    inside = {id(p) for block in found for p in block.parameters()}
+    inside = {id(p) for block in found.values() for p in block.parameters()}
     share = sum(p.numel() for p in model.parameters() if id(p) in inside) / sum(
         p.numel() for p in model.parameters()
     )
@@ -77,7 +79,7 @@ def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(BadInputError, match="no repeated blocks"):
-        checkpoint_blocks(nn.Linear(2, 2))
+        candidates(MemoryConfig(checkpointing="blocks"), nn.Linear(2, 2))
 
 
 def test_channels_last_changes_only_rounding() -> None:
@@ -129,7 +131,7 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(last: str) ->
     for compiled in (False, True):
         recipe = make_recipe(
             epochs=4,
-            compile=compiled,
+            compile={"mode": "default" if compiled else "none"},
             data={"global_batch": 8, "micro_batch": 4},
             window={"last": last},
             optim={"lr": 0.01},

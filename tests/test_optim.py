@@ -7,9 +7,16 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from trainer.optim import OptimConfig, Rates, WeightAverage, clip_gradients, make_optimizer, schedule
+from trainer.average import AverageConfig, WeightAverage
+from trainer.optim import OptimConfig, Rates, clip_gradients, make_optimizer, parameter_groups, schedule
 
 CPU = torch.device("cpu")
+
+
+def optimizer_of(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    groups = parameter_groups(config, model)
+    rates = Rates([config.lr], CPU, tuple({group["factor"] for group in groups}))
+    return make_optimizer(config, groups, rates)
 
 
 @given(
@@ -64,12 +71,12 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
     def after(*updates: tuple[int, bool]) -> float:
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
-        on_host, on_device = WeightAverage(model, 0.9), WeightAverage(model, 0.9)
+        on_host, on_device = (WeightAverage(model, AverageConfig(decay=0.9)) for _ in range(2))
         nn.init.constant_(model.weight, 2.0)
         for applied, skipped in updates:
             if not skipped:
-                on_host.update(applied)
-            on_device.update_unless(torch.tensor(float(skipped)), torch.tensor([applied]))
+                on_host.update(applied, None, torch.zeros(1))
+            on_device.update(0, torch.tensor(float(skipped)), torch.tensor([applied]))
         values = [average.model.state_dict()["weight"].item() for average in (on_host, on_device)]
         assert values[0] == pytest.approx(values[1])
         return float(values[0])
@@ -83,7 +90,7 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
 
 def test_the_averaged_model_has_the_trained_buffers() -> None:
     model = nn.BatchNorm1d(2)
-    average = WeightAverage(model, 0.9)
+    average = WeightAverage(model, AverageConfig(decay=0.9))
     assert model.running_mean is not None
     model.running_mean.fill_(3.0)
     averaged: Any = average.averaged()
@@ -92,7 +99,7 @@ def test_the_averaged_model_has_the_trained_buffers() -> None:
 
 def test_norms_and_biases_are_not_decayed() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    optimizer = make_optimizer(OptimConfig(weight_decay=0.3), model, torch.tensor(0.1))
+    optimizer = optimizer_of(model, OptimConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.3 if name in ("0.weight", "3.weight") else 0.0), name
@@ -106,7 +113,7 @@ def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
         torch.manual_seed(0)
         model: nn.Module = nn.Conv2d(3, 4, 3).to(memory_format=layout)  # type: ignore[call-overload]
         config = OptimConfig(name=name, lr=0.1, weight_decay=0.1)
-        optimizer = make_optimizer(config, model, torch.tensor(0.1))
+        optimizer = optimizer_of(model, config)
         image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(memory_format=layout)
         for _ in range(3):
             model(image).square().sum().mul(1e-3).backward()

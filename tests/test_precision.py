@@ -12,6 +12,7 @@ from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
+from trainer.mixing import RegularizationConfig
 from trainer.models import ModelConfig
 from trainer.precision import PrecisionConfig, check_precision, set_matmul_mode
 from trainer.step import take_figures, train_window
@@ -54,7 +55,8 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     recipe = make_recipe(
         data={"global_batch": 8, "micro_batch": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": optimizer, "lr": 0.1, "ema": 0.9, "clip": clip, "warmup": 0.0},
+        optim={"name": optimizer, "lr": 0.1, "clip": clip, "warmup": 0.0},
+        ema={"decay": 0.9},
     )
     task = Overflowing(at)
     training = assemble_alone(recipe, task).training
@@ -145,7 +147,7 @@ def test_a_skipped_window_does_not_enter_batchnorm() -> None:
 
 def test_augmentation_does_not_depend_on_the_precision() -> None:
     image = torch.arange(224.0).expand(2, 1, 224, 224).contiguous()
-    task: Any = Classification(DataConfig(augment="affine"), ModelConfig(), 0.0, 0)
+    task: Any = Classification(DataConfig(augment="affine"), ModelConfig(), RegularizationConfig(), 0)
     batch = Batch({"image": image.to(torch.uint8)}, None, torch.rand(2, 5), 2)
     full = task._pixels(batch, train=True)
     with torch.autocast("cpu", torch.bfloat16):

@@ -20,7 +20,8 @@ DIGITS: dict[str, Any] = {
     "max_windows": 6,
     "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
     "model": {"width": 8},
-    "optim": {"lr": 0.01, "clip": 1.0, "ema": 0.9},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
 }
 
 

@@ -17,6 +17,7 @@ def train(
     evaluation_due: Callable[[int], bool],
     evaluate: Callable[[int], None],
     window_done: Callable[[int], None],
+    warm_up: int = 1,
 ) -> None:
     """Trains windows in their order.
 
@@ -29,6 +30,7 @@ def train(
         evaluation_due: Whether to evaluate after so many windows.
         evaluate: Evaluates, given the number of windows done.
         window_done: Told how many windows are done; for a progress bar.
+        warm_up: Windows of this call that are not timed: those that compile.
 
     Raises:
         Stopped: After a signal that asked for it.
@@ -37,7 +39,7 @@ def train(
     for window in windows:
         train_window(training, batches, window)
         done = window + 1
-        if window == windows.start:
+        if done <= windows.start + warm_up:
             meter.start_clock(done)
         if done % log_every == 0 or done == windows.stop:
             meter.stage(done)

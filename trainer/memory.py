@@ -5,12 +5,13 @@ import resource
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import Section
 from trainer.errors import BadInputError
+from trainer.names import matching
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
@@ -18,43 +19,75 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 class MemoryConfig(Section):
     """What is traded for memory."""
 
-    checkpointing: Literal["none", "blocks"] = Field(
-        "none", description="activation checkpointing: none, or of every block (Chen et al., 2016)"
+    checkpointing: Literal["none", "blocks", "names", "budget"] = Field(
+        "none",
+        description="activation checkpointing (Chen et al., 2016): none, blocks (every n-th, see every), "
+        "names (modules by name), budget (the cheapest blocks that keep activations within budget_gib)",
+    )
+    every: int = Field(1, ge=1, description="checkpoint every n-th block (blocks)")
+    names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
+    budget_gib: float | None = Field(
+        None, gt=0, description="GiB that the activations of one micro-batch may take (budget)"
     )
 
+    @model_validator(mode="after")
+    def _what_the_choice_needs(self) -> "MemoryConfig":
+        if (self.checkpointing == "names") != bool(self.names):
+            raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
+        if (self.checkpointing == "budget") != (self.budget_gib is not None):
+            raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
+        if self.every > 1 and self.checkpointing != "blocks":
+            raise ValueError("memory.every needs memory.checkpointing=blocks")
+        return self
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: members of a Sequential or ModuleList that have parts themselves.
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated parts of a model, by name: members of a Sequential or ModuleList that have parts.
 
     For torchvision's ResNets these are the residual blocks, for a transformer its layers.
     """
-    found: list[nn.Module] = []
-    for child in model.children():
+    return dict(_blocks(model, ""))
+
+
+def _blocks(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
         is_member = isinstance(model, _CONTAINERS) and any(True for _ in child.children())
-        inside = blocks(child) if isinstance(child, _CONTAINERS) or not is_member else []
-        found.extend(inside or ([child] if is_member else []))
+        inside = _blocks(child, f"{prefix}{name}.") if isinstance(child, _CONTAINERS) or not is_member else []
+        found.extend(inside or ([(prefix + name, child)] if is_member else []))
     return found
 
 
-def checkpoint_blocks(model: nn.Module) -> int:
-    """Checkpoints every block, in place; names of parameters stay as they are.
-
-    Returns:
-        How many blocks there are.
+def candidates(config: MemoryConfig, model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that may be checkpointed, by name; with a budget, which of them is still to be chosen.
 
     Raises:
-        BadInputError: If the model has none.
+        BadInputError: If there are none, or one lies within another.
     """
+    if config.checkpointing == "none":
+        return {}
+    if config.checkpointing == "names":
+        modules = {name: module for name, module in model.named_modules() if name}
+        chosen = matching(modules, config.names, "memory.names")
+        # "layer4.*" means layer4.0, not all that lies below it as well.
+        outermost = [n for n in chosen if not any(n.startswith(f"{other}.") for other in chosen)]
+        uncalled = [n for n in outermost if isinstance(modules[n], nn.ModuleList | nn.ModuleDict)]
+        if uncalled:
+            raise BadInputError(f"memory.names: '{uncalled[0]}' is a list of modules; use '{uncalled[0]}.*'")
+        return {name: modules[name] for name in outermost}
     found = blocks(model)
     if not found:
         raise BadInputError(
-            "memory.checkpointing=blocks: the model has no repeated blocks "
-            "(members of a Sequential or ModuleList); use none"
+            f"memory.checkpointing={config.checkpointing}: the model has no repeated blocks "
+            "(members of a Sequential or ModuleList); use none, or names with memory.names"
         )
-    for block in found:
-        # Non-reentrant: works with DDP, no_sync and torch.compile (torch.utils.checkpoint's advice).
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return len(found)
+    return dict(list(found.items())[:: config.every])
+
+
+def recompute(module: nn.Module) -> None:
+    """Checkpoints a module, in place; names of parameters stay as they are."""
+    # Non-reentrant: works with DDP, no_sync and torch.compile (torch.utils.checkpoint's advice).
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def used_memory(device: torch.device) -> int:

@@ -1,10 +1,11 @@
 """Models: a small ResNet for small images, and torchvision's by name."""
 
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
@@ -23,6 +24,16 @@ class ModelConfig(Section):
     norm: Literal["batch", "group"] = Field("batch", description="normalisation (small_resnet)")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (small_resnet)")
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
+    init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
+    fresh: tuple[str, ...] = Field(
+        (), description='what is not taken from init_from and starts anew, by name: ["head.*"]'
+    )
+
+    @model_validator(mode="after")
+    def _fresh_belongs_to_a_file(self) -> "ModelConfig":
+        if self.fresh and self.init_from is None:
+            raise ValueError("model.fresh is set but there is no model.init_from that it could leave out of")
+        return self
 
 
 def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:

@@ -1,20 +1,21 @@
-"""Optimisers, learning-rate schedules and the moving average of weights.
+"""Optimisers, learning-rate schedules and gradient clipping.
 
 Whether fp16's scaler skipped an update is known on the device only, and asking would stall the host. So
 the count of applied updates lives there, and the learning rate is looked up by it from a table.
 """
 
-import copy
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
+from trainer.memory import blocks
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class OptimConfig(Section):
@@ -22,26 +23,42 @@ class OptimConfig(Section):
 
     name: Literal["sgd", "adamw"] = Field("adamw", description="optimiser, fused: sgd (Nesterov) or adamw")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    schedule: Literal["cosine", "one-cycle", "constant"] = Field(
+    schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(
         "cosine",
-        description="cosine to 0, one-cycle (cosine up over the warm-up, cosine down), or constant",
+        description="after the warm-up: cosine, one-cycle (cosine up as well), step (see milestones), "
+        "wsd (constant, then a decay over the last part) or constant",
     )
     warmup: float = Field(
         0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
     )
+    final_lr: Share = Field(0.0, description="where cosine, one-cycle and wsd end, as a share of the peak")
+    milestones: tuple[Share, ...] = Field(
+        (1 / 3, 2 / 3, 8 / 9), description="shares of the run after which the rate falls (step)"
+    )
+    gamma: float = Field(0.1, gt=0, le=1, description="factor at each milestone (step)")
+    decay: float = Field(0.2, gt=0, le=1, description="share of the updates that the decay takes (wsd)")
     weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
+    layer_decay: float = Field(
+        1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd)")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw)")
     eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw)")
     clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
-    ema: float = Field(0.0, ge=0, lt=1, description="decay of the weights' moving average; 0: none")
+
+    @model_validator(mode="after")
+    def _the_decay_comes_after_the_warm_up(self) -> "OptimConfig":
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError("optim.warmup and optim.decay are together more than the run")
+        return self
 
 
 def schedule(config: OptimConfig, updates: int) -> list[float]:
     """Learning rate of each update.
 
     Cosine: Loshchilov and Hutter, 2017. One-cycle: Smith and Topin, 2018, with cosine sides, from 1/25
-    of the peak to 0.
+    of the peak. Warm-up, stable, decay: Hu et al., 2024 (MiniCPM), with the decay 1 - sqrt of Hagele et
+    al., 2024. Step: He et al., 2016.
 
     Args:
         config: Peak, shape and warm-up.
@@ -51,19 +68,24 @@ def schedule(config: OptimConfig, updates: int) -> list[float]:
         `updates` learning rates.
     """
     warmup = round(config.warmup * updates)
-    rates = []
-    for update in range(updates):
-        if update < warmup:
-            rise = (update + 1) / warmup
-            share = (
-                0.04 + 0.96 * (1 - math.cos(math.pi * rise)) / 2 if config.schedule == "one-cycle" else rise
-            )
-        elif config.schedule == "constant":
-            share = 1.0
-        else:
-            share = (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup))) / 2
-        rates.append(config.lr * share)
-    return rates
+    return [config.lr * _share(config, update, updates, warmup) for update in range(updates)]
+
+
+def _share(config: OptimConfig, update: int, updates: int, warmup: int) -> float:
+    """Share of the peak."""
+    if update < warmup:
+        rise = (update + 1) / warmup
+        return 0.04 + 0.96 * (1 - math.cos(math.pi * rise)) / 2 if config.schedule == "one-cycle" else rise
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "step":
+        return float(config.gamma ** sum(update >= share * updates for share in config.milestones))
+    if config.schedule == "wsd":
+        length = max(1, round(config.decay * updates))
+        fall = 1 - math.sqrt(max(0, update - (updates - length)) / length)
+    else:
+        fall = (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup))) / 2
+    return config.final_lr + (1 - config.final_lr) * fall
 
 
 class Rates:
@@ -71,21 +93,37 @@ class Rates:
 
     Attributes:
         applied: int64 (1,): updates so far; stands still when the scaler skips one.
-        current: float32 (): learning rate of the update to come; what the optimiser holds.
+        current: float32 (): learning rate of the update to come.
     """
 
-    def __init__(self, rates: list[float], device: torch.device) -> None:
-        """Puts the table on the device; its last value is repeated for an update beyond the plan."""
+    def __init__(self, rates: list[float], device: torch.device, factors: tuple[float, ...] = ()) -> None:
+        """Puts the table on the device; its last value is repeated for an update beyond the plan.
+
+        Args:
+            rates: Of each update.
+            device: Where the weights are.
+            factors: Groups of parameters may learn slower: factors of the rate, see `of`.
+        """
         self._table = torch.tensor([*rates, rates[-1]], dtype=torch.float32, device=device)
         self.applied = torch.zeros(1, dtype=torch.int64, device=device)
         self._current = torch.zeros(1, dtype=torch.float32, device=device)
         self.current = self._current.view(())
         self._one = torch.ones(1, dtype=torch.int64, device=device)
+        slower = [factor for factor in factors if factor != 1]
+        self._factors = torch.tensor(slower, dtype=torch.float32, device=device) if slower else None
+        self._slower = torch.zeros(len(slower), dtype=torch.float32, device=device)
+        self._of = {1.0: self.current, **dict(zip(slower, self._slower.unbind(), strict=True))}
         self.look_up()
 
+    def of(self, factor: float) -> torch.Tensor:
+        """The current rate times one of the factors, float32 (): what a parameter group holds."""
+        return self._of[factor]
+
     def look_up(self) -> None:
-        """Sets `current` for the update to come."""
+        """Sets the rates for the update to come."""
         torch.index_select(self._table, 0, self.applied, out=self._current)
+        if self._factors is not None:
+            torch.mul(self._factors, self._current, out=self._slower)
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """Counts an update, unless `skipped` (float (), on the device) is 1."""
@@ -93,30 +131,62 @@ class Rates:
         self.look_up()
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module, rate: torch.Tensor) -> torch.optim.Optimizer:
+def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
+    """Factor of the learning rate for each parameter (Clark et al., 2020; Bao et al., 2022).
+
+    What comes after the last block has 1, the last block `decay`, the one before `decay` squared, and
+    what comes before the first block the least. Before and after are taken from the order in which the
+    model lists its parameters.
+    """
+    if decay == 1:
+        return {name: 1.0 for name, _ in model.named_parameters()}
+    names = list(blocks(model))
+    factors, inside = {}, False
+    for name, _ in model.named_parameters():
+        block = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
+        inside = inside or block is not None
+        outside = len(names) + 1 if inside else 0
+        factors[name] = decay ** (len(names) + 1 - (outside if block is None else block + 1))
+    return factors
+
+
+def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
+
+    Those of less than two dimensions (norms, biases) are not decayed.
+    """
+    factors = layer_factors(model, config.layer_decay)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for decayed in (True, False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter.ndim >= 2) == decayed:
+                alike = (config.weight_decay if decayed else 0.0, factors[name])
+                groups.setdefault(alike, []).append(parameter)
+    return [
+        {"params": params, "weight_decay": weight_decay, "factor": factor}
+        for (weight_decay, factor), params in groups.items()
+    ]
+
+
+def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rates) -> torch.optim.Optimizer:
     """A fused optimiser: one kernel, and no reading of the device when fp16's scaler skips.
 
     Args:
         config: Which, and its settings.
-        model: Its parameters; those of less than two dimensions are not decayed.
-        rate: float32 () on the device, shared by all groups.
+        groups: From `parameter_groups`.
+        rates: Knows the factors of the groups.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = [{**group, "lr": rates.of(group["factor"])} for group in groups]
     if config.name == "sgd":
         sgd = torch.optim.SGD(
-            groups, lr=rate, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
+            groups, lr=rates.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
         )
         # torch's fused SGD leaves these uninitialised if the scaler skips the very first update, as it
         # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
-        for parameter in trained if config.momentum else ():
+        for parameter in (p for group in groups for p in group["params"] if config.momentum):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
-    return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=rates.current, betas=config.betas, eps=config.eps, fused=True)
 
 
 def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tensor:
@@ -131,43 +201,3 @@ def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tenso
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp_(max=1.0))
     return norm
-
-
-class WeightAverage:
-    """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Starts from the weights as they are."""
-        self.model = copy.deepcopy(model).requires_grad_(False)
-        self._decay = decay
-        self._average = [parameter.data for parameter in self.model.parameters()]
-        self._weights = [parameter.data for parameter in model.parameters()]
-        self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
-
-    def update(self, applied: int) -> None:
-        """Moves towards the weights after an update.
-
-        Args:
-            applied: Updates before this one. At first the average follows faster: the decay is at most
-                (1 + applied) / (10 + applied), as in TensorFlow's ExponentialMovingAverage.
-        """
-        share = max(1 - self._decay, 9 / (10 + applied))
-        torch._foreach_lerp_(self._average, self._weights, share)
-
-    def update_unless(self, skipped: torch.Tensor, applied: torch.Tensor) -> None:
-        """The same where only the device knows.
-
-        Args:
-            skipped: float (): 1 if there was no update.
-            applied: int64 (1,): updates before this window's.
-        """
-        share = (9 / (10 + applied[0])).clamp_(min=1 - self._decay) * (1 - skipped)
-        step = torch._foreach_sub(self._weights, self._average)
-        torch._foreach_mul_(step, share)
-        torch._foreach_add_(self._average, step)
-
-    def averaged(self) -> nn.Module:
-        """The model with averaged weights; its buffers are the trained model's."""
-        for target, source in self._buffers:
-            target.copy_(source)
-        return self.model

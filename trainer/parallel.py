@@ -27,6 +27,20 @@ class ParallelConfig(Section):
     )
     timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+    compress: Literal["none", "bf16"] = Field(
+        "none", description="bf16: gradients cross the network in bfloat16, half the bytes, less exact"
+    )
+    sync_batchnorm: bool = Field(
+        False,
+        description="BatchNorm over a micro-batch of all ranks; results then depend on their number",
+    )
+    static_graph: bool = Field(
+        False, description="tell DDP that every step uses the same parameters; not with accumulation"
+    )
+    find_unused_parameters: bool = Field(
+        False,
+        description="let DDP look for parameters that a step doesn't use; costs time each step",
+    )
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,22 @@ def sum_hook(
     return summed
 
 
+def bf16_sum_hook(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The same with half the bytes on the wire: each rank's gradients are rounded to bfloat16 and summed so.
+
+    torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
+    """
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True)
+    restored: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda future: buffer.copy_(_first(future))
+    )
+    return restored
+
+
 def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
     value = future.value()
     tensor: torch.Tensor = value[0] if isinstance(value, list) else value
@@ -130,8 +160,10 @@ def replicate(
         broadcast_buffers=False,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused_parameters,
     )
-    replica.register_comm_hook(group, sum_hook)
+    replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
     return replica
 
 

@@ -1,14 +1,18 @@
 """Number formats: what autocast computes in, and the loss scale that fp16 needs."""
 
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from trainer.config import Section
 from trainer.errors import BadInputError
+from trainer.names import matching
 
 
 class PrecisionConfig(Section):
@@ -21,6 +25,12 @@ class PrecisionConfig(Section):
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale (fp16)")
     growth_interval: int = Field(
         2000, ge=1, description="updates without overflow before the scale doubles (fp16)"
+    )
+    keep_fp32: tuple[str, ...] = Field(
+        (), description='modules that compute in float32, by name: ["head", "*.norm*"] (fp16, bf16)'
+    )
+    debug: bool = Field(
+        False, description="name the first module whose output or gradient isn't finite; costs time"
     )
 
 
@@ -56,6 +66,33 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
         return nullcontext()
     dtype = torch.float16 if config.mode == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype)
+
+
+def keep_in_fp32(model: nn.Module, patterns: Sequence[str], device: torch.device) -> None:
+    """Lets modules compute in float32 whatever autocast says, in place; names stay as they are.
+
+    Args:
+        model: Holds the modules.
+        patterns: Patterns on their names, see `names.matching`.
+        device: Whose autocast is switched off.
+
+    Raises:
+        BadInputError: If a pattern matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for name in matching(modules, patterns, "precision.keep_fp32"):
+        modules[name].forward = functools.partial(_in_fp32, modules[name].forward, device.type)
+
+
+def _in_fp32(forward: Callable[..., Any], device_type: str, *values: Any, **named: Any) -> Any:
+    with torch.autocast(device_type, enabled=False):
+        return forward(*map(_float32, values), **{name: _float32(value) for name, value in named.items()})
+
+
+def _float32(value: Any) -> Any:
+    # Only what autocast made: integers are indices, and float64 is somebody's choice.
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if low else value
 
 
 def make_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler | None:

@@ -2,11 +2,14 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from trainer.average import AverageConfig
+from trainer.compiling import CompileConfig
 from trainer.config import Section
 from trainer.data.sources import DataConfig
 from trainer.memory import MemoryConfig
+from trainer.mixing import RegularizationConfig
 from trainer.models import ModelConfig
 from trainer.observe.log import LogConfig
 from trainer.optim import OptimConfig
@@ -25,16 +28,34 @@ class Recipe(Section):
     max_windows: int | None = Field(None, ge=1, description="stop after this many windows (optimiser steps)")
     evaluate_every: int = Field(1, ge=0, description="epochs between evaluations; 0: only at the end")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")
-    compile: bool = Field(False, description="torch.compile the model")
     cudnn_benchmark: bool = Field(
         True, description="let cuDNN time its algorithms once; shapes are fixed here"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     window: WindowConfig = WindowConfig()
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
+    compile: CompileConfig = CompileConfig()
     optim: OptimConfig = OptimConfig()
+    ema: AverageConfig = AverageConfig()
+    regularization: RegularizationConfig = RegularizationConfig()
     parallel: ParallelConfig = ParallelConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _parts_that_exclude_each_other(self) -> "Recipe":
+        mixing = self.regularization.mixup or self.regularization.cutmix
+        if mixing and self.data.micro_batch == 1:
+            raise ValueError(
+                "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
+                "nothing to mix; use a larger one or 0"
+            )
+        if self.precision.debug and self.compile.mode != "none":
+            raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
+        if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):
+            raise ValueError(
+                f"precision.keep_fp32 has no effect with precision.mode={self.precision.mode}; "
+                "leave it out, or use fp16 or bf16"
+            )
+        return self

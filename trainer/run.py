@@ -10,35 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from trainer.batchnorm import WindowStatistics
 from trainer.config import config_hash
-from trainer.data.loader import Batch, Loader, Source, make_loader
+from trainer.data.loader import Loader, Source, make_loader
 from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
-from trainer.keyed_rng import Purpose, key
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.loop import train
-from trainer.memory import checkpoint_blocks
+from trainer.memory import candidates
+from trainer.names import matching
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
-from trainer.optim import Rates, WeightAverage, make_optimizer, schedule
+from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
 from trainer.parallel import World, check_agreement, joined_world, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
+from trainer.prepare import blank_batch, prepare_model
 from trainer.recipe import Recipe
 from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
 from trainer.step import Training, take_figures
 from trainer.tasks import Task
 from trainer.tasks.classification import Classification
+from trainer.weights import load_initial
 
 
 def make_task(recipe: Recipe) -> Task:
     """Opens the data and makes the task that a recipe names."""
-    return Classification(recipe.data, recipe.model, recipe.label_smoothing, recipe.seed)
+    return Classification(recipe.data, recipe.model, recipe.regularization, recipe.seed)
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
@@ -75,12 +76,21 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "window.last=weighted pads with samples of weight 0, which would enter BatchNorm's statistics; "
             "use window.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
-    if recipe.memory.checkpointing == "blocks":
-        checkpoint_blocks(model)
+    candidates(recipe.memory, model)
+    matching(
+        (name for name, _ in model.named_modules() if name), recipe.precision.keep_fp32, "precision.keep_fp32"
+    )
+    if recipe.model.init_from is not None:
+        load_initial(model, recipe.model.init_from, recipe.model.fresh)
+    if recipe.parallel.static_graph and plan.shards > world_size:
+        raise BadInputError(
+            f"parallel.static_graph doesn't go with gradient accumulation (here {plan.shards // world_size} "
+            "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
+        )
     if recipe.model.name == "small_resnet":
         return  # takes any image; and the imports behind the next lines take three seconds
     try:
-        task.loss(model, _shapes_only(task, plan.micro_batch))
+        task.loss(model, blank_batch(task, plan.micro_batch, torch.device("meta")))
     except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
         pass
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
@@ -91,17 +101,6 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         ) from error
 
 
-def _shapes_only(task: Task, micro_batch: int) -> Batch:
-    """A batch without values, on the meta device."""
-    fields = {
-        name: torch.from_numpy(np.empty((micro_batch, *field.shape), field.dtype)).to("meta")
-        for name, field in task.train_data.fields.items()
-    }
-    uniforms = task.train_data.uniforms + task.uniforms
-    uniform = torch.empty(micro_batch, uniforms, device="meta") if uniforms else None
-    return Batch(fields, None, uniform, micro_batch)
-
-
 @dataclass(frozen=True)
 class Parts:
     """What a run is assembled from; tests put in their own."""
@@ -110,6 +109,7 @@ class Parts:
     loader: Loader
     evaluation_loader: Loader
     evaluation_share: Share
+    notes: list[str]
 
 
 def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
@@ -120,28 +120,25 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
     check_precision(recipe.precision, device)
     set_matmul_mode(recipe.precision)
     torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
-    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
-    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
-    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
-    model = task.model().to(device=device, memory_format=layout)  # type: ignore[call-overload]
-    if recipe.memory.checkpointing == "blocks":
-        checkpoint_blocks(model)
-    rates = Rates(schedule(recipe.optim, plan.windows), device)
-    compiled = torch.compile(model, dynamic=False) if recipe.compile else model
+    prepared = prepare_model(recipe, task, world)
+    groups = parameter_groups(recipe.optim, prepared.model)
+    rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
     training = Training(
         task=task,
-        model=model,
-        replica=replicate(compiled, world.group, recipe.parallel, device),  # type: ignore[arg-type]
-        optimizer=make_optimizer(recipe.optim, model, rates.current),
+        model=prepared.model,
+        replica=replicate(prepared.call, world.group, recipe.parallel, device),  # type: ignore[arg-type]
+        optimizer=make_optimizer(recipe.optim, groups, rates),
         rates=rates,
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
-        average=WeightAverage(model, recipe.optim.ema) if recipe.optim.ema else None,
-        statistics=WindowStatistics(model, world.group),
+        average=prepared.average,
+        statistics=WindowStatistics(prepared.model, world.group),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,
         ragged="units" in task.train_data.fields,
+        nonfinite=prepared.nonfinite,
+        cuda_graphs=prepared.cuda_graphs,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
     measured = len(task.evaluation_data)
@@ -152,6 +149,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
         make_loader(source, device, recipe.data, workers),
         make_loader(Source(task.evaluation_data, held), device, recipe.data, min(workers, 2)),
         held,
+        prepared.notes,
     )
 
 
@@ -184,13 +182,17 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
         sinks: list[Sink] = []
         display = None
         if world.rank == 0:
-            manifest = make_manifest(recipe, recipe_name, world, plan, threads, task.describe())
+            manifest = make_manifest(recipe, recipe_name, world, plan, threads, task.describe(), parts.notes)
             check_space(folder, t.model, copies=1 if t.average is None else 2)
             sinks = stack.enter_context(open_folder(folder, recipe, manifest))
             display = Display(plan.windows)
             stack.callback(display.close)
             display.say(_opening(manifest, plan, world, folder, t.model))
+            for note in parts.notes:
+                display.say(f"  {note}")
             sinks.append(display)
+            if t.nonfinite is not None:
+                sinks.append(t.nonfinite.explain)
         meter = Meter(plan, world.device, sinks, lambda: take_figures(t))
         evaluations: list[dict[str, float]] = []
 
@@ -215,6 +217,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
             _evaluation_due(recipe.evaluate_every, plan),
             measure,
             display.window_done if display else lambda _: None,
+            recipe.compile.warm_up,
         )
         if world.rank == 0:
             _finish(folder, t, meter, task.metric, evaluations[-1], display)

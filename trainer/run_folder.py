@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 import trainer
 from trainer.config import config_hash
 from trainer.errors import BadInputError
-from trainer.observe.log import Sink, jsonl_sink, tensorboard_sink
+from trainer.observe.log import Sink, csv_sink, jsonl_sink, tensorboard_sink
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.preempt import Stopped
@@ -81,7 +81,13 @@ def claim_folder(folder: Path) -> bool:
 
 
 def make_manifest(
-    recipe: Recipe, name: str, world: World, plan: Plan, threads: int, data: Mapping[str, Any]
+    recipe: Recipe,
+    name: str,
+    world: World,
+    plan: Plan,
+    threads: int,
+    data: Mapping[str, Any],
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     """What this run is, for people and for machines."""
     device = (
@@ -111,6 +117,7 @@ def make_manifest(
         "threads": threads,
         "windows": plan.windows,
         "accumulation": plan.shards // world.size,
+        "notes": notes,
         "status": "running",
     }
 
@@ -133,18 +140,24 @@ def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Itera
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     write_json(folder / "manifest.json", manifest)
-    to_board, close_board = tensorboard_sink(folder / "tensorboard")
-    with (folder / "metrics.jsonl").open("w") as file:
+    with contextlib.ExitStack() as closing:
+        sinks: list[Sink] = []
+        if "jsonl" in recipe.log.sinks:
+            sinks.append(jsonl_sink(closing.enter_context((folder / "metrics.jsonl").open("w"))))
+        if "csv" in recipe.log.sinks:
+            sinks.append(csv_sink(folder))
+        if "tensorboard" in recipe.log.sinks:
+            to_board, close_board = tensorboard_sink(folder / "tensorboard")
+            closing.callback(close_board)
+            sinks.append(to_board)
         try:
-            yield [jsonl_sink(file), to_board]
+            yield sinks
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             status = "stopped" if isinstance(error, Stopped) else "failed"
             with contextlib.suppress(OSError):  # a full disk, say: the error itself matters more
                 write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
             raise
-        finally:
-            close_board()
 
 
 def write_json(path: Path, value: Any) -> None:

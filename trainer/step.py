@@ -8,10 +8,12 @@ import torch
 from torch import distributed as dist, nn
 from torch.amp.grad_scaler import GradScaler
 
+from trainer.average import WeightAverage
 from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Batch
 from trainer.keyed_rng import Purpose, key
-from trainer.optim import Rates, WeightAverage, clip_gradients
+from trainer.nonfinite import FirstNonFinite
+from trainer.optim import Rates, clip_gradients
 from trainer.parallel import sum_over_ranks, unsynchronised
 from trainer.plan import Share
 from trainer.precision import found_inf, scale_of
@@ -35,6 +37,9 @@ class Training:
         share: This rank's part of the plan.
         clip: Largest gradient norm; 0: none.
         group: Process group, or None for a single process.
+        nonfinite: Looks for the first module that gives no finite numbers, or None.
+        cuda_graphs: True where gradients must stay where they are: a graph replayed for the next shard
+            of a window would overwrite those that it handed out for the last.
         ragged: True where the units of a window are known only after loading (valid tokens).
         loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
             by its window's units.
@@ -54,6 +59,8 @@ class Training:
     clip: float
     group: dist.ProcessGroup | None
     ragged: bool
+    nonfinite: FirstNonFinite | None = None
+    cuda_graphs: bool = False
     loss: torch.Tensor = field(init=False)
     norm: torch.Tensor = field(init=False)
 
@@ -62,6 +69,8 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in self.parameters if self.cuda_graphs else ():
+            parameter.grad = torch.zeros_like(parameter)
         index = device.index if device.type == "cuda" else None
         # The CPU's too where the model is on a GPU: it may draw there (stochastic depth, say).
         self.generators = [torch.default_generator]
@@ -113,6 +122,8 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
         figures["gradient_norm"] = t.norm
     if t.scaler is not None:
         figures["loss_scale"] = scale_of(t.scaler)
+    if t.nonfinite is not None:
+        figures["first_nonfinite"] = t.nonfinite.take()
     return figures
 
 
@@ -131,13 +142,13 @@ def _update(t: Training, window: int) -> torch.Tensor | None:
     else:
         t.scaler.step(t.optimizer)
         t.scaler.update()
-    for parameter in t.parameters:
-        parameter.grad = None
+    if t.cuda_graphs:
+        torch._foreach_zero_([p.grad for p in t.parameters if p.grad is not None])
+    else:
+        for parameter in t.parameters:
+            parameter.grad = None
     if t.average is not None:
-        if skipped is None:
-            t.average.update(applied=window)
-        else:
-            t.average.update_unless(skipped, t.rates.applied)
+        t.average.update(window, skipped, t.rates.applied)
     t.rates.advance(skipped)
     return skipped
 

@@ -34,6 +34,7 @@ from trainer.run import assemble
 from trainer.step import take_figures
 
 _BATCH, _FEATURES, _CLASSES, _SAMPLES = 8, 8, 4, 4096
+_EMA_DECAY = 0.99
 
 
 class TinyTask:
@@ -97,7 +98,7 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) 
             params[0].grad = None
         else:
             optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(average, weights, max(1 - optim.ema, 9 / (10 + step)))
+        torch._foreach_lerp_(average, weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
     return time.perf_counter() - start
 
 
@@ -133,7 +134,8 @@ def tiny_recipe(steps: int) -> Recipe:
         "epochs": -(-steps * _BATCH // _SAMPLES),
         "max_windows": steps,
         "data": {"global_batch": _BATCH, "micro_batch": _BATCH},
-        "optim": {"lr": 1e-3, "clip": 1.0, "ema": 0.99, "warmup": 0.0, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "ema": {"decay": _EMA_DECAY},
         "parallel": {"threads": 1},
     }
     return Recipe.model_validate(values)

@@ -4,12 +4,13 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 `window` (windows done), and figures. To add a sink is to write such a function.
 """
 
+import csv
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 from pydantic import Field
@@ -26,6 +27,9 @@ class LogConfig(Section):
     """What is logged."""
 
     every: int = Field(50, ge=1, description="windows between two rows of figures")
+    sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
+        ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
+    )
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,31 @@ def jsonl_sink(file: TextIO) -> Sink:
         }
         file.write(json.dumps(finite) + "\n")
         file.flush()
+
+    return write
+
+
+def csv_sink(folder: Path) -> Sink:
+    """A table for each kind of row: train.csv, evaluation.csv, end.csv, for spreadsheets.
+
+    A column that comes later is filled with nothing in the rows before it.
+    """
+    columns: dict[str, list[str]] = {}
+
+    def write(row: Row) -> None:
+        kind = str(row["kind"])
+        path = folder / f"{kind}.csv"
+        known = columns.setdefault(kind, [])
+        new = [name for name in row if name not in known and name != "kind"]
+        if new:
+            earlier = list(csv.DictReader(path.read_text().splitlines())) if known else []
+            known.extend(new)
+            with path.open("w", newline="") as file:
+                table = csv.DictWriter(file, known)
+                table.writeheader()
+                table.writerows(earlier)
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
 
     return write
 

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
+from trainer.mixing import RegularizationConfig, mix
 from trainer.models import ModelConfig, build_model
+from trainer.stochastic_depth import add_stochastic_depth
 
 _UNIFORMS = {"none": 0, "flip": 1, "affine": 5}
 
@@ -19,7 +21,9 @@ class Classification:
 
     metric = "accuracy"
 
-    def __init__(self, data: DataConfig, model: ModelConfig, label_smoothing: float, seed: int) -> None:
+    def __init__(
+        self, data: DataConfig, model: ModelConfig, regularization: RegularizationConfig, seed: int
+    ) -> None:
         """Opens the data."""
         self.images = load_images(data, seed)
         self.train_data = self.images.train
@@ -27,7 +31,7 @@ class Classification:
         self.uniforms = _UNIFORMS[data.augment]
         self._augment = data.augment
         self._model = model
-        self._label_smoothing = label_smoothing
+        self._regularization = regularization
         mean, std = torch.tensor(self.images.mean), torch.tensor(self.images.std)
         # (pixel / 255 - mean) / std as one multiplication and one addition.
         self._scale = (1 / (255 * std)).view(-1, 1, 1)
@@ -42,12 +46,21 @@ class Classification:
 
     def model(self) -> nn.Module:
         """A new model for these images."""
-        return build_model(self._model, self.images.channels, len(self.images.classes))
+        model = build_model(self._model, self.images.channels, len(self.images.classes))
+        if self._regularization.stochastic_depth:
+            add_stochastic_depth(model, self._regularization.stochastic_depth)
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy, summed over the shard."""
-        logits = model(self._pixels(batch, train=True))
-        return self._cross_entropy(logits, batch, self._label_smoothing)
+        image, label, chosen = self._pixels(batch, train=True), batch.fields[LABEL], self._regularization
+        if not chosen.mixup and not chosen.cutmix:
+            return _cross_entropy(model(image), label, batch, chosen.label_smoothing)
+        mixed = mix(image, chosen.mixup, chosen.cutmix)
+        logits = model(mixed.image)
+        own = _cross_entropy(logits, label, batch, chosen.label_smoothing, mixed.share)
+        other = _cross_entropy(logits, label[mixed.other], batch, chosen.label_smoothing, 1 - mixed.share)
+        return own + other
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss and correct answers, summed over the shard."""
@@ -55,15 +68,8 @@ class Classification:
         correct = logits.argmax(1) == batch.fields[LABEL]
         if batch.weight is not None:
             correct = correct & (batch.weight > 0)
-        return {"loss": self._cross_entropy(logits, batch, 0.0), "accuracy": correct.sum()}
-
-    def _cross_entropy(self, logits: torch.Tensor, batch: Batch, smoothing: float) -> torch.Tensor:
-        label = batch.fields[LABEL]
-        if batch.weight is None:
-            return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
-        each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
-        # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
-        return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
+        loss = _cross_entropy(logits, batch.fields[LABEL], batch, 0.0)
+        return {"loss": loss, "accuracy": correct.sum()}
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
         """Bytes (n, c, h, w) to normalised floats, augmented, in the model's memory format."""
@@ -77,6 +83,25 @@ class Classification:
             return image
         random = batch.uniform[:, -self.uniforms :]
         return flip(image, random) if self._augment == "flip" else affine(image, random)
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    label: torch.Tensor,
+    batch: Batch,
+    smoothing: float,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Summed over the shard, each sample times its share (n,)."""
+    if batch.weight is None and share is None:
+        return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
+    each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
+    if share is not None:
+        each = each * share
+    if batch.weight is None:
+        return each.sum()
+    # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
+    return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
 
 
 def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

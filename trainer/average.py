@@ -1,0 +1,107 @@
+"""The moving average of the weights."""
+
+import copy
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from trainer.config import Section
+
+
+class AverageConfig(Section):
+    """Exponential moving average of the weights (EMA); what is evaluated where there is one."""
+
+    decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
+    every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
+    on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
+
+
+class WeightAverage:
+    """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
+
+    def __init__(self, model: nn.Module, config: AverageConfig) -> None:
+        """Starts from the weights as they are."""
+        self._config = config
+        self._decay = config.decay**config.every
+        self._weights = [parameter.data for parameter in model.parameters()]
+        self._device = self._weights[0].device
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self._staging: _Staging | None = None
+        if config.on_cpu and self._device.type != "cpu":
+            self.model.cpu()
+            self._staging = _Staging(self._weights)
+        self._average = [parameter.data for parameter in self.model.parameters()]
+        self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
+
+    def update(self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor) -> None:
+        """Moves towards the weights after a window.
+
+        At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
+        TensorFlow's ExponentialMovingAverage.
+
+        Args:
+            window: Its number; without a scaler that is the number of updates before it.
+            skipped: float (), on the device: 1 if there was no update; None where that can't be.
+            applied: int64 (1,), on the device: updates before this window's.
+        """
+        if (window + 1) % self._config.every:
+            return
+        if skipped is None:
+            self._move(max(1 - self._decay, 9 / (10 + window)))
+        else:
+            self._move((9 / (10 + applied[0])).clamp_(min=1 - self._decay) * (1 - skipped))
+
+    def _move(self, share: float | torch.Tensor) -> None:
+        if self._staging is None:
+            _lerp(self._average, self._weights, share)
+        else:
+            self.catch_up()
+            self._staging.start(self._weights, share)
+
+    def catch_up(self) -> None:
+        """Does the movement that is under way, if the average is on the CPU and the weights are not."""
+        if self._staging is not None and (arrived := self._staging.arrived()) is not None:
+            _lerp(self._average, *arrived)
+
+    def averaged(self) -> nn.Module:
+        """The model with averaged weights, on the weights' device; its buffers are the trained model's."""
+        self.catch_up()
+        for target, source in self._buffers:
+            target.copy_(source)
+        return self.model if self._staging is None else copy.deepcopy(self.model).to(self._device)
+
+
+class _Staging:
+    """Weights on their way to the host: page-locked memory, filled in the background, read a window later."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self._host = [torch.empty_like(weight, device="cpu", pin_memory=True) for weight in weights]
+        self._share = torch.empty((), pin_memory=True)
+        self._done: torch.cuda.Event | None = None
+
+    def start(self, weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+        for host, weight in zip(self._host, weights, strict=True):
+            host.copy_(weight, non_blocking=True)
+        if isinstance(share, torch.Tensor):
+            self._share.copy_(share, non_blocking=True)
+        else:
+            self._share.fill_(share)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def arrived(self) -> tuple[list[torch.Tensor], float] | None:
+        if self._done is None:
+            return None
+        self._done.synchronize()
+        self._done = None
+        return self._host, float(self._share)
+
+
+def _lerp(average: list[torch.Tensor], weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+    if isinstance(share, float):
+        torch._foreach_lerp_(average, weights, share)
+        return
+    step = torch._foreach_sub(weights, average)
+    torch._foreach_mul_(step, share)
+    torch._foreach_add_(average, step)

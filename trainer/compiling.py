@@ -1,0 +1,112 @@
+"""torch.compile: of the whole model or block by block, with a clear line where it can't be done."""
+
+import functools
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from trainer.config import Section
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# Blocks of many shapes share one function; torch gives up compiling it after eight of them.
+_MOST_SHAPES = 128
+
+
+class CompileConfig(Section):
+    """Compilation. Shapes are fixed here, so nothing is compiled twice."""
+
+    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none", description="torch.compile's mode; reduce-overhead and max-autotune use CUDA graphs on a GPU"
+    )
+    scope: Literal["model", "blocks"] = Field(
+        "model",
+        description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward",
+    )
+
+    @property
+    def warm_up(self) -> int:
+        """Windows before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
+        return 3 if self.cuda_graphs else 1
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether torch replays CUDA graphs in this mode, on a GPU."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
+
+def missing_for_compiling(device: torch.device) -> str | None:
+    """What torch.compile needs on this host and doesn't find, with the remedy; None if all is there.
+
+    Inductor builds C++ for a CPU, Triton a C launcher for a GPU; both include Python's headers.
+    """
+    if device.type == "cuda":
+        compilers, package = [os.environ.get("CC", ""), "clang", "gcc"], "gcc"
+    else:
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        compilers, package = [os.environ.get("CXX", usual)], "g++"
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        return f"no compiler was found ({' or '.join(filter(None, compilers))}); install {package}"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"{header} is missing; install python3-dev, or use a Python that comes with its headers"
+    return None
+
+
+def prepare_cache() -> tuple[Path | None, str | None]:
+    """Makes sure that compiled code can be kept: in TORCHINDUCTOR_CACHE_DIR, or below XDG_CACHE_HOME.
+
+    Returns:
+        The folder, None for torch's own choice; and what is wrong with the wanted one, if anything is.
+    """
+    wanted = os.environ.get(CACHE_VARIABLE)
+    if wanted is None and "XDG_CACHE_HOME" in os.environ:
+        wanted = str(Path(os.environ["XDG_CACHE_HOME"], "torchinductor"))
+    if wanted is None:
+        return None, None
+    folder = Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if usable:
+        os.environ[CACHE_VARIABLE] = str(folder)
+        return folder, None
+    os.environ.pop(CACHE_VARIABLE, None)
+    return None, f"compile cache {folder} can't be written; set {CACHE_VARIABLE} to a folder of yours"
+
+
+def compile_model(model: nn.Module, config: CompileConfig) -> Callable[..., Any]:
+    """The whole model, compiled; the model itself stays as it is, for evaluation."""
+    _allow_many_shapes()
+    compiled: Callable[..., Any] = torch.compile(model, mode=config.mode, dynamic=False)
+    return compiled
+
+
+def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
+    """Compiles blocks in place for training; in evaluation they run as they are."""
+    _allow_many_shapes()
+    for block in blocks:
+        compiled = torch.compile(block.forward, mode=config.mode, dynamic=False)
+        block.forward = functools.partial(_choose, block, compiled, block.forward)
+
+
+def _choose(
+    block: nn.Module, compiled: Callable[..., Any], original: Callable[..., Any], *values: Any, **named: Any
+) -> Any:
+    # Evaluation has another shape and is a small part of a run: not worth compiling anew.
+    return (compiled if block.training else original)(*values, **named)
+
+
+def _allow_many_shapes() -> None:
+    import torch._dynamo  # here: it takes three seconds
+
+    torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)

@@ -1,0 +1,152 @@
+"""A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.activations import ModelCost, cheapest, measure, seconds_of_step
+from trainer.average import WeightAverage
+from trainer.compiling import compile_blocks, compile_model, missing_for_compiling, prepare_cache
+from trainer.data.loader import Batch
+from trainer.keyed_rng import Purpose, key
+from trainer.memory import blocks, candidates, recompute
+from trainer.nonfinite import FirstNonFinite
+from trainer.parallel import World, sum_over_ranks
+from trainer.precision import autocast, keep_in_fp32
+from trainer.recipe import Recipe
+from trainer.sync_batchnorm import synchronise_batchnorm
+from trainer.tasks import Task
+from trainer.weights import load_initial
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be trained.
+
+    Attributes:
+        model: The model itself.
+        call: What is called in training: the model, or compiled.
+        average: Moving average of its weights, or None.
+        nonfinite: Looks for NaNs, or None.
+        cuda_graphs: True where forward and backward are replayed as CUDA graphs.
+        notes: Lines for the user.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    average: WeightAverage | None
+    nonfinite: FirstNonFinite | None
+    cuda_graphs: bool
+    notes: list[str]
+
+
+def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
+    """Builds the model of a recipe on this rank's device.
+
+    Raises:
+        BadInputError: If the recipe names what the model doesn't have.
+    """
+    device, notes = world.device, []
+    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
+    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
+    model = task.model()
+    if recipe.model.init_from is not None:
+        taken = load_initial(model, recipe.model.init_from, recipe.model.fresh)
+        notes.append(f"starts from {recipe.model.init_from} ({taken} tensors)")
+    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
+    model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    if recipe.parallel.sync_batchnorm and world.group is not None:
+        synchronise_batchnorm(model, world.group)
+    keep_in_fp32(model, recipe.precision.keep_fp32, device)
+    # The average is a copy of the model as it is here: evaluation needs none of what follows.
+    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
+    nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
+    notes.extend(cost_of_checkpointing)
+    compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
+    if compiled and recipe.compile.scope == "blocks":
+        compile_blocks(blocks(model).values(), recipe.compile)
+    for module in checkpointed:
+        recompute(module)
+    call = compile_model(model, recipe.compile) if compiled and recipe.compile.scope == "model" else model
+    graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
+    return Prepared(model, call, average, nonfinite, graphs, notes)
+
+
+def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
+    """A batch of zeros; on the meta device, of shapes only."""
+    fields = {
+        name: torch.zeros(
+            (micro_batch, *field.shape), dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype, device=device
+        )
+        for name, field in task.train_data.fields.items()
+    }
+    uniforms = task.train_data.uniforms + task.uniforms
+    uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
+    return Batch(fields, None, uniform, micro_batch)
+
+
+def _choose_checkpointed(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules to checkpoint, and a line that says what it costs."""
+    config = recipe.memory
+    possible = candidates(config, model)
+    if not possible:
+        return [], []
+    batch = blank_batch(task, recipe.data.micro_batch, device)
+    context = autocast(recipe.precision, device)
+
+    def forward() -> torch.Tensor:
+        with context:
+            return task.loss(model, batch)
+
+    model.train()
+    cost = measure(model, possible, forward)
+    chosen = list(possible)
+    if config.budget_gib is not None:
+        chosen = cheapest(cost, int(config.budget_gib * (1 << 30)))
+    return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
+
+
+def _cost_line(
+    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
+) -> str:
+    originals = {name: model.get_submodule(name).forward for name in chosen}
+    for name in chosen:
+        recompute(model.get_submodule(name))
+    step = seconds_of_step(model, forward, device)
+    for name, original in originals.items():
+        model.get_submodule(name).forward = original
+    again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
+    more = again / max(step - again, 1e-9)
+    return (
+        f"activation checkpointing: {len(chosen)} of {len(cost.blocks)} modules; a micro-batch keeps "
+        f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "
+        f"{more:.0%} more time (measured here without compiling)"
+    )
+
+
+def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
+    """Whether every rank can; otherwise all of them train eagerly, so that they compute alike."""
+    missing = missing_for_compiling(world.device)
+    unable = torch.tensor([float(missing is not None)], device=world.device)
+    if float(sum_over_ranks(unable, world.group)):
+        why = missing or "another rank's host lacks a compiler or Python.h"
+        notes.append(f"compile.mode={recipe.compile.mode}: {why}; training eagerly")
+        return False
+    folder, problem = prepare_cache()
+    if problem:
+        notes.append(problem)
+    where = f", kept in {folder}" if folder else ""
+    notes.append(
+        f"compiling the {recipe.compile.scope} ({recipe.compile.mode}) in the first window{where}; "
+        f"speed is measured after window {recipe.compile.warm_up}"
+    )
+    return True

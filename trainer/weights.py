@@ -1,0 +1,88 @@
+"""Starting from somebody's weights: safetensors only, and every difference named."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from trainer.errors import BadInputError
+from trainer.names import matching
+
+_PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
+_SHOWN = 5
+
+
+def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
+    """Copies weights from a file into a model, in place; into one on the meta device, only checks them.
+
+    Args:
+        model: Takes the weights, converted to its dtypes and memory format.
+        file: A safetensors file whose names are those of the model's state_dict.
+        fresh: Patterns of names that are not read: they keep their initialisation.
+
+    Returns:
+        Number of tensors that were taken over.
+
+    Raises:
+        BadInputError: If the file isn't safetensors, or names or shapes differ where `fresh` doesn't allow.
+    """
+    file = file.expanduser()
+    state = model.state_dict(keep_vars=True)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            matching([*state, *shapes], fresh, "model.fresh")
+            names = _agreed(state, shapes, file, fresh)
+            for name in names if next(model.parameters()).device.type != "meta" else ():
+                with torch.no_grad():
+                    state[name].copy_(opened.get_tensor(name))
+    except OSError as error:
+        raise BadInputError(f"model.init_from: can't read {file} ({error.strerror or error})") from error
+    except SafetensorError as error:
+        raise BadInputError(f"model.init_from: {file} is not a safetensors file. {_remedy(file)}") from error
+    return len(names)
+
+
+def _agreed(
+    state: dict[str, Any], shapes: dict[str, tuple[int, ...]], file: Path, fresh: Sequence[str]
+) -> list[str]:
+    def kept(name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in fresh)
+
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if kept(name)}
+    # BatchNorm's counters: files from before there were any lack them, and they don't matter here.
+    missing = [n for n in wanted if n not in shapes and not n.endswith(".num_batches_tracked")]
+    unexpected = [name for name in shapes if name not in state and kept(name)]
+    differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
+    shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
+    problems = [
+        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", shapes_differ),
+        )
+        if names
+    ]
+    if problems:
+        patterns = sorted({f"{name.split('.')[0]}.*" for name in (*missing, *unexpected, *differing)})
+        hint = ", ".join(patterns[:_SHOWN])
+        raise BadInputError(
+            f"model.init_from: {file} and the model differ: {'; '.join(problems)}. Choose the same model, or "
+            f"let these start anew with --set 'model.fresh=[{hint}]'"
+        )
+    return [name for name in wanted if name in shapes]
+
+
+def _remedy(file: Path) -> str:
+    if file.suffix in _PICKLED:
+        return (
+            "A pickle can run code when it is read, so it never is here. If you trust it, convert it once "
+            'elsewhere: python -c "import torch, safetensors.torch as s; s.save_file(torch.load('
+            f"'{file.name}', weights_only=True), '{file.stem}.safetensors')\""
+        )
+    return "Save the state_dict with safetensors.torch.save_file"
