@@ -6,7 +6,7 @@ what activation checkpointing costs, and a budget can be met with the least reco
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,58 +24,60 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one block keeps and costs, for one micro-batch.
+    """What checkpointing one block saves and costs, for one micro-batch.
 
     Attributes:
-        kept: Bytes that it keeps for backward.
-        inputs: Bytes that it keeps all the same when it is checkpointed.
+        saved: Bytes that it doesn't keep for backward then. Its inputs are kept all the same, and its
+            output by the block that takes it.
         flops: Floating-point operations of its forward pass; the same on every rank and in every run.
         seconds: Duration of its forward pass.
     """
 
-    kept: int
-    inputs: int
+    saved: int
     flops: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a forward pass keeps: that of each block, and what lies outside of them.
+    """What a forward pass keeps for backward.
 
     Attributes:
         blocks: Costs by the block's name, in the order of the forward pass.
-        outside: Bytes kept outside of the blocks.
+        least: Bytes kept when all of them are checkpointed.
     """
 
     blocks: Mapping[str, BlockCost]
-    outside: int
+    least: int
 
     def kept(self, checkpointed: Sequence[str] = ()) -> int:
-        """Bytes kept for backward when some of the blocks are checkpointed."""
-        inside = (cost.inputs if name in checkpointed else cost.kept for name, cost in self.blocks.items())
-        return self.outside + sum(inside)
+        """Bytes kept when some of the blocks are checkpointed."""
+        return self.least + sum(c.saved for name, c in self.blocks.items() if name not in checkpointed)
 
 
 class KeptBytes:
-    """Counts what autograd keeps, each piece of memory once; parameters are kept anyway and don't count."""
+    """Counts what autograd keeps, each piece of memory once; `anyway` is kept anyway and doesn't count."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._held: list[torch.Tensor] = []  # so that no address is used twice while counting
-        self.bytes = 0
+    def __init__(self, anyway: Iterable[torch.Tensor]) -> None:
+        self._anyway = {tensor.untyped_storage().data_ptr() for tensor in anyway}
+        # Held, so that no address is used twice while counting.
+        self._kept: dict[int, torch.Tensor] = {}
 
     def counting(self) -> AbstractContextManager[None]:
         """The context in which it counts."""
         return saved_tensors_hooks(self._count, _same)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self._held.append(tensor)
-            self.bytes += storage.nbytes()
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._anyway:
+            self._kept[address] = tensor
         return tensor
+
+    def bytes_without(self, output: Any = None) -> int:
+        """Bytes kept, but for those of a tensor that whoever takes it keeps anyway."""
+        if isinstance(output, torch.Tensor):
+            self._kept.pop(output.untyped_storage().data_ptr(), None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,18 +102,16 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
         values = tuple(map(_leaf, values))
         named = {key: _leaf(value) for key, value in named.items()}
         inputs = [value for value in (*values, *named.values()) if isinstance(value, torch.Tensor)]
-        counted = KeptBytes(model)
-        with torch.enable_grad(), counted.counting(), FlopCounterMode(display=False) as flops:
-            original(*values, **named)
+        inside = KeptBytes((*model.parameters(), *inputs))
+        with torch.enable_grad(), inside.counting(), FlopCounterMode(display=False) as flops:
+            saved = inside.bytes_without(original(*values, **named))
         started = _now(inputs)
         output = original(*values, **named)
-        seconds = _now(inputs) - started
-        entered = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in inputs}
-        costs[name] = BlockCost(counted.bytes, sum(entered.values()), flops.get_total_flops(), seconds)
+        costs[name] = BlockCost(saved, flops.get_total_flops(), _now(inputs) - started)
         return output
 
     buffers = [buffer.clone() for buffer in model.buffers()]
-    outside = KeptBytes(model)
+    least = KeptBytes(model.parameters())
     try:
         for name, block in blocks.items():
             block.forward = functools.partial(measured, name, originals[name])
@@ -119,15 +119,15 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
             forward()
         for name, block in blocks.items():
             block.forward = originals[name]
-            recompute(block)  # so that nothing inside of it is kept or counted
-        with outside.counting():
+            recompute(block)
+        with least.counting():
             forward()
     finally:
         for name, block in blocks.items():
             block.forward = originals[name]
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
-    return ModelCost(costs, outside.bytes)
+    return ModelCost(costs, least.bytes_without())
 
 
 def cheapest(cost: ModelCost, budget: int) -> list[str]:
@@ -146,8 +146,7 @@ def cheapest(cost: ModelCost, budget: int) -> list[str]:
     Raises:
         BadInputError: If checkpointing every block isn't enough.
     """
-    saves = {name: block.kept - block.inputs for name, block in cost.blocks.items()}
-    useful = [name for name, saved in saves.items() if saved > 0]
+    useful = [name for name, block in cost.blocks.items() if block.saved > 0]
     least = cost.kept(useful)
     if least > budget:
         raise BadInputError(
@@ -155,7 +154,7 @@ def cheapest(cost: ModelCost, budget: int) -> list[str]:
             f"{least / _GIB:.3g} GiB; raise it or lower data.micro_batch"
         )
     chosen: list[str] = []
-    for name in sorted(useful, key=lambda name: cost.blocks[name].flops / saves[name]):
+    for name in sorted(useful, key=lambda name: cost.blocks[name].flops / cost.blocks[name].saved):
         if cost.kept(chosen) <= budget:
             break
         chosen.append(name)

@@ -58,14 +58,16 @@ def _blocks(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def candidates(config: MemoryConfig, model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that may be checkpointed, by name; with a budget, which of them is still to be chosen.
+def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """Modules that may be checkpointed, by name, and the names of those that are.
+
+    With a budget the choice is still to be made.
 
     Raises:
-        BadInputError: If there are none, or one lies within another.
+        BadInputError: If there are none, or a name is of no use.
     """
     if config.checkpointing == "none":
-        return {}
+        return {}, []
     if config.checkpointing == "names":
         modules = {name: module for name, module in model.named_modules() if name}
         chosen = matching(modules, config.names, "memory.names")
@@ -74,14 +76,14 @@ def candidates(config: MemoryConfig, model: nn.Module) -> dict[str, nn.Module]:
         uncalled = [n for n in outermost if isinstance(modules[n], nn.ModuleList | nn.ModuleDict)]
         if uncalled:
             raise BadInputError(f"memory.names: '{uncalled[0]}' is a list of modules; use '{uncalled[0]}.*'")
-        return {name: modules[name] for name in outermost}
+        return {name: modules[name] for name in outermost}, outermost
     found = blocks(model)
     if not found:
         raise BadInputError(
             f"memory.checkpointing={config.checkpointing}: the model has no repeated blocks "
             "(members of a Sequential or ModuleList); use none, or names with memory.names"
         )
-    return dict(list(found.items())[:: config.every])
+    return found, list(found)[:: config.every]
 
 
 def recompute(module: nn.Module) -> None:

@@ -97,7 +97,7 @@ def _choose_checkpointed(
 ) -> tuple[list[nn.Module], list[str]]:
     """The modules to checkpoint, and a line that says what it costs."""
     config = recipe.memory
-    possible = candidates(config, model)
+    possible, chosen = candidates(config, model)
     if not possible:
         return [], []
     batch = blank_batch(task, recipe.data.micro_batch, device)
@@ -109,7 +109,6 @@ def _choose_checkpointed(
 
     model.train()
     cost = measure(model, possible, forward)
-    chosen = list(possible)
     if config.budget_gib is not None:
         chosen = cheapest(cost, int(config.budget_gib * (1 << 30)))
     return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
