@@ -17,13 +17,32 @@ from trainer.run import Parts, assemble
 LENGTH, FEATURES, CLASSES = 5, 3, 4
 
 
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.inner(x)
+        return result
+
+
 class TokenTask:
     """Sequences with a class for each token, in float64; with `ragged`, only the first few are valid."""
 
     uniforms = 0
     metric = "loss"
 
-    def __init__(self, samples: int, ragged: bool = True, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        samples: int,
+        ragged: bool = True,
+        dtype: torch.dtype = torch.float64,
+        blocks: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
         random = np.random.default_rng(samples)
         lengths = random.integers(1, LENGTH + 1, samples) if ragged else np.full(samples, LENGTH)
         label = random.integers(0, CLASSES, (samples, LENGTH))
@@ -35,6 +54,7 @@ class TokenTask:
         if ragged:
             arrays[UNITS] = lengths
         self.dtype = dtype
+        self.blocks, self.dropout = blocks, dropout
         self.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
         data = ArrayDataset(arrays)
         if not ragged:
@@ -46,7 +66,11 @@ class TokenTask:
         return {}
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(self.dtype)
+        inner = [
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(self.dropout)) for _ in range(self.blocks)
+        ]
+        parts = (nn.Linear(FEATURES, 6), nn.Tanh(), nn.Sequential(*map(Block, inner)), nn.Linear(6, CLASSES))
+        return nn.Sequential(*parts).to(self.dtype)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = model(batch.fields["x"].to(self.dtype))

@@ -67,8 +67,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} ranks"
         )
     Share(plan, 0, world_size)
-    with torch.device("meta"):
-        model = task.model()
+    model = _shapes_only(task)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
@@ -99,6 +98,14 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
             "change the model, data.image_size or data.micro_batch"
         ) from error
+
+
+def _shapes_only(task: Task) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
+        return task.model().to("meta")
 
 
 @dataclass(frozen=True)
