@@ -6,7 +6,7 @@ changes nothing. Each gradient is then compared with that of the mean loss over 
 from all of them at once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -81,13 +81,15 @@ class Recorded:
     def __init__(self, way: str, model: nn.Module | None = None) -> None:
         torch.manual_seed(0)
         self.way = way
-        self.model = model or nn.Sequential(
-            nn.Linear(_FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)
-        ).to(torch.float64)
+        self.model = model or nn.Sequential(nn.Linear(_FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(
+            torch.float64
+        )
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.updates: list[tuple[int, torch.Tensor]] = []
 
-    def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    def loss(
+        self, model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean"
+    ) -> torch.Tensor:
         """Cross entropy of a micro-batch, over its valid tokens; float64 ()."""
         self.seen.append((x, y))
         return cross_entropy(model(x), y, reduction)
@@ -100,7 +102,7 @@ class Recorder(torch.optim.Optimizer):
         super().__init__(recorded.model.parameters(), {"lr": 0.0})
         self._recorded = recorded
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Keeps the gradient; a closure computes it first."""
         loss = closure() if closure else None
         self._recorded.updates.append((len(self._recorded.seen), gradient_of(self._recorded.model)))
@@ -248,7 +250,7 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
         others["timm"] = partial(others["timm"], script=timm_train)
     own = f"trainer {trainer.__version__}"
     print(f"{conditions()}\n\n{_HEAD}", flush=True)
-    scores, ways, missing = [], {}, {}
+    scores, notes = [], []
     for last in ("weighted", "cross"):
         for case in CASES:
             recorded = accumulate(case, last)
@@ -260,11 +262,11 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
             try:
                 recorded = measure(case)
             except NotMeasured as reason:
-                missing[f"{label}: {reason}"] = None
+                notes.append(f"{label}: not measured: {reason}")
                 continue
             print(_row(label, case, judge(recorded, case.accumulation, windows_due(case))), flush=True)
-            ways[f"{label}: {recorded.way}"] = None
-    print(_notes(ways, missing))
+            notes.append(f"{label}: {recorded.way}")
+    print("\n".join(["", _LEGEND, *dict.fromkeys(notes)]))
     if not all(score.cut for score in scores):
         print("nothing measured: the trainer made no update")
         return EXIT_NOT_MEASURED
@@ -276,6 +278,11 @@ _HEAD = (
     "| full windows: largest relative error | other windows: gradient / right one | verdict |\n"
     "|---|---|---|---|---|---|---|---|"
 )
+
+_LEGEND = f"""\
+float64, one process, one epoch. The right gradient is that of the mean loss over the valid tokens of the
+update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.
+trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
 
 
 def _row(label: str, case: Case, score: Score) -> str:
@@ -290,16 +297,3 @@ def _row(label: str, case: Case, score: Score) -> str:
         "exact" if score.exact else "WRONG",
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _notes(ways: Iterable[str], missing: Iterable[str]) -> str:
-    return "\n".join(
-        [
-            "",
-            "float64, one process, one epoch. Right: the gradient of the mean loss over the valid tokens of the",
-            f"update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.",
-            "trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it.",
-            *ways,
-            *(f"not measured: {reason}" for reason in missing),
-        ]
-    )

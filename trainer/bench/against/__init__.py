@@ -47,7 +47,8 @@ def chosen(names: str, function: str) -> dict[str, Callable[..., Any]]:
     for name in wanted:
         if name not in known:
             raise BadInputError(
-                f"--against: this bench doesn't know '{name}'{nearest(name, known)} (it knows {', '.join(known)})"
+                f"--against: this bench doesn't know '{name}'{nearest(name, known)} "
+                f"(it knows {', '.join(known)})"
             )
         version(name)
     return {name: known[name] for name in wanted}

@@ -1,9 +1,11 @@
 """Accelerate's Accelerator, in a loop of one's own."""
 
+import time
 from itertools import islice
 from typing import Any
 
 from trainer.bench.accumulation import Case, Recorded, Recorder
+from trainer.bench.overhead import TinySteps
 
 
 def accumulate(case: Case) -> Recorded:
@@ -53,3 +55,19 @@ def _accelerator(**settings: Any) -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(cpu=True, **settings)
+
+
+def train_tiny(tiny: TinySteps) -> float:
+    """Model and optimiser prepared, its own backward and clipping; returns seconds."""
+    accelerator = _accelerator()
+    model, optimizer = accelerator.prepare(tiny.model, tiny.optimizer)
+    start = time.perf_counter()
+    for step, (x, y) in enumerate(tiny.batches()):
+        loss = tiny.loss(model, x, y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), tiny.clip)
+        tiny.before(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        tiny.after(step)
+    return time.perf_counter() - start
