@@ -266,7 +266,7 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
                 continue
             print(_row(label, case, judge(recorded, case.accumulation, windows_due(case))), flush=True)
             notes.append(f"{label}: {recorded.way}")
-    print("\n".join(["", _LEGEND, *dict.fromkeys(notes)]))
+    print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
     if not all(score.cut for score in scores):
         print("nothing measured: the trainer made no update")
         return EXIT_NOT_MEASURED
@@ -280,9 +280,9 @@ _HEAD = (
 )
 
 _LEGEND = f"""\
-float64, one process, one epoch. The right gradient is that of the mean loss over the valid tokens of the
-update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.
-trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
+- float64, one process, one epoch. The right gradient is that of the mean loss over the valid tokens of the
+  update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.
+- trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
 
 
 def _row(label: str, case: Case, score: Score) -> str:

@@ -132,7 +132,6 @@ class TinySteps:
         self._task, self._optim = task, optim
         self._average = [p.detach().clone() for p in parameters]
         self._weights = [p.detach() for p in parameters]
-        self._group = self.optimizer.param_groups[0]
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """One batch for each step: float32 (8, 8) and int64 (8,), shuffled anew in each epoch."""
@@ -150,7 +149,10 @@ class TinySteps:
 
     def before(self, step: int) -> None:
         """To be called before the update: sets the learning rate."""
-        self._group["lr"] = self._optim.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
+        # Looked up anew: accelerate's prepare() replaces the groups.
+        self.optimizer.param_groups[0]["lr"] = (
+            self._optim.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
+        )
 
     def after(self, step: int) -> None:
         """To be called after the update: moves the average."""
