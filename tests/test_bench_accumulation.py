@@ -1,26 +1,19 @@
 """Promise: the bench measures what reaches the optimiser, and fails where the trainer's own step is wrong."""
 
+import importlib
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.libraries import require
 from trainer import plan, step
 from trainer.bench import accumulation, against
 from trainer.bench.accumulation import CASES, Case, Recorded, judge, windows_due
 from trainer.bench.against import timm
 from trainer.cli import main
-
-
-def require(library: str) -> None:
-    """Skips where a library isn't installed."""
-    try:
-        metadata.version(against._DISTRIBUTIONS[library])
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{library} is not installed (pip install .[bench])")
 
 
 def rows(out: str) -> list[list[str]]:
@@ -166,6 +159,7 @@ assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "the 
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_read_as_it_trains(tmp_path: Path) -> None:
     require("timm")
     script = tmp_path / "train.py"
@@ -228,8 +222,10 @@ def test_a_library_that_is_not_installed(
     assert "pip install .[bench]" in capsys.readouterr().err
 
 
-def test_nothing_of_the_libraries_is_imported_before_it_is_needed() -> None:
-    """The list of who offers what needs no library."""
-    loaded = set(sys.modules)
-    against.offering("accumulate")
-    assert not {"lightning", "accelerate", "timm", "ignite"} & (set(sys.modules) - loaded)
+def test_who_offers_what_is_known_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("lightning", "accelerate", "timm", "ignite"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for name in against._DISTRIBUTIONS:
+        importlib.reload(importlib.import_module(f"trainer.bench.against.{name}"))
+    assert list(against.offering("accumulate")) == ["lightning", "accelerate", "timm"]
+    assert list(against.offering("train_tiny")) == ["lightning", "fabric", "accelerate", "ignite"]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from tests.test_bench_accumulation import require
+from tests.libraries import require
 from trainer import loop
 from trainer.bench import against, overhead
 from trainer.cli import main

@@ -111,8 +111,8 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) 
 class TinySteps:
     """What the loop of a library is given: it does the forward pass, clipping and the update itself.
 
-    Whatever a library needn't do itself is the same plain line as in `by_hand`, which is faster than what
-    some of them offer for it: batches by index_select, the learning rate and the moving average.
+    Whatever a library needn't do itself is the same plain line as in `by_hand`, so that none is charged for
+    it: batches by index_select, the learning rate and the moving average.
 
     Attributes:
         model: New.
