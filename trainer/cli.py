@@ -78,7 +78,20 @@ def _parser() -> argparse.ArgumentParser:
     overhead.add_argument(
         "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
     )
+    overhead.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,fabric,accelerate,ignite: which to time too"
+    )
     overhead.set_defaults(run=_bench_overhead)
+    accumulation = benches.add_parser(
+        "accumulation", help="gradient of every window against its samples concatenated", allow_abbrev=False
+    )
+    accumulation.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,accelerate,timm: which to measure too"
+    )
+    accumulation.add_argument(
+        "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
+    )
+    accumulation.set_defaults(run=_bench_accumulation)
     return parser
 
 
@@ -106,4 +119,10 @@ def _recipes(_: argparse.Namespace) -> int:
 def _bench_overhead(options: argparse.Namespace) -> int:
     from trainer.bench.overhead import bench_overhead
 
-    return bench_overhead(options.rounds, options.steps, options.target)
+    return bench_overhead(options.rounds, options.steps, options.target, options.against)
+
+
+def _bench_accumulation(options: argparse.Namespace) -> int:
+    from trainer.bench.accumulation import bench_accumulation
+
+    return bench_accumulation(options.against, options.timm_train)

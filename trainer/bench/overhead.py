@@ -4,23 +4,28 @@ Claim: at most 20 us per step on one CPU thread, with default logging, for a mod
 100 us. Both loops do the same: a shuffled batch of a resident data set, loss, clipping, AdamW with a
 cosine schedule, moving average. Rounds are interleaved, so that whatever else the machine does falls on
 both; the figure is the median of the paired differences, with the interval that holds the true median
-with 95 % probability.
+with 95 % probability. Libraries that are timed beside it get the same steps, in the loop that their
+documentation shows (`trainer.bench.against`).
 """
 
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 
+import trainer
+from trainer.bench.against import chosen, version
 from trainer.bench.conditions import conditions
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -32,6 +37,8 @@ from trainer.parallel import World
 from trainer.recipe import Recipe
 from trainer.run import assemble
 from trainer.step import take_figures
+
+Series = npt.NDArray[np.float64]
 
 _BATCH, _FEATURES, _CLASSES, _SAMPLES = 8, 8, 4, 4096
 _EMA_DECAY = 0.99
@@ -102,6 +109,57 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) 
     return time.perf_counter() - start
 
 
+class TinySteps:
+    """What the loop of a library is given: it does the forward pass, clipping and the update itself.
+
+    Whatever a library needn't do itself is the same plain line as in `by_hand`, so that none is charged for
+    it: batches by index_select, the learning rate and the moving average.
+
+    Attributes:
+        model: New.
+        optimizer: Its own.
+        clip: Largest gradient norm.
+        steps: How many to do.
+    """
+
+    def __init__(self, task: TinyTask, optim: OptimConfig, steps: int) -> None:
+        self.model = task.model()
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=optim.lr, weight_decay=optim.weight_decay, fused=True
+        )
+        self.clip = optim.clip
+        self.steps = steps
+        self._task, self._optim = task, optim
+        self._average = [p.detach().clone() for p in parameters]
+        self._weights = [p.detach() for p in parameters]
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One batch for each step: float32 (8, 8) and int64 (8,), shuffled anew in each epoch."""
+        x, y = torch.from_numpy(self._task.x), torch.from_numpy(self._task.y)
+        per_epoch = _SAMPLES // _BATCH
+        for step in range(self.steps):
+            if step % per_epoch == 0:
+                order = torch.randperm(_SAMPLES).split(_BATCH)
+            picked = order[step % per_epoch]
+            yield torch.index_select(x, 0, picked), torch.index_select(y, 0, picked)
+
+    def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy; `model` is the model as the library wraps it."""
+        return F.cross_entropy(model(x), y, reduction="sum") / _BATCH
+
+    def before(self, step: int) -> None:
+        """To be called before the update: sets the learning rate."""
+        # Looked up anew: accelerate's prepare() replaces the groups.
+        self.optimizer.param_groups[0]["lr"] = (
+            self._optim.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
+        )
+
+    def after(self, step: int) -> None:
+        """To be called after the update: moves the average."""
+        torch._foreach_lerp_(self._average, self._weights, max(1 - self._optim.ema, 9 / (10 + step)))
+
+
 def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
     """The trainer's own loop, with its default logging to files; returns seconds."""
     parts = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers=0)
@@ -165,17 +223,22 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return float(np.median(ordered)), low, high
 
 
-def bench_overhead(rounds: int, steps: int, target_us: float) -> int:
+def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "") -> int:
     """Measures, prints and judges.
 
     Args:
         rounds: Pairs of runs.
         steps: Steps of a run.
-        target_us: Largest median overhead, in microseconds per step.
+        target_us: Largest median overhead of the trainer, in microseconds per step.
+        against: Libraries to time beside it, separated by commas.
 
     Returns:
-        0 if the target is met, 1 if not, 3 if nothing was measured.
+        0 if the trainer meets the target (whatever the others cost), 1 if not, 3 if nothing was measured.
+
+    Raises:
+        BadInputError: If a library isn't known or isn't there.
     """
+    others = chosen(against, "train_tiny")
     if rounds < 1 or steps < 1:
         print("nothing measured: --rounds and --steps must be at least 1")
         return EXIT_NOT_MEASURED
@@ -188,11 +251,12 @@ def bench_overhead(rounds: int, steps: int, target_us: float) -> int:
                 lambda: by_hand(task, recipe.optim, steps),
                 lambda: by_hand(task, recipe.optim, steps, lean=True),
                 lambda: by_trainer(task, recipe, Path(folder)),
+                *(partial(_by_library, measure, task, recipe.optim, steps) for measure in others.values()),
             ]
             times = interleaved(loops, rounds)
     finally:
         torch.set_num_threads(threads)
-    hand, lean, ours = (np.array(series) * 1e6 / steps for series in times)
+    hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
     more, low, high = median_interval((ours - hand).tolist())
     over_lean, lean_low, lean_high = median_interval((ours - lean).tolist())
     met = more <= target_us
@@ -207,4 +271,22 @@ def bench_overhead(rounds: int, steps: int, target_us: float) -> int:
         f"  trainer - by hand, lean {over_lean:8.1f}   95 % interval {lean_low:.1f} to {lean_high:.1f}\n"
         f"  target       {target_us:8.1f}   over by hand: {'met' if met else 'MISSED'}"
     )
+    if others:
+        print(_table(hand, {"trainer": ours, **dict(zip(others, theirs, strict=True))}))
     return EXIT_DONE if met else EXIT_FAILED
+
+
+def _by_library(
+    measure: Callable[[TinySteps], float], task: TinyTask, optim: OptimConfig, steps: int
+) -> float:
+    return measure(TinySteps(task, optim, steps))
+
+
+def _table(hand: Series, loops: Mapping[str, Series]) -> str:
+    rows = ["", "| loop | us per step | over by hand | 95 % interval |", "|---|---|---|---|"]
+    rows.append(f"| by hand | {np.median(hand):.1f} | | |")
+    for name, series in loops.items():
+        label = f"trainer {trainer.__version__}" if name == "trainer" else f"{name} {version(name)}"
+        more, low, high = median_interval((series - hand).tolist())
+        rows.append(f"| {label} | {np.median(series):.1f} | {more:.1f} | {low:.1f} to {high:.1f} |")
+    return "\n".join(rows)
