@@ -157,7 +157,7 @@ class TinySteps:
 
     def after(self, step: int) -> None:
         """To be called after the update: moves the average."""
-        torch._foreach_lerp_(self._average, self._weights, max(1 - self._optim.ema, 9 / (10 + step)))
+        torch._foreach_lerp_(self._average, self._weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
 
 
 def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import optimizer
 
@@ -47,15 +48,15 @@ def accumulate(case: Case, script: Path | None) -> Recorded:
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise BadInputError(f"--timm-train {script}: the script failed: {why[0]}")
-        kept = torch.load(folder / "recorded.pt", weights_only=True)
+        kept = load_file(folder / "recorded.safetensors")
     recorded = Recorded(
         f"train.py (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]}) with --grad-accum-steps, "
         f"--no-aug and --smoothing 0, on {_SIDE} x {_SIDE} images and a model of ours in float64",
         _Tiny(),
     )
-    recorded.model.load_state_dict(kept["model"])
-    recorded.seen = [(x, y) for x, y in kept["seen"]]
-    recorded.updates = [(seen, gradient) for seen, gradient in kept["updates"]]
+    recorded.model.load_state_dict({"matrix.weight": kept["weight"], "matrix.bias": kept["bias"]})
+    recorded.seen = list(zip(kept["x"], kept["y"], strict=True))
+    recorded.updates = list(zip(kept["counts"].tolist(), kept["gradients"], strict=True))
     return recorded
 
 
@@ -106,7 +107,11 @@ def _run(folder: Path, script: str, accumulation: int) -> None:
     sys.argv += ["--batch-size", str(MICRO_BATCH), "--grad-accum-steps", str(accumulation)]
     sys.argv += ["--epochs", "1", "--warmup-epochs", "0"]
     runpy.run_path(script, run_name="__main__")
-    torch.save({"model": model.state_dict(), "seen": model.seen, "updates": updates}, folder / "recorded.pt")
+    counts, gradients = zip(*updates, strict=True)
+    x, y = map(torch.stack, zip(*model.seen, strict=True))
+    kept = {"x": x, "y": y, "counts": torch.tensor(counts), "gradients": torch.stack(gradients)}
+    kept |= {"weight": model.matrix.weight.detach(), "bias": model.matrix.bias.detach()}
+    save_file(kept, folder / "recorded.safetensors")
 
 
 if __name__ == "__main__":
