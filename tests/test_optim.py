@@ -8,7 +8,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from trainer.average import AverageConfig, WeightAverage
-from trainer.optim import OptimConfig, Rates, clip_gradients, make_optimizer, parameter_groups, schedule
+from trainer.models import ModelConfig, build_model
+from trainer.optim import (
+    OptimConfig,
+    Rates,
+    clip_gradients,
+    layer_factors,
+    make_optimizer,
+    parameter_groups,
+    schedule,
+)
 
 CPU = torch.device("cpu")
 
@@ -20,9 +29,9 @@ def optimizer_of(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer
 
 
 @given(
-    name=st.sampled_from(("cosine", "one-cycle", "constant")),
+    name=st.sampled_from(("cosine", "one-cycle", "step", "wsd", "constant")),
     updates=st.integers(1, 300),
-    warmup=st.floats(0, 0.9),
+    warmup=st.floats(0, 0.8),
 )
 def test_a_schedule_rises_to_its_peak_and_falls(name: Any, updates: int, warmup: float) -> None:
     rates = schedule(OptimConfig(lr=0.5, schedule=name, warmup=warmup), updates)
@@ -32,6 +41,90 @@ def test_a_schedule_rises_to_its_peak_and_falls(name: Any, updates: int, warmup:
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert max(rates) == pytest.approx(0.5)
+
+
+def shares(**config: Any) -> list[float]:
+    return schedule(OptimConfig(lr=1.0, **config), 100)
+
+
+def test_step_falls_at_its_milestones() -> None:
+    rates = shares(schedule="step", warmup=0.1, milestones=(0.3, 0.6), gamma=0.1)
+    assert rates[:10] == pytest.approx([0.1 * update for update in range(1, 11)])
+    assert rates[10:] == pytest.approx([1.0] * 20 + [0.1] * 30 + [0.01] * 40)
+
+
+def test_wsd_is_stable_and_then_falls_like_one_minus_a_root() -> None:
+    rates = shares(schedule="wsd", warmup=0.1, decay=0.25, final_lr=0.1)
+    assert rates[10:75] == [1.0] * 65
+    assert rates[75] == 1.0
+    assert rates[100 - 16] == pytest.approx(0.1 + 0.9 * (1 - (9 / 25) ** 0.5))
+    with pytest.raises(ValueError, match="together more than the run"):
+        OptimConfig(schedule="wsd", warmup=0.5, decay=0.6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "one-cycle", "wsd"])
+def test_a_floor_is_where_it_ends(name: str) -> None:
+    rates = shares(schedule=name, warmup=0.1, final_lr=0.1)
+    assert max(rates) == 1.0
+    assert min(rates[10:]) == pytest.approx(0.1, abs=0.03)
+    assert min(rates[10:]) >= 0.1
+
+
+def test_layers_learn_slower_the_deeper_they_are() -> None:
+    model = build_model(ModelConfig(width=4, blocks=(1, 1)), 1, 10)
+    factors = layer_factors(model, 0.5)
+    by_part = {name.split(".weight")[0].split(".bias")[0]: factor for name, factor in factors.items()}
+    assert by_part["stem"] == 0.125
+    assert by_part["blocks.0.conv1"] == 0.25
+    assert by_part["blocks.1.shortcut"] == 0.5
+    assert by_part["norm"] == by_part["head"] == 1.0
+    assert set(layer_factors(model, 1.0).values()) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
+    """Against a run for each group alone, with the rate that the group should have."""
+    model = build_model(ModelConfig(width=4, blocks=(1, 1)), 1, 10)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = OptimConfig(name=name, lr=0.1, layer_decay=0.5, weight_decay=0.2)
+    groups = parameter_groups(config, model)
+    table = [0.1, 0.05, 0.02]
+    rates = Rates(table, CPU, tuple({group["factor"] for group in groups}))
+    optimizer = make_optimizer(config, groups, rates)
+    gradient = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    for _ in table:
+        for n, p in model.named_parameters():
+            p.grad = gradient[n].clone()
+        optimizer.step()
+        rates.advance()
+    for n, p in model.named_parameters():
+        alone = nn.Parameter(start[n].clone())
+        factor = layer_factors(model, 0.5)[n]
+        decay = 0.2 if p.ndim >= 2 else 0.0
+        reference: torch.optim.Optimizer = (
+            torch.optim.SGD([alone], lr=0.1, momentum=0.9, nesterov=True, weight_decay=decay)
+            if name == "sgd"
+            else torch.optim.AdamW([alone], lr=0.1, weight_decay=decay)
+        )
+        for rate in table:
+            reference.param_groups[0]["lr"] = rate * factor
+            alone.grad = gradient[n].clone()
+            reference.step()
+        assert torch.allclose(p, alone, atol=1e-5), n
+
+
+def test_the_average_moves_every_few_windows_by_as_much() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    average = WeightAverage(model, AverageConfig(decay=0.9, every=4, on_cpu=True))
+    nn.init.constant_(model.weight, 2.0)
+    seen = []
+    for window in range(1000, 1008):
+        average.update(window, None, torch.zeros(1))
+        seen.append(next(average.model.parameters()).item())
+    assert seen[:3] == [1.0] * 3
+    assert seen[3:7] == pytest.approx([2 - 0.9**4] * 4)
+    assert seen[7] == pytest.approx(2 - 0.9**8)
 
 
 def test_cosine_is_torchs_after_the_warm_up() -> None:

@@ -14,7 +14,10 @@ from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.mixing import RegularizationConfig
 from trainer.models import ModelConfig
-from trainer.precision import PrecisionConfig, check_precision, set_matmul_mode
+from trainer.nonfinite import FirstNonFinite
+from trainer.precision import PrecisionConfig, check_precision, keep_in_fp32, set_matmul_mode
+from trainer.recipe import Recipe
+from trainer.run import check_request, make_task
 from trainer.step import take_figures, train_window
 from trainer.tasks.classification import Classification, affine
 
@@ -183,3 +186,141 @@ def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
 def test_tf32_is_refused_on_a_cpu() -> None:
     with pytest.raises(BadInputError, match="needs an NVIDIA GPU"):
         check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
+
+
+class Widths(nn.Module):
+    """Keeps the dtype of what its layers compute in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.last = nn.Linear(2, 2)
+        self.seen: dict[str, torch.dtype] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(
+                    lambda _m, _i, out, name=name: self.seen.update({name: out.dtype})
+                )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.inner(self.first(x)))
+        return result
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
+    model = Widths()
+    names = list(model.state_dict())
+    keep_in_fp32(model, ["inner", "l*st"], torch.device("cpu"))
+    with torch.autocast("cpu", low):
+        output = model(torch.randn(3, 2))
+    assert model.seen == {
+        "first": low, "inner.0": torch.float32, "inner.1": torch.float32, "last": torch.float32,
+    }  # fmt: skip
+    output.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert list(model.state_dict()) == names
+
+
+def test_in_a_run_too_and_in_its_average() -> None:
+    recipe = make_recipe(
+        precision={"mode": "bf16", "keep_fp32": ["head"]}, model={"width": 8}, ema={"decay": 0.9}
+    )
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    parts = assemble_alone(recipe, task)
+    assert parts.training.average is not None
+    image = torch.zeros(2, 1, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert parts.training.model(image).dtype == torch.float32
+        averaged = parts.training.average.averaged()
+        assert averaged(image).dtype == torch.float32
+    nn.init.ones_(averaged.get_parameter("head.bias"))
+    nn.init.zeros_(averaged.get_parameter("head.weight"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bool((averaged(image) == 1).all()), "the copy computes with its own weights"
+
+
+def test_a_name_that_is_not_there_is_found_before_the_ranks_start() -> None:
+    recipe = make_recipe(precision={"mode": "bf16", "keep_fp32": ["haed"]})
+    with pytest.raises(BadInputError, match=r"keep_fp32: nothing .* called 'haed'; did you mean 'head'"):
+        check_request(recipe, make_task(recipe), 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"precision": {"keep_fp32": ["head"]}}, "has no effect with precision.mode=fp32"),
+        ({"precision": {"debug": True}, "compile": {"mode": "default"}}, "set compile.mode=none"),
+    ],
+)
+def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe.model_validate({"epochs": 1, **values})
+
+
+class Breaking(nn.Module):
+    """Gives an infinity (or only an infinite gradient) in one of its modules, or between them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.one, self.two, self.three = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        if self.where == "module":
+            x = x * 1e30
+        if self.where == "between":
+            x = x * float("inf")
+        x = self.three(self.two(x))
+        if self.where == "backward":
+            x = x.half()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("module", "output of two"),
+        ("between", "input of two"),
+        ("backward", "gradient of the output of the model"),
+        ("nowhere", None),
+    ],
+)
+def test_the_first_that_is_not_finite_is_named(
+    where: str, place: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Breaking(where)
+    nn.init.constant_(model.two.weight, 1e30 if where == "module" else 0.1)
+    watched = FirstNonFinite(model, torch.device("cpu"), None)
+    output = model(torch.ones(4, 2))
+    (output.float() * 1e6).sum().backward()
+    watched.explain({"kind": "train", "window": 7, "first_nonfinite": float(watched.take())})
+    error = capsys.readouterr().err
+    if place is None:
+        assert not error
+    else:
+        assert (
+            error == f"trainer: window 7: since the last row, the first that wasn't finite was the {place}\n"
+        )
+    assert float(watched.take()) == -1, "each row starts anew"
+
+
+def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """fp16 with a learning rate that sends the weights far beyond its range."""
+    recipe = make_recipe(
+        precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup": 0.0}, model={"width": 8},
+        memory={"checkpointing": "blocks"}, max_windows=6, ema={"decay": 0.9},
+    )  # fmt: skip
+    parts = assemble_alone(recipe, make_task(recipe))
+    t = parts.training
+    batches = parts.loader(t.share.batches())
+    t.replica.train()
+    assert t.nonfinite is not None
+    for window in range(6):
+        train_window(t, batches, window)
+        first = float(take_figures(t)["first_nonfinite"])
+        t.nonfinite.explain({"kind": "train", "window": window, "first_nonfinite": first})
+    assert "the first that wasn't finite was the output of " in capsys.readouterr().err
