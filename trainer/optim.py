@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from trainer.config import Section
+from trainer.muon import Muon, hidden_matrices, split_groups
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -20,7 +21,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["sgd", "adamw"] = Field("adamw", description="optimiser, fused: sgd (Nesterov) or adamw")
+    name: Literal["sgd", "adamw", "muon"] = Field(
+        "adamw", description="optimiser: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
+    )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "one-cycle", "constant"] = Field(
         "cosine",
@@ -30,9 +33,9 @@ class OptimConfig(Section):
         0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
     )
     weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd)")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw)")
-    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
     clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
     ema: float = Field(0.0, ge=0, lt=1, description="decay of the weights' moving average; 0: none")
 
@@ -116,6 +119,9 @@ def make_optimizer(config: OptimConfig, model: nn.Module, rate: torch.Tensor) ->
         for parameter in trained if config.momentum else ():
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
+    if config.name == "muon":
+        parts = split_groups(groups, hidden_matrices(model))
+        return Muon(parts, lr=rate, momentum=config.momentum, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
 
 
