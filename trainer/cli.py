@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
     )
     overhead.set_defaults(run=_bench_overhead)
+    optimizers = benches.add_parser(
+        "optimizers", help="what each optimiser learns in the same updates", allow_abbrev=False
+    )
+    optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
+    optimizers.set_defaults(run=_bench_optimizers)
     return parser
 
 
@@ -107,3 +112,9 @@ def _bench_overhead(options: argparse.Namespace) -> int:
     from trainer.bench.overhead import bench_overhead
 
     return bench_overhead(options.rounds, options.steps, options.target)
+
+
+def _bench_optimizers(options: argparse.Namespace) -> int:
+    from trainer.bench.optimizers import bench_optimizers
+
+    return bench_optimizers(options.quick)
