@@ -212,6 +212,23 @@ def test_an_overflow_moves_nothing(unscaled_before: bool) -> None:
     assert set(steps) == {2.0}
 
 
+def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
+    """As the trainer does it: unscaled, then clipped, which makes NaN of infinity, then skipped."""
+    recipe = make_recipe(
+        model={"width": 8, "norm": "group"},
+        precision={"mode": "fp16", "initial_scale": 1e30},
+        optim={"name": "muon", "clip": 1.0, "warmup": 0.0},
+    )
+    parts = assemble_alone(recipe, make_task(recipe))
+    training = parts.training
+    before = contents(training.model, training.optimizer)
+    batches = parts.loader(training.share.batches())
+    for window in range(3):
+        train_window(training, batches, window)
+    assert int(training.rates.applied) == 0
+    assert same(before, contents(training.model, training.optimizer))
+
+
 class NoReading(TorchDispatchMode):
     """Fails where the host reads a value, or a value is copied between host and device."""
 

@@ -115,7 +115,7 @@ def _task(model: str) -> Classification:
 
 
 def prepare(job: Job) -> Parts:
-    """What a job trains with, as the trainer assembles it; with timm's LAMB in the optimiser's place."""
+    """What a job trains with, as the trainer assembles it; for lamb with timm's in the optimiser's place."""
     model, batch, updates = job.setting
     task = _task(model)
     digits = read_recipe("digits")
@@ -238,7 +238,8 @@ def bench_optimizers(quick: bool) -> int:
     print(
         f"{conditions()}\n"
         f"best of {len(rates['adamw'])} learning rates on one seed, then {len(seeds)} other seeds: mean "
-        "(least to most);\n* at an end of the rates tried\nreached: updates until the mean loss is the one that adamw ends with\n"
+        "(least to most);\n* at an end of the rates tried\n"
+        "reached: updates until the mean loss is the one that adamw ends with\n"
         "step: time of a training step over adamw's on 1 thread, median of interleaved rounds (95 % interval)"
     )
     threads = torch.get_num_threads()
@@ -266,8 +267,9 @@ def _table(setting: Setting, learnt: dict[str, Learnt], ratios: dict[str, tuple[
         loss, accuracy = (_spread(curves[:, -1, column]) for column in (0, 1))
         reached = updates_to(target, curves[:, :, 0].mean(0), setting.updates)
         middle, low, high = ratios[name]
+        end = "*" if rate in (RATES[name][0], RATES[name][-1]) else " "
         lines.append(
-            f"  {name:<6}{rate:8g}{'*' if rate in (RATES[name][0], RATES[name][-1]) else ' '} {loss:<26}{accuracy:<26}{reached or '-':<9}"
+            f"  {name:<6}{rate:8g}{end} {loss:<26}{accuracy:<26}{reached or '-':<9}"
             f"{middle:.2f} ({low:.2f} to {high:.2f})"
         )
     return "\n".join(lines)
