@@ -8,6 +8,7 @@ apart here, and is a hint at most of how they do elsewhere.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import multiprocessing
@@ -227,7 +228,8 @@ def bench_optimizers(quick: bool) -> int:
     settings = [s._replace(updates=_EVALUATIONS) for s in SETTINGS] if quick else SETTINGS
     rates: dict[str, Sequence[float]] = {n: r[1:4:2] if quick else r for n, r in RATES.items()}
     seeds = _SEEDS[:1] if quick else _SEEDS
-    names = [name for name in RATES if name != "lamb" or importlib.util.find_spec("timm")]
+    timm = importlib.metadata.version("timm") if importlib.util.find_spec("timm") else None
+    names = [name for name in RATES if name != "lamb" or timm]
     # Processes of one thread: the same for every job, and all CPUs are used.
     workers = max(1, int(read_limits().cpus))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -236,7 +238,7 @@ def bench_optimizers(quick: bool) -> int:
         print("nothing measured: AdamW diverged everywhere")
         return EXIT_NOT_MEASURED
     print(
-        f"{conditions()}\n"
+        f"{conditions()}, timm {timm or 'not installed'}\n"
         f"best of {len(rates['adamw'])} learning rates on one seed, then {len(seeds)} other seeds: mean "
         "(least to most);\n* at an end of the rates tried\n"
         "reached: updates until the mean loss is the one that adamw ends with\n"
