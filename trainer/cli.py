@@ -92,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
     )
     accumulation.set_defaults(run=_bench_accumulation)
+    optimizers = benches.add_parser(
+        "optimizers", help="what each optimiser learns in the same updates", allow_abbrev=False
+    )
+    optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
+    optimizers.set_defaults(run=_bench_optimizers)
     return parser
 
 
@@ -126,3 +131,9 @@ def _bench_accumulation(options: argparse.Namespace) -> int:
     from trainer.bench.accumulation import bench_accumulation
 
     return bench_accumulation(options.against, options.timm_train)
+
+
+def _bench_optimizers(options: argparse.Namespace) -> int:
+    from trainer.bench.optimizers import bench_optimizers
+
+    return bench_optimizers(options.quick)

@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
+from trainer.errors import BadInputError
 from trainer.memory import blocks
+from trainer.muon import Muon, hidden_matrices, split_groups
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -21,7 +23,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["sgd", "adamw"] = Field("adamw", description="optimiser, fused: sgd (Nesterov) or adamw")
+    name: Literal["sgd", "adamw", "muon"] = Field(
+        "adamw", description="optimiser: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
+    )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(
         "cosine",
@@ -41,9 +45,9 @@ class OptimConfig(Section):
     layer_decay: float = Field(
         1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd)")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw)")
-    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
     clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
     @model_validator(mode="after")
@@ -154,6 +158,9 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
 
     Those of less than two dimensions (norms, biases) are not decayed.
+
+    Raises:
+        BadInputError: If there is nothing that the optimiser is for.
     """
     factors = layer_factors(model, config.layer_decay)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -162,10 +169,17 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
             if parameter.requires_grad and (parameter.ndim >= 2) == decayed:
                 alike = (config.weight_decay if decayed else 0.0, factors[name])
                 groups.setdefault(alike, []).append(parameter)
-    return [
+    alike_groups = [
         {"params": params, "weight_decay": weight_decay, "factor": factor}
         for (weight_decay, factor), params in groups.items()
     ]
+    if config.name != "muon":
+        return alike_groups
+    if not (matrices := hidden_matrices(model)):
+        raise BadInputError(
+            "optim.name=muon: the model has no matrices between its first and its last layer; use adamw"
+        )
+    return split_groups(alike_groups, matrices)
 
 
 def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rates) -> torch.optim.Optimizer:
@@ -186,6 +200,8 @@ def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rat
         for parameter in (p for group in groups for p in group["params"] if config.momentum):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
+    if config.name == "muon":
+        return Muon(groups, lr=rates.current, momentum=config.momentum, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(groups, lr=rates.current, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -76,6 +76,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "use window.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
     candidates(recipe.memory, model)
+    parameter_groups(recipe.optim, model)
     matching(
         (name for name, _ in model.named_modules() if name), recipe.precision.keep_fp32, "precision.keep_fp32"
     )

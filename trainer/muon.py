@@ -1,0 +1,206 @@
+"""Muon: momentum made orthogonal for the hidden matrices, AdamW for everything else.
+
+Jordan et al., 2024 ("Muon: An optimizer for hidden layers in neural networks"); the size of the update is
+that of Liu et al., 2025 ("Muon is Scalable for LLM Training").
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, *_EMBEDDINGS)
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that Muon's orthogonal update is meant for, by the usual advice (Jordan et al., 2024).
+
+    Those are the weights of linear and attention layers and of convolutions (a kernel counts as a matrix of
+    (out, in * height * width)), without the first and the last layer in the order in which the model
+    registers them, and without embeddings. What this doesn't know, a table of positions say, is left to
+    AdamW.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    others = [*layers[:1], *layers[-1:], *(layer for layer in layers if isinstance(layer, _EMBEDDINGS))]
+    excluded = {id(p) for layer in others for p in layer.parameters()}
+    weights = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad and p.ndim >= 2}
+    return [weight for identity, weight in weights.items() if identity not in excluded]
+
+
+def split_groups(groups: Iterable[dict[str, Any]], matrices: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parts each group of parameters in two, `orthogonal` and not; empty ones are left out."""
+    chosen = {id(p) for p in matrices}
+    parts = [
+        {**group, "params": [p for p in group["params"] if (id(p) in chosen) is wanted], "orthogonal": wanted}
+        for group in groups
+        for wanted in (True, False)
+    ]
+    return [part for part in parts if part["params"]]
+
+
+def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Moves the singular values of matrices towards 1 and keeps their singular vectors.
+
+    Newton-Schulz iteration with the quintic of Jordan et al., 2024. It is steep at 0 and doesn't converge:
+    singular values end between about 0.7 and 1.2, which serves as well, in fewer steps; tiny ones end lower.
+
+    Args:
+        matrices: (n, rows, columns); computed in their dtype.
+        steps: Iterations.
+
+    Returns:
+        The same shape and dtype.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for groups with `orthogonal`, AdamW for the others, with one learning rate and weight decay.
+
+    A matrix moves by 0.2 * sqrt(max(rows, columns)) times its orthogonal momentum: about as far as AdamW
+    would move it, so that AdamW's learning rate and weight decay serve for both. Weight decay is decoupled.
+
+    The host never reads the device: `step` takes part in torch.amp.GradScaler's protocol for fused
+    optimisers and skips an update there. Gradients are the same on all ranks when it is called, and each
+    rank does the same work: nothing is sent.
+
+    On a GPU from Ampere on, Newton-Schulz runs in bfloat16, which it tolerates; elsewhere in the weights'
+    own dtype. On a CPU matrices are small and bfloat16 isn't faster; older GPUs only emulate it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: torch.Tensor,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Makes all state at once, zeros, so that a checkpoint has it and a skipped first step needs none.
+
+        Args:
+            params: Groups; those with a true `orthogonal` hold matrices or kernels only.
+            lr: float32 () on the device, looked up at each step.
+            momentum: Nesterov's, of the matrices.
+            betas: AdamW's.
+            eps: AdamW's.
+            weight_decay: For groups that don't have their own.
+        """
+        # "fused" tells torch's load_state_dict that "step" lies on the device.
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "orthogonal": False,
+                "fused": True,
+            },
+        )
+        self._step_supports_amp_scaling = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["orthogonal"]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                else:
+                    self.state[p]["step"] = torch.zeros((), device=p.device)
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters that have a gradient; returns what `closure`, if any, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Set by GradScaler.step for the time of this call; no scale where it has unscaled already.
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        skipped: torch.Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
+            if not group["orthogonal"]:
+                self._step_adamw(group, params, scale, skipped)
+                continue
+            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+            for p in params:
+                by_shape.setdefault(p.shape, []).append(p)
+            for alike in by_shape.values():
+                self._step_matrices(group, alike, scale, skipped)
+        return loss
+
+    def _step_matrices(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        scale: torch.Tensor | None,
+        skipped: torch.Tensor | None,
+    ) -> None:
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        gradient = torch.stack(_gradients(params))
+        momentum = torch.stack(buffers)
+        rate = group["lr"]
+        if scale is not None:
+            gradient /= scale
+        if skipped is not None:
+            # In place of a gradient that overflowed the momentum itself: so it stays where it is, and the
+            # update is finite, times a rate of 0. Times 0 alone would be NaN.
+            sound = skipped == 0
+            gradient = torch.where(sound, gradient, momentum)
+            rate = rate * sound
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        torch._foreach_copy_(buffers, momentum.unbind())
+        nesterov = gradient.lerp_(momentum, group["momentum"]).flatten(2)
+        update = orthogonalise(nesterov.to(_format(nesterov))).to(gradient.dtype)
+        update *= rate * (0.2 * max(update.shape[1:]) ** 0.5)
+        weights = [p.data for p in params]
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(weights, update.view(momentum.shape).unbind())
+
+    def _step_adamw(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        scale: torch.Tensor | None,
+        skipped: torch.Tensor | None,
+    ) -> None:
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            _gradients(params),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=scale,
+            found_inf=skipped,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _format(matrices: torch.Tensor) -> torch.dtype:
+    ampere = matrices.is_cuda and torch.cuda.get_device_capability(matrices.device) >= (8, 0)
+    return torch.bfloat16 if ampere else matrices.dtype
