@@ -220,3 +220,11 @@ def test_gradients_stay_in_place_for_cuda_graphs() -> None:
 def test_the_number_of_shapes_is_not_torchs_eight() -> None:
     compiling._allow_many_shapes()
     assert torch._dynamo.config.cache_size_limit >= 128
+
+
+def test_cuda_graphs_are_of_the_whole_model() -> None:
+    with pytest.raises(ValueError, match=r"use compile\.scope=model"):
+        CompileConfig(mode="reduce-overhead", scope="blocks")
+    assert CompileConfig(mode="max-autotune").torch_mode == "max-autotune"
+    blocks = CompileConfig(mode="max-autotune", scope="blocks")
+    assert (blocks.torch_mode, blocks.cuda_graphs, blocks.warm_up) == ("max-autotune-no-cudagraphs", False, 1)

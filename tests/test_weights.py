@@ -8,10 +8,12 @@ import safetensors.torch
 import torch
 
 from tests.toys import assemble_alone, make_recipe
+from tests.world import Ranks
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
-from trainer.run import check_request, make_task
+from trainer.parallel import World
+from trainer.run import assemble, check_request, make_task
 from trainer.run_folder import save_weights
 from trainer.weights import load_initial
 
@@ -117,3 +119,22 @@ def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
         load_initial(build_model(ModelConfig(width=8), 1, 10), saved(tmp_path), ["haed.*"])
     with pytest.raises(ValueError, match=r"there is no model\.init_from"):
         ModelConfig(fresh=("head.*",))
+
+
+def start_from(world: World, folder: str) -> str:
+    file = Path(folder, f"{world.rank}.safetensors")
+    recipe = make_recipe(model={"width": 8, "init_from": str(file)}, data={"micro_batch": 16})
+    try:
+        assemble(recipe, make_task(recipe), world, 0)
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_that_start_from_other_weights_are_told(ranks: Ranks, tmp_path: Path, alike: bool) -> None:
+    for rank in range(2):
+        torch.manual_seed(0 if alike else rank)
+        save_weights(build_model(ModelConfig(width=8), 1, 10), tmp_path / f"{rank}.safetensors")
+    answers = ranks.run(2, start_from, str(tmp_path))
+    assert all(("initial weights" in answer) != alike for answer in answers)

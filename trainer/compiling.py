@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
@@ -31,6 +31,20 @@ class CompileConfig(Section):
         description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward",
     )
 
+    @model_validator(mode="after")
+    def _graphs_are_of_the_whole_model(self) -> "CompileConfig":
+        if self.mode == "reduce-overhead" and self.scope == "blocks":
+            raise ValueError(
+                "compile.mode=reduce-overhead records CUDA graphs of the whole model: use compile.scope=model"
+            )
+        return self
+
+    @property
+    def torch_mode(self) -> str:
+        """torch's name of the mode; blocks have no CUDA graphs: they would share the graphs' memory."""
+        graphless = self.mode == "max-autotune" and not self.cuda_graphs
+        return "max-autotune-no-cudagraphs" if graphless else self.mode
+
     @property
     def warm_up(self) -> int:
         """Windows before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
@@ -39,7 +53,7 @@ class CompileConfig(Section):
     @property
     def cuda_graphs(self) -> bool:
         """Whether torch replays CUDA graphs in this mode, on a GPU."""
-        return self.mode in ("reduce-overhead", "max-autotune")
+        return self.mode in ("reduce-overhead", "max-autotune") and self.scope == "model"
 
 
 def missing_for_compiling(device: torch.device) -> str | None:
@@ -87,7 +101,7 @@ def prepare_cache() -> tuple[Path | None, str | None]:
 def compile_model(model: nn.Module, config: CompileConfig) -> Callable[..., Any]:
     """The whole model, compiled; the model itself stays as it is, for evaluation."""
     _allow_many_shapes()
-    compiled: Callable[..., Any] = torch.compile(model, mode=config.mode, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(model, mode=config.torch_mode, dynamic=False)
     return compiled
 
 
@@ -95,7 +109,7 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
     """Compiles blocks in place for training; in evaluation they run as they are."""
     _allow_many_shapes()
     for block in blocks:
-        compiled = torch.compile(block.forward, mode=config.mode, dynamic=False)
+        compiled = torch.compile(block.forward, mode=config.torch_mode, dynamic=False)
         block.forward = functools.partial(_choose, block, compiled, block.forward)
 
 

@@ -191,7 +191,7 @@ def check_agreement(text: str, world: World) -> None:
     odd = [rank for rank, other in enumerate(others) if other != mine]
     if odd:
         raise BadInputError(
-            f"rank {world.rank} and rank {odd[0]} have different configurations or data: "
+            f"rank {world.rank} and rank {odd[0]} have different configurations, data or initial weights: "
             "give every host the same recipe and the same files"
         )
 

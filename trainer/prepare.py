@@ -15,7 +15,7 @@ from trainer.data.loader import Batch
 from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
 from trainer.nonfinite import FirstNonFinite
-from trainer.parallel import World, sum_over_ranks
+from trainer.parallel import World, check_agreement, sum_over_ranks
 from trainer.precision import autocast, keep_in_fp32
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
@@ -59,6 +59,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     if recipe.model.init_from is not None:
         taken = load_initial(model, recipe.model.init_from, recipe.model.fresh)
         notes.append(f"starts from {recipe.model.init_from} ({taken} tensors)")
+        # Another file under the same name on another host would give each rank a model of its own.
+        weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
+        check_agreement(f"initial weights {weights!r}", world)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if recipe.parallel.sync_batchnorm and world.group is not None:
