@@ -1,17 +1,21 @@
 """Promise, on a GPU: no host synchronisation in the loop, and the same results as on the CPU."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.toys import make_recipe
+from trainer.compiling import missing_for_compiling
+from trainer.data.loader import Batch, Source, make_loader
 from trainer.loop import train
 from trainer.observe.log import Meter
 from trainer.parallel import World
+from trainer.recipe import Recipe
 from trainer.run import assemble, make_task
-from trainer.step import take_figures
+from trainer.step import Training, take_figures, train_window
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +31,12 @@ DIGITS: dict[str, Any] = {
     "ema": {"decay": 0.9},
     "log": {"every": 5},
 }
+
+
+def make_batches(t: Training, recipe: Recipe) -> Iterator[Batch]:
+    """Batches on the device, of a run of one rank."""
+    source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
+    return make_loader(source, torch.device("cuda", 0), recipe.data, 0)(t.share.batches())
 
 
 def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float]:
@@ -71,6 +81,60 @@ def test_checkpointing_and_accumulation_never_wait_either() -> None:
     data = DIGITS["data"] | {"micro_batch": 8}
     losses = losses_on(torch.device("cuda", 0), strict=True, memory={"checkpointing": "blocks"}, data=data)
     assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"name": "muon", "lr": 0.02, "layer_decay": 0.7}},
+        {"optim": {"name": "muon", "lr": 0.02}, "precision": {"mode": "fp16"}},
+        {"optim": {"name": "sgd", "lr": 0.02, "schedule": "wsd"}, "ema": {"decay": 0.9, "every": 2}},
+        {"regularization": {"mixup": 0.2, "cutmix": 1.0, "stochastic_depth": 0.2}},
+        {"precision": {"mode": "bf16", "keep_fp32": ["head", "*.norm*"]}},
+        {"precision": {"mode": "fp16", "debug": True}},
+        {"memory": {"checkpointing": "budget", "budget_gib": 0.001}},
+    ],
+    ids=["muon", "muon-fp16", "wsd", "mixing", "keep_fp32", "debug", "budget"],
+)
+def test_no_part_of_the_recipe_waits_either(sections: dict[str, Any]) -> None:
+    losses = losses_on(torch.device("cuda", 0), strict=True, **sections)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None:
+    averages = []
+    for on_cpu in (False, True):
+        recipe = make_recipe(
+            **DIGITS | {"ema": {"decay": 0.9, "every": 3, "on_cpu": on_cpu}, "precision": {"mode": precision}}
+        )
+        world = World(0, 1, 0, torch.device("cuda", 0), None)
+        t = assemble(recipe, make_task(recipe), world, workers=0).training
+        assert t.average is not None
+        batches = make_batches(t, recipe)
+        for window in range(30):
+            train_window(t, batches, window)
+        kept_on = next(t.average.model.parameters()).device.type
+        assert kept_on == ("cpu" if on_cpu else "cuda")
+        averages.append([p.cpu() for p in t.average.averaged().parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*averages, strict=True))
+
+
+@pytest.mark.skipif(
+    missing_for_compiling(torch.device("cuda", 0)) is not None, reason="nothing to compile with"
+)
+@pytest.mark.parametrize("micro_batch", [64, 16])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch: int) -> None:
+    """With accumulation, too, where a replayed graph must not overwrite the gradients of the shard before."""
+    sections: dict[str, Any] = {
+        "data": DIGITS["data"] | {"micro_batch": micro_batch},
+        "model": {"width": 16},
+    }
+    torch._dynamo.reset()
+    eager = losses_on(torch.device("cuda", 0), strict=False, **sections)
+    compiled = losses_on(torch.device("cuda", 0), strict=False, compile={"mode": mode}, **sections)
+    assert compiled == pytest.approx(eager, rel=1e-2)
 
 
 def test_gpu_and_cpu_agree() -> None:
