@@ -32,10 +32,12 @@ class WindowStatistics:
         if self._buffers:
             self._momentum = torch.cat(momenta)
             self._sizes = [buffer.numel() for buffer in self._buffers]
-            self.reload()
+        self.reload()
 
     def reload(self) -> None:
         """Starts from the values that are in the model now."""
+        if not self._buffers:
+            return
         self._kept = torch.cat(self._buffers)
         self._sum = torch.zeros_like(self._kept)
         self._windows = [counter.clone() for counter in self._counters]
