@@ -1,0 +1,111 @@
+"""Whether a run goes on where one stopped: what may differ, and what a run folder says about it."""
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from trainer.config import Section
+from trainer.errors import BadInputError
+
+# What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
+_FREE = (
+    "about",
+    "data.path",
+    "data.workers",
+    "data.prefetch",
+    "data.resident",
+    "data.start_method",
+    "parallel.timeout_s",
+    "log.*",
+    "checkpoint.*",
+)
+_SHOWN = 4
+
+Mode = Literal["auto", "force", "never"]
+
+
+class CheckpointConfig(Section):
+    """When what a run has learned is made durable. None of this changes what it learns."""
+
+    every: int = Field(0, ge=0, description="windows between two checkpoints; 0: only by time")
+    minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by windows")
+    keep: int = Field(2, ge=1, le=1000, description="how many of the newest are kept")
+    best: bool = Field(True, description="keep the one with the best evaluation, too")
+
+
+class Stored(NamedTuple):
+    """What an earlier attempt left in a run folder.
+
+    Attributes:
+        config: Its resolved configuration.
+        threads: Intra-op threads per rank; part of the arithmetic on a CPU.
+        device: cpu or cuda.
+        world_size: Number of ranks.
+        status: running, stopped, failed, finished or diverged.
+    """
+
+    config: Mapping[str, Any]
+    threads: int
+    device: str
+    world_size: int
+    status: str
+
+
+def read_stored(folder: Path) -> Stored | None:
+    """Reads a run folder's manifest; None if there is none.
+
+    Raises:
+        BadInputError: If it isn't a manifest of this trainer.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        return Stored(
+            manifest["config"],
+            int(manifest["threads"]),
+            str(manifest["device"]["kind"]),
+            int(manifest["world_size"]),
+            str(manifest["status"]),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInputError(f"{path} can't be read as a run's manifest; give another --out") from error
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys of two configurations whose values differ and matter, each as "key: before, now after"."""
+    before, after = _flat(stored), _flat(now)
+    return [
+        f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in _FREE)
+    ]
+
+
+def check_resumable(folder: Path, stored: Stored, config: Mapping[str, Any], mode: Mode) -> None:
+    """Makes sure that a folder's run may be gone on with by this configuration.
+
+    Raises:
+        BadInputError: If the user forbade it, or the configurations differ and that wasn't forced.
+    """
+    if mode == "never":
+        raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
+    differing = differences(stored.config, config)
+    if differing and mode != "force":
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise BadInputError(
+            f"--out {folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more}); "
+            "give another --out, or go on with the changed one by --resume force"
+        )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
