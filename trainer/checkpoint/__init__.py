@@ -1,0 +1,1 @@
+"""Checkpoints: one folder, all of a run, written while training goes on. Nothing in them is unpickled."""

@@ -1,0 +1,130 @@
+"""Checkpoints written while training goes on: staged to host memory, then written by a thread."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint import store
+from trainer.checkpoint.folder import Contents, contents
+
+Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+def stage(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies tensors to host memory, so that training may change them; waits until they are there.
+
+    Args:
+        tensors: By file and by name. Those on a GPU are copied to pinned memory, which torch keeps for the
+            next time; all keep their memory format.
+    """
+    staged = {file: {name: _to_host(one) for name, one in group.items()} for file, group in tensors.items()}
+    devices = {one.device for group in tensors.values() for one in group.values() if one.is_cuda}
+    for device in devices:
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
+        copied.synchronize()
+    return staged
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time, and removes old ones.
+
+    A write that fails doesn't end the training: it is reported, and the next one tries again.
+
+    Attributes:
+        written: The last step that was written, None before the first.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, on_problem: Callable[[str], None]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            folder: Of the checkpoints; its parent must exist.
+            keep_last: How many good checkpoints to keep, besides the best.
+            on_problem: Takes a line for people; called on the writing thread.
+        """
+        self.written: int | None = None
+        self._folder = folder
+        self._keep_last = keep_last
+        self._on_problem = on_problem
+        self._known_good: set[int] = set()
+        self._abandoned = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, step: int, tensors: Tensors, state: Mapping[str, Any], best: int | None = None) -> float:
+        """Starts writing a checkpoint and returns, once the one before is done.
+
+        Args:
+            step: Its step.
+            tensors: From `stage`: nobody may change them any more.
+            state: What JSON keeps; taken as it is now.
+            best: The step to keep whatever its age.
+
+        Returns:
+            Seconds of waiting for the one before.
+
+        Raises:
+            ValueError: If the contents can't be read back as they are: a mistake in the caller.
+        """
+        files = contents(step, tensors, state)
+        started = time.monotonic()
+        self.finish()
+        waited = time.monotonic() - started
+        # A daemon: a disk that hangs must not keep a process that wants to end.
+        self._thread = threading.Thread(
+            target=self._write, args=(step, files, best), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return waited
+
+    def finish(self) -> int | None:
+        """Waits for the write under way.
+
+        Returns:
+            The last step that was written: the one submitted last, unless its write failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self.written
+
+    def abandon(self) -> None:
+        """Tells the write under way to stop and doesn't wait, for a process that must end now.
+
+        Nothing half-written can be taken for a checkpoint; one that was all but done may still appear, whole.
+        """
+        self._abandoned.set()
+
+    def _write(self, step: int, files: Contents, best: int | None) -> None:
+        try:
+            store.commit(self._folder, step, files, self._abandoned.is_set)
+        except store.Abandoned:
+            return
+        except Exception as error:
+            before = (
+                f"the last one is of step {self.written}" if self.written is not None else "there is none"
+            )
+            self._on_problem(f"the checkpoint of step {step} wasn't written ({_why(error)}); {before}")
+            return
+        self.written = step
+        self._known_good.add(step)
+        try:
+            removed = store.prune(self._folder, self._keep_last, best, self._known_good)
+            self._known_good.difference_update(removed)
+        except Exception as error:
+            self._on_problem(f"old checkpoints weren't removed ({_why(error)})")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"

@@ -1,0 +1,173 @@
+"""File operations that outlast a kill, all through the name `os` here: tests put faults there."""
+
+# ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH208
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+Buffer = bytes | memoryview
+
+# Large enough that the thread seldom asks for the GIL, small enough to be in the cache when it is written.
+_CHUNK = 1 << 20
+
+
+def write_file(path: Path, parts: Iterable[Buffer]) -> str:
+    """Writes a new file to the disk, not only to the kernel.
+
+    Returns:
+        SHA-256 of what was written, hexadecimal.
+
+    Raises:
+        OSError: If it exists or can't be written.
+    """
+    digest = hashlib.sha256()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for part in parts:
+            for start in range(0, len(part), _CHUNK):
+                chunk = memoryview(part)[start : start + _CHUNK]
+                digest.update(chunk)
+                while chunk:
+                    chunk = chunk[os.write(file, chunk) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return digest.hexdigest()
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that lasts, if there is none; its parent must exist."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder last: files that were made in it, moved or removed."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        # Some network file systems can't, and keep names in order without being asked.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(folder)
+
+
+def rename(path: Path, to: Path) -> None:
+    """Moves a file or folder within a file system, at once."""
+    os.rename(path, to)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder with what is in it, if there is one; follows no symbolic link."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            remove(path / name)
+        os.rmdir(path)
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """Opens a folder for `opened_file`: what is opened there stays the same folder when it is renamed."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def opened_file(folder: int, name: str) -> Iterator[tuple[int, int]]:
+    """Opens a regular file for reading.
+
+    Args:
+        folder: From `opened_folder`.
+        name: Of a file right in it.
+
+    Yields:
+        The file and its size in bytes.
+
+    Raises:
+        OSError: If it can't be opened.
+        ValueError: If it is something else, such as a symbolic link.
+    """
+    try:
+        # O_NONBLOCK: a FIFO that nobody writes to must not hold up the start.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("is a symbolic link") from error
+        raise
+    try:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("isn't a regular file")
+        yield file, facts.st_size
+    finally:
+        os.close(file)
+
+
+def read_at(file: int, start: int, size: int) -> bytes:
+    """Reads a small piece of a file; fewer bytes where the file ends."""
+    pieces = []
+    while size > 0 and (piece := os.pread(file, size, start)):
+        pieces.append(piece)
+        start, size = start + len(piece), size - len(piece)
+    return b"".join(pieces)
+
+
+def read_hashed(file: int, size: int, into: memoryview | None, advance: Callable[[int], object]) -> str:
+    """Reads a file from its beginning, each byte once.
+
+    Args:
+        file: From `opened_file`.
+        size: Bytes to read.
+        into: Where they go, `size` bytes; None drops them.
+        advance: Called with the number of bytes after each chunk.
+
+    Returns:
+        SHA-256 of these bytes, hexadecimal.
+
+    Raises:
+        ValueError: If the file ends before.
+    """
+    digest = hashlib.sha256()
+    dropped = memoryview(bytearray(min(size, _CHUNK))) if into is None else None
+    position = 0
+    while position < size:
+        end = min(position + _CHUNK, size)
+        chunk = into[position:end] if into is not None else dropped[: end - position]  # type: ignore[index]
+        count = os.readv(file, [chunk])
+        if count == 0:
+            raise ValueError("got shorter while it was read")
+        digest.update(chunk[:count])
+        advance(count)
+        position += count
+    return digest.hexdigest()
+
+
+def names(folder: Path) -> list[str]:
+    """Names of what is in a folder, sorted; none if there is no folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def size_and_time(path: Path) -> tuple[int, float]:
+    """Bytes of the files right in a folder, and when the last one was made, in seconds since 1970."""
+    facts = os.lstat(path)
+    if not stat.S_ISDIR(facts.st_mode):
+        return facts.st_size, facts.st_mtime
+    sizes = (os.lstat(path / name) for name in os.listdir(path))
+    return sum(size.st_size for size in sizes if stat.S_ISREG(size.st_mode)), facts.st_mtime

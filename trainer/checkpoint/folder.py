@@ -1,0 +1,224 @@
+"""One checkpoint: a folder of safetensors, JSON and a hash manifest.
+
+    step-00001200/{model,optimizer,ema}.safetensors  state.json  SHA256SUMS
+
+`sha256sum -c SHA256SUMS` checks it without this package.
+"""
+
+import contextlib
+import errno
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.checkpoint import files, strict_json, tensor_file
+
+_FORMAT = 1
+_SUMS = "SHA256SUMS"
+_STATE = "state.json"
+_SUFFIX = ".safetensors"
+_TENSORS = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_]{0,31}\.(?:safetensors|json))")
+_SUMS_BYTES = 64 << 10
+
+# A second folder of a step stands there for a moment while the step is written again.
+_FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
+
+Contents = Mapping[str, Iterable[files.Buffer]]
+
+
+class Damaged(Exception):  # noqa: N818  (a finding about a file, not a mistake of the caller)
+    """A checkpoint that can't be trusted; the text says which file and why."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: What it was written as.
+        path: Its folder.
+        tensors: By file and by name, on the CPU, contiguous. Those of a file share one block of memory.
+        state: What JSON keeps.
+    """
+
+    step: int
+    path: Path
+    tensors: dict[str, dict[str, torch.Tensor]]
+    state: dict[str, Any]
+
+
+def folder_name(step: int) -> str:
+    """Name of the folder of a step."""
+    return f"step-{step:08d}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Step of a folder, and its number among the folders of that step; None for any other name."""
+    match = _FOLDER.fullmatch(name)
+    if match is None or name.split(".", maxsplit=1)[0] != folder_name(int(match[1])):
+        return None
+    return int(match[1]), int(match[2] or 0)
+
+
+def quietly(_: int) -> None:
+    """Takes progress and shows nothing."""
+
+
+def contents(
+    step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
+) -> Contents:
+    """The files of a checkpoint, for one `commit`. The state is taken as it is now, the tensors later.
+
+    Raises:
+        ValueError: If they can't be read back as they are.
+    """
+    if not 0 <= step < 10**18:
+        raise ValueError(f"{step} is no step")
+    if wrong := [name for name in tensors if not _TENSORS.fullmatch(name)]:
+        raise ValueError(f"'{wrong[0]}' can't name a file: small letters, digits and _, 32 at most")
+    about = {"format": _FORMAT, "step": step, "tensors": sorted(tensors), "state": dict(state)}
+    return {
+        **{name + _SUFFIX: tensor_file.encode(tensors[name]) for name in sorted(tensors)},
+        _STATE: [strict_json.dump(about)],
+    }
+
+
+def write_files(path: Path, contents: Contents) -> None:
+    """Writes the files of a checkpoint and makes them last; their hashes come last.
+
+    Args:
+        path: A new, empty folder.
+        contents: From `contents`; used up.
+
+    Raises:
+        OSError: If they can't be written.
+    """
+    sums = [f"{files.write_file(path / name, parts)}  {name}\n" for name, parts in contents.items()]
+    files.write_file(path / _SUMS, ["".join(sums).encode()])
+    files.sync_folder(path)
+
+
+def read(path: Path) -> Checkpoint:
+    """Reads a checkpoint that is what was written.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        Damaged: If a hash differs, a file is missing or is not what it should be.
+    """
+    return _read(path, keep=True, advance=quietly)
+
+
+def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
+    """Does everything that `read` does but keep the tensors; needs little memory.
+
+    Args:
+        path: Folder of a checkpoint.
+        advance: Called with numbers of bytes that were read, from several threads.
+
+    Raises:
+        Damaged: If the checkpoint can't be trusted.
+    """
+    _read(path, keep=False, advance=advance)
+
+
+def _read(path: Path, keep: bool, advance: Callable[[int], object]) -> Checkpoint:
+    with _reason("the folder"), files.opened_folder(path) as folder:
+        sums = _read_sums(folder)
+        about = _read_about(folder, sums.get(_STATE, ""), advance)
+        names = about["tensors"]
+        if set(sums) != {_STATE, *(f"{name}{_SUFFIX}" for name in names)}:
+            raise Damaged(f"{_SUMS} doesn't list the files that {_STATE} does")
+        if (named := parse_name(path.name)) and named[0] != about["step"]:
+            raise Damaged(f"{_STATE} is of step {about['step']}")
+        one = partial(_read_tensors, folder, sums, keep=keep, advance=advance)
+        with ThreadPoolExecutor(4) as pool:  # hashing is what takes time, and it leaves the GIL alone
+            tensors = dict(zip(names, pool.map(one, names), strict=True))
+    return Checkpoint(about["step"], path, tensors, about["state"])
+
+
+@contextlib.contextmanager
+def _reason(name: str) -> Iterator[None]:
+    """Turns what can happen while a file is read into why it is damaged."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Damaged(f"{name} is missing") from error
+    except OSError as error:
+        what = "isn't one" if error.errno in (errno.ENOTDIR, errno.ELOOP) else "can't be read"
+        raise Damaged(f"{name} {what} ({error.strerror})") from error
+    except ValueError as error:
+        raise Damaged(f"{name}: {error}") from error
+
+
+def _read_sums(folder: int) -> dict[str, str]:
+    """Hashes by name of the file."""
+    with _reason(_SUMS), files.opened_file(folder, _SUMS) as (file, size):
+        if size > _SUMS_BYTES:
+            raise ValueError(f"larger than {_SUMS_BYTES >> 10} KiB")
+        text = files.read_at(file, 0, size).decode("ascii", "replace")
+        lines = [_SUM_LINE.fullmatch(line) for line in text.removesuffix("\n").split("\n")]
+        sums = {line[2]: line[1] for line in lines if line}
+        if not text.endswith("\n") or len(sums) < len(lines):
+            raise ValueError("a line isn't a hash and the name of a file here, or stands there twice")
+    return sums
+
+
+def _read_about(folder: int, wanted: str, advance: Callable[[int], object]) -> dict[str, Any]:
+    """What state.json says: the step, the names of the tensor files, the state."""
+    with _reason(_STATE), files.opened_file(folder, _STATE) as (file, size):
+        if size > strict_json.LARGEST:
+            raise ValueError(f"larger than {strict_json.LARGEST >> 20} MiB")
+        data = bytearray(size)
+        _same(files.read_hashed(file, size, memoryview(data), advance), wanted)
+        about = strict_json.parse(bytes(data))
+        if not isinstance(about, dict) or about.get("format") != _FORMAT:
+            raise ValueError(f"isn't a checkpoint of format {_FORMAT}")
+        step, names, state = about.get("step"), about.get("tensors"), about.get("state")
+        if not (
+            set(about) == {"format", "step", "tensors", "state"}
+            and type(step) is int
+            and isinstance(names, list)
+            and all(isinstance(name, str) and _TENSORS.fullmatch(name) for name in names)
+            and len(set(names)) == len(names)
+            and isinstance(state, dict)
+        ):
+            raise ValueError("isn't the state of a checkpoint")
+    return about
+
+
+def _read_tensors(
+    folder: int, sums: Mapping[str, str], name: str, keep: bool, advance: Callable[[int], object]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file; none if they aren't kept."""
+    name += _SUFFIX
+    with _reason(name), files.opened_file(folder, name) as (file, size):
+        start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
+        head = files.read_at(file, 0, start)
+        slots = tensor_file.parse_header(head[8:], size - start)
+        data = torch.empty(size if keep else 0, dtype=torch.uint8)
+        into = tensor_file.memory(data) if keep else None
+        _same(files.read_hashed(file, size, into, advance), sums[name])
+        if into is not None and into[:start] != head:
+            raise ValueError("changed while it was read")
+        return tensor_file.decode(data[start:], slots) if keep else {}
+
+
+def _same(digest: str, wanted: str) -> None:
+    if digest != wanted:
+        raise ValueError(f"its hash isn't the one in {_SUMS}")
+
+
+def problem(path: Path, advance: Callable[[int], object] = quietly) -> str | None:
+    """Why a checkpoint can't be trusted, or None."""
+    try:
+        verify(path, advance)
+    except Damaged as damage:
+        return str(damage)
+    return None

@@ -1,0 +1,247 @@
+"""All checkpoints of a run: written whole or not at all, listed, the newest good one found, old ones removed.
+
+A checkpoint is written beside under a hidden name, synced, renamed: whenever the power goes, what has the
+name of a checkpoint is whole.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.checkpoint import files
+from trainer.checkpoint.folder import (
+    Checkpoint,
+    Contents,
+    Damaged,
+    contents,
+    folder_name,
+    parse_name,
+    problem,
+    quietly,
+    read,
+    write_files,
+)
+
+_LEFTOVER = re.compile(r"\.step-[0-9.]+\.(tmp|gone)-[0-9-]+")
+
+
+class Abandoned(Exception):  # noqa: N818  (the outcome of a request)
+    """The write was told to stop before its checkpoint was there."""
+
+
+class Entry(NamedTuple):
+    """A checkpoint in a listing.
+
+    Attributes:
+        step: What it was written as.
+        path: Its folder.
+        size: Bytes.
+        time: When it was written, in seconds since 1970.
+        problem: Why it can't be trusted; None if it can, or if nobody looked.
+    """
+
+    step: int
+    path: Path
+    size: int
+    time: float
+    problem: str | None
+
+
+def _never() -> bool:
+    return False
+
+
+def write(
+    folder: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
+) -> Path:
+    """Writes a checkpoint; when this returns it is on the disk.
+
+    A step that is there already is replaced: the new folder stands beside the old one before that goes, so
+    that at no moment neither is there, on any file system.
+
+    Args:
+        folder: Of the checkpoints; made if its parent exists.
+        step: From 0.
+        tensors: By file ("model" becomes model.safetensors) and by name; of any layout, tied or not.
+        state: What JSON keeps.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: If the contents can't be read back as they are.
+        OSError: If they can't be written; what was there before is untouched.
+    """
+    return commit(folder, step, contents(step, tensors, state))
+
+
+def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], bool] = _never) -> Path:
+    """Writes the files of `contents` as a checkpoint; see `write`.
+
+    Args:
+        folder: Of the checkpoints.
+        step: As given to `contents`.
+        contents: Used up.
+        abandoned: Asked between tensors; when it is true, nothing remains.
+
+    Raises:
+        Abandoned: If it was.
+        OSError: If the files can't be written.
+    """
+    beside = _hidden(folder / folder_name(step), "tmp")
+    files.make_folder(folder)
+    try:
+        files.make_folder(beside)
+        write_files(beside, {name: _until(abandoned, parts) for name, parts in contents.items()})
+        if abandoned():
+            raise Abandoned
+        return _publish(beside, folder, step)
+    except Exception:
+        with contextlib.suppress(OSError):
+            files.remove(beside)
+        raise
+
+
+def _until(abandoned: Callable[[], bool], parts: Iterable[files.Buffer]) -> Iterator[files.Buffer]:
+    for part in parts:
+        if abandoned():
+            raise Abandoned
+        yield part
+
+
+def _publish(beside: Path, folder: Path, step: int) -> Path:
+    """Gives a finished folder the name that readers look for."""
+    final = folder / folder_name(step)
+    old = [(number, path) for known, number, path in _folders(folder) if known == step]
+    if not old:
+        files.rename(beside, final)
+        files.sync_folder(folder)
+        return final
+    # Readers take the higher number. Swapping two folders at once is only possible on some file systems.
+    second = final.with_name(f"{final.name}.{max(number for number, _ in old) + 1}")
+    files.rename(beside, second)
+    files.sync_folder(folder)
+    gone = [_put_aside(path) for _, path in old]
+    files.rename(second, final)
+    files.sync_folder(folder)
+    for path in gone:
+        with contextlib.suppress(OSError):  # the next start removes it
+            files.remove(path)
+    return final
+
+
+def _hidden(path: Path, why: str) -> Path:
+    return path.with_name(f".{path.name}.{why}-{os.getpid()}-{time.monotonic_ns()}")
+
+
+def _put_aside(path: Path) -> Path:
+    hidden = _hidden(path, "gone")
+    files.rename(path, hidden)
+    return hidden
+
+
+def _folders(folder: Path) -> list[tuple[int, int, Path]]:
+    """What is named as a checkpoint, newest first: step, number among folders of that step, path."""
+    named = ((parse_name(name), folder / name) for name in files.names(folder))
+    return sorted(((*parsed, path) for parsed, path in named if parsed), reverse=True)
+
+
+def listing(folder: Path, verify: bool = False, advance: Callable[[int], object] = quietly) -> list[Entry]:
+    """The checkpoints in a folder, newest first; none if there is no folder.
+
+    Args:
+        folder: Of the checkpoints.
+        verify: Whether to read them all and look for problems.
+        advance: Called with numbers of bytes that were verified, from several threads.
+
+    Raises:
+        OSError: If the folder can't be read.
+    """
+    entries = []
+    for step, _, path in _folders(folder):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            size, written = files.size_and_time(path)
+            entries.append(Entry(step, path, size, written, problem(path, advance) if verify else None))
+    return entries
+
+
+def newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Reads the newest checkpoint that can be trusted.
+
+    Returns:
+        The checkpoint, None if there is no good one; a line for each newer one: its name and the reason.
+
+    Raises:
+        OSError: If the folder can't be read.
+    """
+    skipped: list[str] = []
+    for _, _, path in _folders(folder):
+        try:
+            return read(path), skipped
+        except Damaged as damage:
+            skipped.append(f"{path.name}: {damage}")
+    return None, skipped
+
+
+def prune(
+    folder: Path, keep_last: int, best: int | None = None, known_good: Collection[int] = ()
+) -> list[int]:
+    """Removes what is older than the newest good checkpoints.
+
+    Damaged ones that are newer stay for people to look at; they don't count.
+
+    Args:
+        folder: Of the checkpoints.
+        keep_last: How many good ones to keep, at least 1.
+        best: A step that is kept whatever its age.
+        known_good: Steps that needn't be read again to know that they are good.
+
+    Returns:
+        The steps that were removed.
+
+    Raises:
+        OSError: If they can't be removed; each is whole or gone from the listing.
+    """
+    if keep_last < 1:
+        raise ValueError("at least one checkpoint is kept")
+    entries = _folders(folder)
+    good = 0
+    doomed = []
+    for step, _, path in entries if len(entries) > keep_last else ():
+        if good < keep_last:
+            good += step in known_good or problem(path) is None
+        elif step != best:
+            doomed.append((step, path))
+    gone = [_put_aside(path) for _, path in doomed]
+    if gone:
+        files.sync_folder(folder)
+    for path in gone:
+        files.remove(path)
+    return [step for step, _ in doomed]
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Removes what killed writes and removals left behind.
+
+    Only for the one that owns the folder, before it writes: a process id says nothing on a shared file
+    system, so whatever is hidden here is taken for a leftover.
+
+    Returns:
+        Names of what was removed.
+
+    Raises:
+        OSError: If something can't be.
+    """
+    found = [name for name in files.names(folder) if _LEFTOVER.fullmatch(name)]
+    for name in found:
+        # Renamed first: a writer that is still alive after all can't publish a half of it then.
+        gone = folder / name.replace(".tmp-", ".gone-")
+        files.rename(folder / name, gone)
+        files.remove(gone)
+    return found

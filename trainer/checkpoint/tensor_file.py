@@ -1,0 +1,162 @@
+"""The safetensors format: tensors of any layout in, streamed out without a copy of the whole; read strictly.
+
+The library's own writer refuses channels_last and tied tensors, and returns when nothing is on the disk yet.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.checkpoint import strict_json
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DIMENSIONS = 64  # what torch can iterate over
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies in a file: bytes from `start` to `stop`, counted from the end of the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    start: int
+    stop: int
+
+
+def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece: the header, then each tensor made contiguous.
+
+    Args:
+        tensors: By name. Tied ones are written once for each name.
+
+    Raises:
+        ValueError: Right away, for a type of number or a name that the format doesn't know.
+    """
+    # The largest numbers first, as the library does: each tensor is then aligned to its own size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    entries, end = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or name == "__metadata__":
+            raise ValueError(f"'{name}' ({tensor.dtype}, {tensor.layout}) can't be saved as safetensors")
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        shape = list(tensor.shape)
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > strict_json.LARGEST:
+        raise ValueError(f"the names and shapes take more than {strict_json.LARGEST >> 20} MiB")
+    return chain([len(header).to_bytes(8, "little") + header], (_bytes(tensors[name]) for name in order))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memory(plain.reshape(-1).view(torch.uint8))
+
+
+def memory(data: torch.Tensor) -> memoryview:
+    """The memory of a uint8 vector on the CPU."""
+    view: memoryview = data.numpy().data
+    return view
+
+
+def header_size(first: bytes, file_size: int) -> int:
+    """Bytes of a header, from the first eight of its file.
+
+    Raises:
+        ValueError: If the file isn't safetensors.
+    """
+    size = int.from_bytes(first, "little")
+    if len(first) < 8 or size > min(strict_json.LARGEST, file_size - 8):
+        raise ValueError("isn't a safetensors file (no header of a sane size)")
+    return size
+
+
+def parse_header(header: bytes, data_size: int) -> list[Slot]:
+    """What a file holds.
+
+    Args:
+        header: Without the eight bytes before it.
+        data_size: Bytes of the file after it: the tensors must fill them without gap or overlap.
+
+    Raises:
+        ValueError: If that isn't so.
+    """
+    try:
+        entries = strict_json.parse(header)
+    except ValueError as error:
+        raise ValueError(f"its header: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError("its header isn't a mapping")
+    entries.pop("__metadata__", None)
+    slots = sorted((_slot(name, entry) for name, entry in entries.items()), key=lambda slot: slot[3:])
+    end = 0
+    for slot in slots:
+        if slot.start != end:
+            raise ValueError("its tensors overlap or leave a gap")
+        end = slot.stop
+    if end != data_size:
+        raise ValueError(f"holds {data_size:,} bytes of tensors, its header says {end:,}")
+    return slots
+
+
+def _slot(name: str, entry: Any) -> Slot:
+    def sizes(value: Any, most: int) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) <= most
+            and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+        )
+
+    if not (
+        isinstance(entry, dict)
+        and set(entry) == {"dtype", "shape", "data_offsets"}
+        and isinstance(entry["dtype"], str)
+        and entry["dtype"] in _DTYPES
+        and sizes(entry["shape"], _DIMENSIONS)
+        and sizes(entry["data_offsets"], 2)
+        and len(entry["data_offsets"]) == 2
+    ):
+        raise ValueError("its header describes a tensor in a way that isn't known")
+    dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor's shape and size differ")
+    return Slot(name, dtype, shape, start, stop)
+
+
+def decode(data: torch.Tensor, slots: list[Slot]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, as views of its bytes.
+
+    Args:
+        data: What follows the header, uint8.
+        slots: From `parse_header`.
+
+    Raises:
+        ValueError: If torch can't make such a tensor.
+    """
+    try:
+        return {slot.name: data[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots}
+    except (RuntimeError, TypeError) as error:
+        raise ValueError("a tensor isn't aligned or its shape isn't possible") from error
