@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
-from trainer.preempt import Stopped, requested
 from trainer.step import Training, train_window
 
 
@@ -29,11 +28,8 @@ def train(
         log_every: Windows between two rows of figures.
         evaluation_due: Whether to evaluate after so many windows.
         evaluate: Evaluates, given the number of windows done.
-        window_done: Told how many windows are done; for a progress bar.
+        window_done: Told how many windows are done: shows it, keeps it, may raise to stop.
         warm_up: Windows of this call that are not timed: those that compile.
-
-    Raises:
-        Stopped: After a signal that asked for it.
     """
     training.replica.train()
     for window in windows:
@@ -48,6 +44,4 @@ def train(
             evaluate(done)
             meter.start_clock(done)
         window_done(done)
-        if done < windows.stop and (signal := requested()) is not None:
-            raise Stopped(signal)
     meter.deliver()

@@ -53,6 +53,7 @@ class World:
         local_rank: Number of this rank on its host.
         device: Where this rank computes.
         group: The process group; None for a single process.
+        control: One for CPU tensors, for what ranks decide together; None for a single process.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class World:
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None = None
 
 
 @contextmanager
@@ -84,8 +86,10 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
             timeout=timedelta(seconds=timeout_s),
             device_id=device if kind == "cuda" else None,
         )
+        # Of its own also on a CPU: what is under way in it must not come between gradients.
+        control = dist.new_group(backend="gloo")
     try:
-        yield World(rank, size, local, device, dist.group.WORLD)
+        yield World(rank, size, local, device, dist.group.WORLD, control)
     except BaseException:
         # destroy would wait for NCCL kernels that wait for a rank which is gone.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)

@@ -99,8 +99,8 @@ def check_resumable(folder: Path, stored: Stored, config: Mapping[str, Any], mod
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(
-            f"--out {folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more}); "
-            "give another --out, or go on with the changed one by --resume force"
+            f"--out {folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more});"
+            " give another --out, or go on with the changed one by --resume force"
         )
 
 

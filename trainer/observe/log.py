@@ -92,6 +92,17 @@ class Meter:
         self.timed_samples = 0
         self.start_clock(0)
 
+    def go_on(self, window: int, busy_seconds: float, timed_samples: int) -> None:
+        """Starts where an earlier attempt stopped: at its last row of figures, with its time and samples."""
+        self._window = window
+        self.busy_seconds, self.timed_samples = busy_seconds, timed_samples
+        self.start_clock(window)
+
+    @property
+    def window(self) -> int:
+        """Windows at the last row of figures."""
+        return self._window
+
     def start_clock(self, window: int) -> None:
         """Times from here on: after the first window, which compiles and warms up, and evaluations."""
         self._start = self._now(window)
