@@ -1,5 +1,6 @@
 """Promise: AMP does what it should, also when it overflows, and no update is counted that wasn't made."""
 
+import re
 from typing import Any
 
 import pytest
@@ -286,6 +287,7 @@ class Breaking(nn.Module):
         ("module", "output of two"),
         ("between", "input of two"),
         ("backward", "gradient of the output of the model"),
+        ("weights", "weights of two"),
         ("nowhere", None),
     ],
 )
@@ -295,17 +297,19 @@ def test_the_first_that_is_not_finite_is_named(
     model = Breaking(where)
     nn.init.constant_(model.two.weight, 1e30 if where == "module" else 0.1)
     watched = FirstNonFinite(model, torch.device("cpu"), None)
+    if where == "weights":
+        nn.init.constant_(model.two.bias, float("nan"))
     output = model(torch.ones(4, 2))
     (output.float() * 1e6).sum().backward()
-    watched.explain({"kind": "train", "window": 7, "first_nonfinite": float(watched.take())})
+    watched.end_window(6)
+    watched.end_window(7)
+    watched.explain({"kind": "train", "window": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
     if place is None:
         assert not error
     else:
-        assert (
-            error == f"trainer: window 7: since the last row, the first that wasn't finite was the {place}\n"
-        )
-    assert float(watched.take()) == -1, "each row starts anew"
+        assert error == f"trainer: window 7: the first that wasn't finite was the {place}\n"
+    assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 
 def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,6 +325,6 @@ def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert t.nonfinite is not None
     for window in range(6):
         train_window(t, batches, window)
-        first = float(take_figures(t)["first_nonfinite"])
-        t.nonfinite.explain({"kind": "train", "window": window, "first_nonfinite": first})
-    assert "the first that wasn't finite was the output of " in capsys.readouterr().err
+    figures = {name: float(figure) for name, figure in take_figures(t).items()}
+    t.nonfinite.explain({"kind": "train", "window": 6, **figures})
+    assert re.search(r"window [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import yaml
 
 from tests.toys import assemble_alone, make_recipe
 from tests.world import Ranks
@@ -71,7 +72,26 @@ def test_every_difference_is_named_before_any_rank_starts(tmp_path: Path) -> Non
     assert "1 missing (stem.weight)" in message
     assert "1 unexpected (decoder.weight)" in message
     assert "2 of another shape (head.weight [7, 16] for [10, 16]" in message
-    assert "--set 'model.fresh=[decoder.*, head.*, stem.*]'" in message
+    assert """--set 'model.fresh=["decoder.*", "head.*", "stem.*"]'""" in message
+
+
+def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:
+    file = saved(tmp_path, classes=7)
+    model = build_model(ModelConfig(width=8), 1, 10)
+    with pytest.raises(BadInputError) as caught:
+        load_initial(model, file, ())
+    fresh = yaml.safe_load(str(caught.value).split("model.fresh=")[1].rstrip("'"))
+    assert load_initial(model, file, fresh) == load_initial(model, file, ["head"]) > 0
+
+
+def test_another_model_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="It holds another model: choose the one"):
+        load_initial(build_model(ModelConfig(name="resnet18"), 1, 10), saved(tmp_path), ())
+
+
+def test_a_run_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"is a folder; give a file in it, such as .*model\.safetensors"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path, ())
 
 
 def test_nothing_is_taken_over_in_part(tmp_path: Path) -> None:

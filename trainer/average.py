@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
@@ -15,6 +15,12 @@ class AverageConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
     every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
     on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
+
+    @model_validator(mode="after")
+    def _without_a_decay_there_is_none(self) -> "AverageConfig":
+        if not self.decay and (self.every > 1 or self.on_cpu):
+            raise ValueError("ema.every and ema.on_cpu have no effect without ema.decay, such as 0.999")
+        return self
 
 
 class WeightAverage:

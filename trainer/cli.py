@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
+        if message.startswith("unrecognized arguments") and message.endswith("]"):
+            message += "; quote what holds blanks: --set 'KEY=[A, B]'"
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:

@@ -133,7 +133,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     known = [key.name for key in describe(model)]
     dotted = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key '{dotted}'{_nearest_key(dotted, known)}{more}"
+        inside = problem["input"]
+        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
     # A union's location ends with the name of the member that was tried.
     while location and ".".join(location) not in known:
         location.pop()
@@ -141,16 +142,22 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
-        what = "a section: give a mapping of its keys"
+        what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
+    if problem["type"] == "tuple_type":
+        what = f"a list is wanted, such as --set '{dotted}=[{problem['input']}]'"
+    if problem["type"] == "literal_error":
+        what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
-        return f"{dotted}: {what}{more}"
+        return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
     given = str(problem["input"])
     given = given if len(given) < 60 else given[:57] + "..."
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
 
 
-def _nearest_key(dotted: str, known: list[str]) -> str:
+def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
     head, _, tail = dotted.rpartition(".")
+    if is_section:
+        return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
     beside = [key for key in known if key.rpartition(".")[0] == head]
     same_tail = [key for key in known if key.rpartition(".")[2] == tail]
     if same_tail:

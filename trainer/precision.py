@@ -68,7 +68,7 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
     return torch.autocast(device.type, dtype)
 
 
-def keep_in_fp32(model: nn.Module, patterns: Sequence[str], device: torch.device) -> None:
+def keep_in_fp32(model: nn.Module, patterns: Sequence[str], device: torch.device) -> list[str]:
     """Lets modules compute in float32 whatever autocast says, in place; names stay as they are.
 
     Args:
@@ -76,12 +76,17 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str], device: torch.device
         patterns: Patterns on their names, see `names.matching`.
         device: Whose autocast is switched off.
 
+    Returns:
+        Names of the modules.
+
     Raises:
         BadInputError: If a pattern matches no module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    for name in matching(modules, patterns, "precision.keep_fp32"):
+    names = matching(modules, patterns, "precision.keep_fp32")
+    for name in names:
         modules[name].forward = functools.partial(_in_fp32, modules[name].forward, device.type)
+    return names
 
 
 def _in_fp32(forward: Callable[..., Any], device_type: str, *values: Any, **named: Any) -> Any:

@@ -14,6 +14,7 @@ from trainer.compiling import compile_blocks, compile_model, missing_for_compili
 from trainer.data.loader import Batch
 from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
+from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
 from trainer.parallel import World, check_agreement, sum_over_ranks
 from trainer.precision import autocast, keep_in_fp32
@@ -23,6 +24,7 @@ from trainer.tasks import Task
 from trainer.weights import load_initial
 
 _MIB = 1 << 20
+_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if recipe.parallel.sync_batchnorm and world.group is not None:
-        synchronise_batchnorm(model, world.group)
-    keep_in_fp32(model, recipe.precision.keep_fp32, device)
+        notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
+    if kept := keep_in_fp32(model, recipe.precision.keep_fp32, device):
+        notes.append(f"in float32: {_few(kept)}")
+    if recipe.optim.name == "muon":
+        matrices = hidden_matrices(model)
+        others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
+        notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
     # The average is a copy of the model as it is here: evaluation needs none of what follows.
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
@@ -74,10 +81,14 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     notes.extend(cost_of_checkpointing)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
-        compile_blocks(blocks(model).values(), recipe.compile)
+        compile_blocks(blocks(model).values(), recipe.compile, device)
     for module in checkpointed:
         recompute(module)
-    call = compile_model(model, recipe.compile) if compiled and recipe.compile.scope == "model" else model
+    call = (
+        compile_model(model, recipe.compile, device)
+        if compiled and recipe.compile.scope == "model"
+        else model
+    )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
     return Prepared(model, call, average, nonfinite, graphs, notes)
 
@@ -93,6 +104,11 @@ def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
     uniforms = task.train_data.uniforms + task.uniforms
     uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
     return Batch(fields, None, uniform, micro_batch)
+
+
+def _few(names: list[str]) -> str:
+    more = f", … ({len(names)} modules)" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
 
 
 def _choose_checkpointed(
@@ -120,6 +136,11 @@ def _choose_checkpointed(
 def _cost_line(
     model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
 ) -> str:
+    if not chosen:
+        kept = f"{cost.kept() / _MIB:,.1f}"
+        return (
+            f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
+        )
     originals = {name: model.get_submodule(name).forward for name in chosen}
     for name in chosen:
         recompute(model.get_submodule(name))
@@ -129,7 +150,7 @@ def _cost_line(
     again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
     more = again / max(step - again, 1e-9)
     return (
-        f"activation checkpointing: {len(chosen)} of {len(cost.blocks)} modules; a micro-batch keeps "
+        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
         f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "
         f"{more:.0%} more time (measured here without compiling)"
     )

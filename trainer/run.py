@@ -281,7 +281,9 @@ def _finish(
     status = "diverged" if diverged else "finished"
     write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
     if diverged:
-        warn("the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip")
+        warn(
+            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip; precision.debug=true says where it began"
+        )
     if display is None:
         return
     display.close()

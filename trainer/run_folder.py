@@ -182,9 +182,17 @@ def _beside(path: Path) -> Iterator[Path]:
     beside = path.with_suffix(".tmp")
     try:
         yield beside
+        # safetensors makes files for the owner only.
+        beside.chmod(0o666 & ~_umask())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_space(folder: Path, model: nn.Module, copies: int) -> None:

@@ -111,6 +111,8 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     t.loss += window_loss
     skipped = _update(t, window)
     t.statistics.end_window(t.shards, skipped)
+    if t.nonfinite is not None:
+        t.nonfinite.end_window(window)
 
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:
@@ -123,7 +125,7 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     if t.scaler is not None:
         figures["loss_scale"] = scale_of(t.scaler)
     if t.nonfinite is not None:
-        figures["first_nonfinite"] = t.nonfinite.take()
+        figures |= t.nonfinite.take()
     return figures
 
 

@@ -35,13 +35,21 @@ def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            matching([*state, *shapes], fresh, "model.fresh")
-            names = _agreed(state, shapes, file, fresh)
+            modules = [name for name, _ in model.named_modules() if name]
+            matching([*state, *shapes, *modules], fresh, "model.fresh")
+            # "fc" stands for all of that module, as "fc.*" does.
+            names = _agreed(state, shapes, file, [*fresh, *(f"{pattern}.*" for pattern in fresh)])
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 with torch.no_grad():
                     state[name].copy_(opened.get_tensor(name))
     except OSError as error:
-        raise BadInputError(f"model.init_from: can't read {file} ({error.strerror or error})") from error
+        if file.is_dir():
+            raise BadInputError(
+                f"model.init_from: {file} is a folder; give a file in it, such as "
+                f"{file / 'model.safetensors'}"
+            ) from error
+        reason = error.strerror or "No such file or directory"
+        raise BadInputError(f"model.init_from: can't read {file} ({reason}); give another file") from error
     except SafetensorError as error:
         raise BadInputError(f"model.init_from: {file} is not a safetensors file. {_remedy(file)}") from error
     return len(names)
@@ -70,11 +78,13 @@ def _agreed(
     ]
     if problems:
         patterns = sorted({f"{name.split('.')[0]}.*" for name in (*missing, *unexpected, *differing)})
-        hint = ", ".join(patterns[:_SHOWN])
-        raise BadInputError(
-            f"model.init_from: {file} and the model differ: {'; '.join(problems)}. Choose the same model, or "
-            f"let these start anew with --set 'model.fresh=[{hint}]'"
+        quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
+        remedy = (
+            f"Choose the same model, or let these start anew with --set 'model.fresh=[{quoted}]'"
+            if len(patterns) <= _SHOWN and len(missing) + len(differing) < len(wanted) / 2
+            else "It holds another model: choose the one that it was saved from"
         )
+        raise BadInputError(f"model.init_from: {file} and the model differ: {'; '.join(problems)}. {remedy}")
     return [name for name in wanted if name in shapes]
 
 
