@@ -14,9 +14,9 @@ from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.mixing import RegularizationConfig
-from trainer.models import ModelConfig
+from trainer.models import ModelConfig, build_model
 from trainer.nonfinite import FirstNonFinite
-from trainer.precision import PrecisionConfig, check_precision, keep_in_fp32, set_matmul_mode
+from trainer.precision import PrecisionConfig, check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
 from trainer.step import take_figures, train_window
@@ -213,7 +213,7 @@ class Widths(nn.Module):
 def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
     model = Widths()
     names = list(model.state_dict())
-    keep_in_fp32(model, ["inner", "l*st"], torch.device("cpu"))
+    keep_in_fp32(fp32_modules(model, ["inner", "l*st"]).values(), torch.device("cpu"))
     with torch.autocast("cpu", low):
         output = model(torch.randn(3, 2))
     assert model.seen == {
@@ -222,6 +222,34 @@ def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
     output.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert list(model.state_dict()) == names
+
+
+class Named(nn.Module):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.T
+
+
+def test_named_arguments_come_in_fp32_too() -> None:
+    module = Named()
+    keep_in_fp32([module], torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x=torch.ones(2, 2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("encoder.layers.encoder_layer_0.self_attention.out_proj", "only read by the attention around it"),
+        ("features", "is a list of modules; use 'features"),
+    ],
+)
+def test_what_nobody_calls_cannot_be_kept_in_fp32(name: str, message: str) -> None:
+    model: nn.Module = nn.Module()
+    model.features = nn.ModuleList([nn.Linear(2, 2)])
+    if name != "features":
+        model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
+    with pytest.raises(BadInputError, match=message):
+        fp32_modules(model, [name])
 
 
 def test_in_a_run_too_and_in_its_average() -> None:

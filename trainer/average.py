@@ -29,9 +29,10 @@ class WeightAverage:
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         """Starts from the weights as they are."""
         self._config = config
-        self._decay = config.decay**config.every
+        self._moved = 0  # windows at the last movement
         self._weights = [parameter.data for parameter in model.parameters()]
         self._device = self._weights[0].device
+        self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
         self.model = copy.deepcopy(model).requires_grad_(False)
         self._staging: _Staging | None = None
         if config.on_cpu and self._device.type != "cpu":
@@ -40,8 +41,10 @@ class WeightAverage:
         self._average = [parameter.data for parameter in self.model.parameters()]
         self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
 
-    def update(self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor) -> None:
-        """Moves towards the weights after a window.
+    def update(
+        self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
+    ) -> None:
+        """Moves towards the weights after a window, if it is due: for all updates since it moved last.
 
         At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
         TensorFlow's ExponentialMovingAverage.
@@ -50,13 +53,21 @@ class WeightAverage:
             window: Its number; without a scaler that is the number of updates before it.
             skipped: float (), on the device: 1 if there was no update; None where that can't be.
             applied: int64 (1,), on the device: updates before this window's.
+            last: Whether it is the run's last, after which the average moves in any case.
         """
-        if (window + 1) % self._config.every:
+        done, decay = window + 1, self._config.decay
+        if done % self._config.every and not last:
             return
         if skipped is None:
-            self._move(max(1 - self._decay, 9 / (10 + window)))
+            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + window)))
+            self._moved = done
         else:
-            self._move((9 / (10 + applied[0])).clamp_(min=1 - self._decay) * (1 - skipped))
+            # Windows of which only the device knows whether they made an update.
+            updates = applied + (1 - skipped).to(torch.int64)
+            missed = updates - self._moved_at
+            share = torch.maximum(1 - decay**missed, 9 / (10 + applied)) * (missed > 0)
+            self._move(share[0])
+            self._moved_at.copy_(updates)
 
     def _move(self, share: float | torch.Tensor) -> None:
         if self._staging is None:

@@ -91,6 +91,8 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         dotted, equals, text = setting.partition("=")
         names = dotted.strip().split(".")
+        if equals and not text.strip():
+            raise BadInputError(f"--set {setting}: the value is missing; give one (null where none is meant)")
         if not equals or not all(names):
             raise BadInputError(f"--set {setting}: give KEY=VALUE, such as --set optim.lr=0.1")
         value = parse_yaml(text, f"--set {setting}")

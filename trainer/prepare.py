@@ -12,12 +12,13 @@ from trainer.activations import ModelCost, cheapest, measure, seconds_of_step
 from trainer.average import WeightAverage
 from trainer.compiling import compile_blocks, compile_model, missing_for_compiling, prepare_cache
 from trainer.data.loader import Batch
+from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
 from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
 from trainer.parallel import World, check_agreement, sum_over_ranks
-from trainer.precision import autocast, keep_in_fp32
+from trainer.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
 from trainer.tasks import Task
@@ -34,6 +35,7 @@ class Prepared:
     Attributes:
         model: The model itself.
         call: What is called in training: the model, or compiled.
+        compiled: Whether torch.compile is in use.
         average: Moving average of its weights, or None.
         nonfinite: Looks for NaNs, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs.
@@ -42,6 +44,7 @@ class Prepared:
 
     model: nn.Module
     call: Callable[..., Any]
+    compiled: bool
     average: WeightAverage | None
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
@@ -68,8 +71,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
-    if kept := keep_in_fp32(model, recipe.precision.keep_fp32, device):
-        notes.append(f"in float32: {_few(kept)}")
+    if kept := fp32_modules(model, recipe.precision.keep_fp32):
+        keep_in_fp32(kept.values(), device)
+        notes.append(f"in float32: {_few(list(kept))}")
     if recipe.optim.name == "muon":
         matrices = hidden_matrices(model)
         others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
@@ -90,7 +94,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
         else model
     )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, average, nonfinite, graphs, notes)
+    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
 
 
 def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
@@ -128,8 +132,13 @@ def _choose_checkpointed(
 
     model.train()
     cost = measure(model, possible, forward)
+    if uncalled := [name for name in chosen if name not in cost.blocks]:
+        raise BadInputError(
+            f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
+            "projection, whose weights it reads); name what lies around it"
+        )
     if config.budget_gib is not None:
-        chosen = cheapest(cost, int(config.budget_gib * (1 << 30)))
+        chosen = cheapest(cost, config.budget_gib * (1 << 30))
     return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
 
 
@@ -148,7 +157,8 @@ def _cost_line(
     for name, original in originals.items():
         model.get_submodule(name).forward = original
     again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
-    more = again / max(step - again, 1e-9)
+    # The rest of a step is at least the backward pass of what is computed again.
+    more = again / max(step - again, again)
     return (
         f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
         f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "

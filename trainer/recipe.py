@@ -51,6 +51,11 @@ class Recipe(Section):
                 "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
                 "nothing to mix; use a larger one or 0"
             )
+        if mixing and self.window.last == "weighted":
+            raise ValueError(
+                "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
+                "use window.last=cross"
+            )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
         if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):

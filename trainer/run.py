@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,13 @@ from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.loop import train
-from trainer.memory import candidates
-from trainer.names import matching
+from trainer.memory import blocks, candidates
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
 from trainer.parallel import World, check_agreement, joined_world, replicate
 from trainer.plan import Plan, Share, evaluation_share
-from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
+from trainer.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
 from trainer.prepare import blank_batch, prepare_model
 from trainer.recipe import Recipe
 from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
@@ -77,9 +77,12 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         )
     candidates(recipe.memory, model)
     parameter_groups(recipe.optim, model)
-    matching(
-        (name for name, _ in model.named_modules() if name), recipe.precision.keep_fp32, "precision.keep_fp32"
-    )
+    if recipe.compile.mode != "none" and recipe.compile.scope == "blocks" and not blocks(model):
+        raise BadInputError(
+            "compile.scope=blocks: the model has no repeated blocks (members of a Sequential or ModuleList); "
+            "use compile.scope=model"
+        )
+    fp32_modules(model, recipe.precision.keep_fp32)
     if recipe.model.init_from is not None:
         load_initial(model, recipe.model.init_from, recipe.model.fresh)
     if recipe.parallel.static_graph and plan.shards > world_size:
@@ -117,6 +120,7 @@ class Parts:
     loader: Loader
     evaluation_loader: Loader
     evaluation_share: Share
+    compiled: bool
     notes: list[str]
 
 
@@ -157,6 +161,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
         make_loader(source, device, recipe.data, workers),
         make_loader(Source(task.evaluation_data, held), device, recipe.data, min(workers, 2)),
         held,
+        prepared.compiled,
         prepared.notes,
     )
 
@@ -215,6 +220,15 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
                 {"kind": "evaluation", "window": done, "epoch": round(plan.epoch_at(done), 4), **figures}
             )
 
+        began = time.monotonic()
+
+        def window_done(done: int) -> None:
+            if display is None:
+                return
+            display.window_done(done)
+            if parts.compiled and done == recipe.compile.warm_up:
+                display.say(f"  compiled in {time.monotonic() - began:.0f} s")
+
         batches = t.share.batches()
         train(
             t,
@@ -224,7 +238,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path) -> None:
             recipe.log.every,
             _evaluation_due(recipe.evaluate_every, plan),
             measure,
-            display.window_done if display else lambda _: None,
+            window_done,
             recipe.compile.warm_up,
         )
         if world.rank == 0:
@@ -282,17 +296,19 @@ def _finish(
     write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
     if diverged:
         warn(
-            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip; precision.debug=true says where it began"
+            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
+            "(precision.debug=true says where it began)"
         )
     if display is None:
         return
     display.close()
     programs = Path(sys.executable).parent
+    board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
         f"  run folder   {shown(folder)}\n"
-        f"  next         {shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n"
-        f"               {shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
+        f"  next         {board if (folder / 'tensorboard').exists() else ''}"
+        f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
     )

@@ -150,7 +150,7 @@ def _update(t: Training, window: int) -> torch.Tensor | None:
         for parameter in t.parameters:
             parameter.grad = None
     if t.average is not None:
-        t.average.update(window, skipped, t.rates.applied)
+        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
     t.rates.advance(skipped)
     return skipped
 
