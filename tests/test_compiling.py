@@ -23,7 +23,7 @@ from trainer.parallel import World
 from trainer.run import assemble, make_task
 from trainer.step import take_figures, train_window
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_a_compiler = pytest.mark.skipif(
     missing_for_compiling(CPU) is not None, reason=f"torch.compile: {missing_for_compiling(CPU)}"
 )
@@ -177,7 +177,7 @@ def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
     folder, problem = prepare_cache()
     assert folder is None
-    assert "can't be written; set TORCHINDUCTOR_CACHE_DIR" in str(problem)
+    assert "can't be written, torch's own is used; set TORCHINDUCTOR_CACHE_DIR" in str(problem)
 
 
 @pytest.mark.parametrize(("mode", "warm_up"), [("default", 1), ("reduce-overhead", 3)])
@@ -218,13 +218,15 @@ def test_gradients_stay_in_place_for_cuda_graphs() -> None:
 
 
 def test_the_number_of_shapes_is_not_torchs_eight() -> None:
-    compiling._allow_many_shapes()
+    compiling._set_up_torch()
     assert torch._dynamo.config.cache_size_limit >= 128
 
 
 def test_cuda_graphs_are_of_the_whole_model() -> None:
     with pytest.raises(ValueError, match=r"use compile\.scope=model"):
         CompileConfig(mode="reduce-overhead", scope="blocks")
-    assert CompileConfig(mode="max-autotune").torch_mode == "max-autotune"
-    blocks = CompileConfig(mode="max-autotune", scope="blocks")
-    assert (blocks.torch_mode, blocks.cuda_graphs, blocks.warm_up) == ("max-autotune-no-cudagraphs", False, 1)
+    whole, blocks = (CompileConfig(mode="max-autotune", scope=scope) for scope in ("model", "blocks"))
+    assert whole.torch_mode(CUDA) == "max-autotune"
+    assert whole.torch_mode(CPU) == blocks.torch_mode(CUDA) == "max-autotune-no-cudagraphs"
+    assert (blocks.cuda_graphs, blocks.warm_up) == (False, 1)
+    assert CompileConfig(mode="reduce-overhead").torch_mode(CPU) == "default"

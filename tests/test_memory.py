@@ -170,15 +170,82 @@ def test_within_a_budget_only_some_blocks_are_checkpointed_and_no_bit_changes() 
     middle = (cost.least + cost.kept()) / 2 / (1 << 30)
     memory = {"checkpointing": "budget", "budget_gib": middle}
     (note,) = assemble_alone(make_recipe(**{**SMALL, **sections, "memory": memory}), task).notes
-    found = re.search(r"checkpointing: (\d) of 4 modules; .* keeps ([\d.]+) MiB .* instead of ([\d.]+)", note)
+    found = re.search(r"checkpointing: (.*); a micro-batch keeps ([\d.]+) MiB .* instead of ([\d.]+)", note)
     assert found is not None, note
-    assert 0 < int(found[1]) < 4
+    assert 0 < len(found[1].split(", ")) < 4
     assert float(found[2]) <= middle * 1024 + 0.05 < float(found[3])
     assert re.search(r"for about \d+% more time", note)
     plain_losses, plain = train(**sections)
     losses, state = train(**sections, memory=memory)
     assert losses == plain_losses
     assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "memory", [{"checkpointing": "blocks"}, {"checkpointing": "names", "names": ["blocks.1"]}]
+)
+def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None:
+    """Not a model that was only measured: the one that the training step calls."""
+    recipe = make_recipe(**{**SMALL, "memory": memory, "model": {"width": 8, "blocks": [2, 2]}})
+    task = make_task(recipe)
+    parts = assemble_alone(recipe, task)
+    (note,) = parts.notes
+    found = re.search(r"keeps ([\d.]+) MiB", note)
+    assert found is not None
+    held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in parts.training.parameters}
+    alive: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        held.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        task.loss(parts.training.replica, blank_batch(task, 16, torch.device("cpu")))
+    assert sum(held.values()) / (1 << 20) == pytest.approx(float(found[1]), abs=0.06)
+
+
+def test_of_two_blocks_that_save_as_much_the_cheaper_is_chosen() -> None:
+    cost = ModelCost({"dear": BlockCost(10, 100, 0.0), "cheap": BlockCost(10, 1, 0.0)}, 5)
+    assert cheapest(cost, 15) == ["cheap"]
+
+
+SYNTHETIC: dict[str, Any] = {
+    "data": {
+        **{"name": "synthetic", "image_size": 32, "classes": 10, "samples": 8},
+        **{"global_batch": 2, "micro_batch": 2},
+    },
+    "max_windows": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "message"),
+    [
+        ("resnet18", ["layer1.0.relu"], "changes its input in place"),
+        ("resnet18", ["relu"], "changes its input in place"),
+        ("vit_b_32", ["encoder.layers.*.self_attention.out_proj"], "never calls 'encoder.layers"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], message: str) -> None:
+    data = SYNTHETIC["data"] | {"image_size": 32 if name == "resnet18" else 224}
+    recipe = make_recipe(
+        **SYNTHETIC | {"data": data}, model={"name": name}, memory={"checkpointing": "names", "names": names}
+    )
+    with pytest.raises(BadInputError, match=message):
+        assemble_alone(recipe, make_task(recipe))
+
+
+@pytest.mark.parametrize("names", [["features.denseblock1"], ["features.denseblock*.denselayer*"]])
+def test_blocks_that_pass_lists_are_computed_again_too(names: list[str]) -> None:
+    losses = []
+    for memory in ({}, {"checkpointing": "names", "names": names}):
+        recipe = make_recipe(**SYNTHETIC, model={"name": "densenet121"}, memory=memory)
+        parts = assemble_alone(recipe, make_task(recipe))
+        parts.training.replica.train()
+        train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+        losses.append([float(parts.training.loss), float(parts.training.parameters[0].detach().sum())])
+    assert losses[0] == losses[1]
 
 
 def test_a_budget_that_cannot_be_met_is_refused() -> None:

@@ -117,6 +117,7 @@ def test_the_average_moves_every_few_windows_by_as_much() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     average = WeightAverage(model, AverageConfig(decay=0.9, every=4, on_cpu=True))
+    average._moved = 1000
     nn.init.constant_(model.weight, 2.0)
     seen = []
     for window in range(1000, 1008):
@@ -125,6 +126,38 @@ def test_the_average_moves_every_few_windows_by_as_much() -> None:
     assert seen[:3] == [1.0] * 3
     assert seen[3:7] == pytest.approx([2 - 0.9**4] * 4)
     assert seen[7] == pytest.approx(2 - 0.9**8)
+
+
+def test_one_cycle_is_torchs() -> None:
+    """From 1/25 of the peak up along a cosine; torch's goes down to 1/10,000 of that, ours to 0."""
+    ours = schedule(OptimConfig(lr=1.0, schedule="one-cycle", warmup=0.3), 100)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 101, pct_start=0.3, cycle_momentum=False)
+    assert theirs.get_last_lr()[0] == pytest.approx(0.04)
+    assert 0.04 < ours[0] < 0.05
+    for update in range(29):
+        optimizer.step()
+        theirs.step()
+        assert ours[update] == pytest.approx(theirs.get_last_lr()[0], abs=0.03)
+
+
+def test_the_average_catches_up_in_the_last_window_and_counts_what_it_missed() -> None:
+    """Also where some windows made no update: it moves for those that did since it moved last."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    host, device = (WeightAverage(model, AverageConfig(decay=0.9, every=4)) for _ in range(2))
+    nn.init.constant_(model.weight, 2.0)
+    host._moved = 1000
+    device._moved_at.fill_(1000)
+    for window in range(1000, 1007):
+        host.update(window, None, torch.zeros(1), last=window == 1006)
+    assert next(host.model.parameters()).item() == pytest.approx(2 - 0.9**7)
+    applied = torch.tensor([1000])
+    for window in range(1000, 1007):
+        skipped = torch.tensor(float(window in (1001, 1003)))  # the second of them is the fourth window
+        device.update(window, skipped, applied, last=window == 1006)
+        applied += 1 - skipped.to(torch.int64)
+    assert next(device.model.parameters()).item() == pytest.approx(2 - 0.9**5)
 
 
 def test_cosine_is_torchs_after_the_warm_up() -> None:
@@ -166,6 +199,8 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
         nn.init.constant_(model.weight, 1.0)
         on_host, on_device = (WeightAverage(model, AverageConfig(decay=0.9)) for _ in range(2))
         nn.init.constant_(model.weight, 2.0)
+        on_host._moved = updates[0][0]
+        on_device._moved_at.fill_(updates[0][0])
         for applied, skipped in updates:
             if not skipped:
                 on_host.update(applied, None, torch.zeros(1))

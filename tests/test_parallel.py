@@ -76,6 +76,18 @@ def test_a_static_graph_with_accumulation_is_refused() -> None:
     check_request(recipe, make_task(recipe), 4)
 
 
+def told(world: World) -> tuple[bool, bool]:
+    config = ParallelConfig(static_graph=True)
+    replica: Any = replicate(nn.Linear(2, 2), world.group, config, CPU)
+    return replica.static_graph, replica.find_unused_parameters
+
+
+def test_ddp_is_told(ranks: Ranks) -> None:
+    assert ranks.run(2, told) == [(True, False)] * 2
+    with pytest.raises(ValueError, match="set one"):
+        ParallelConfig(static_graph=True, find_unused_parameters=True)
+
+
 class Forked(nn.Module):
     """Uses only one of its two layers."""
 
@@ -166,6 +178,29 @@ def test_synchronised_batchnorm_is_batchnorm_of_all_ranks_samples(
         assert answer["state"].keys() == right["state"].keys()
         for name, tensor in right["state"].items():
             assert torch.allclose(answer["state"][name], tensor, atol=1e-12), name
+
+
+def low_precision(world: World, low: torch.dtype) -> list[torch.Tensor]:
+    assert world.group is not None
+    layer = nn.BatchNorm1d(3)
+    synchronise_batchnorm(layer, world.group)
+    torch.manual_seed(world.rank)
+    x = (torch.randn(64, 3) * 100 + 1000).to(low)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    assert layer.running_mean is not None
+    return [x.float(), output.detach(), layer.running_mean]
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_statistics_of_low_precision_input_are_in_fp32(ranks: Ranks, low: torch.dtype) -> None:
+    answers = ranks.run(2, low_precision, low)
+    x = torch.cat([x for x, _, _ in answers])
+    for own, output, mean in answers:
+        assert output.dtype == low
+        right = (own - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        assert torch.allclose(output.float(), right, atol=0.02)
+        assert torch.allclose(mean, 0.1 * x.mean(0), rtol=1e-5)
 
 
 def synchronised_training(world: World, values: dict[str, Any]) -> Any:

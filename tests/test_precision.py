@@ -1,5 +1,6 @@
 """Promise: AMP does what it should, also when it overflows, and no update is counted that wasn't made."""
 
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.mixing import RegularizationConfig
-from trainer.models import ModelConfig
+from trainer.models import ModelConfig, build_model
 from trainer.nonfinite import FirstNonFinite
-from trainer.precision import PrecisionConfig, check_precision, keep_in_fp32, set_matmul_mode
+from trainer.precision import PrecisionConfig, check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
 from trainer.step import take_figures, train_window
@@ -212,7 +213,7 @@ class Widths(nn.Module):
 def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
     model = Widths()
     names = list(model.state_dict())
-    keep_in_fp32(model, ["inner", "l*st"], torch.device("cpu"))
+    keep_in_fp32(fp32_modules(model, ["inner", "l*st"]).values(), torch.device("cpu"))
     with torch.autocast("cpu", low):
         output = model(torch.randn(3, 2))
     assert model.seen == {
@@ -221,6 +222,34 @@ def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
     output.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert list(model.state_dict()) == names
+
+
+class Named(nn.Module):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.T
+
+
+def test_named_arguments_come_in_fp32_too() -> None:
+    module = Named()
+    keep_in_fp32([module], torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x=torch.ones(2, 2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("encoder.layers.encoder_layer_0.self_attention.out_proj", "only read by the attention around it"),
+        ("features", "is a list of modules; use 'features"),
+    ],
+)
+def test_what_nobody_calls_cannot_be_kept_in_fp32(name: str, message: str) -> None:
+    model: nn.Module = nn.Module()
+    model.features = nn.ModuleList([nn.Linear(2, 2)])
+    if name != "features":
+        model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
+    with pytest.raises(BadInputError, match=message):
+        fp32_modules(model, [name])
 
 
 def test_in_a_run_too_and_in_its_average() -> None:
@@ -286,6 +315,7 @@ class Breaking(nn.Module):
         ("module", "output of two"),
         ("between", "input of two"),
         ("backward", "gradient of the output of the model"),
+        ("weights", "weights of two"),
         ("nowhere", None),
     ],
 )
@@ -295,17 +325,19 @@ def test_the_first_that_is_not_finite_is_named(
     model = Breaking(where)
     nn.init.constant_(model.two.weight, 1e30 if where == "module" else 0.1)
     watched = FirstNonFinite(model, torch.device("cpu"), None)
+    if where == "weights":
+        nn.init.constant_(model.two.bias, float("nan"))
     output = model(torch.ones(4, 2))
     (output.float() * 1e6).sum().backward()
-    watched.explain({"kind": "train", "window": 7, "first_nonfinite": float(watched.take())})
+    watched.end_window(6)
+    watched.end_window(7)
+    watched.explain({"kind": "train", "window": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
     if place is None:
         assert not error
     else:
-        assert (
-            error == f"trainer: window 7: since the last row, the first that wasn't finite was the {place}\n"
-        )
-    assert float(watched.take()) == -1, "each row starts anew"
+        assert error == f"trainer: window 7: the first that wasn't finite was the {place}\n"
+    assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 
 def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,6 +353,6 @@ def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert t.nonfinite is not None
     for window in range(6):
         train_window(t, batches, window)
-        first = float(take_figures(t)["first_nonfinite"])
-        t.nonfinite.explain({"kind": "train", "window": window, "first_nonfinite": first})
-    assert "the first that wasn't finite was the output of " in capsys.readouterr().err
+    figures = {name: float(figure) for name, figure in take_figures(t).items()}
+    t.nonfinite.explain({"kind": "train", "window": 6, **figures})
+    assert re.search(r"window [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

@@ -1,5 +1,6 @@
 """Promise: mixup, CutMix and stochastic depth are what their papers say, and keyed by the shard."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from trainer.config import validated
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
+from trainer.memory import blocks
 from trainer.mixing import RegularizationConfig, mix
 from trainer.models import ModelConfig, build_model
 from trainer.recipe import Recipe
@@ -100,6 +102,12 @@ def test_the_loss_is_that_of_the_mixed_target(smoothing: float) -> None:
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
+def test_padding_is_never_mixed_into_samples() -> None:
+    values = {"epochs": 1, "window": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
+    with pytest.raises(BadInputError, match=r"would mix the padding .* use window\.last=cross"):
+        validated(Recipe, values, "mine")
+
+
 def test_padding_counts_for_nothing_when_mixed() -> None:
     weight = torch.tensor([1.0, 1.0, 0.0])
     label = torch.tensor([1, 2, 3])
@@ -139,6 +147,11 @@ def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> Non
     if own:
         assert own[-1].p == 0.5
         assert own[0].p == pytest.approx(0.5 / len(own))
+    else:
+        hooks = [next(iter(m._forward_hooks.values())) for m in hooked]
+        drops = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial)]
+        assert drops == sorted(drops)
+        assert (drops[-1], drops[0]) == (0.5, pytest.approx(0.5 / len(blocks(model))))
 
 
 def test_a_model_without_known_branches_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any], cu
     begun = go_on(first, range(cut))
     kept = saved(first)
     second = started(**sections)
-    load_tensors(second.training, kept)
+    load_tensors(second.training, cut, kept)
     assert begun + go_on(second, range(cut, 12)) == losses
     ended, wanted = saved(second), saved(whole)
     assert ended.keys() == wanted.keys() == {"model", "optimizer", "ema"}

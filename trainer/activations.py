@@ -5,6 +5,7 @@ what activation checkpointing costs, and a budget can be met with the least reco
 """
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from trainer.errors import BadInputError
 from trainer.memory import recompute
 
 _GIB = 1 << 30
+_TIMES, _LONG_SECONDS = 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,16 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
         named = {key: _leaf(value) for key, value in named.items()}
         inputs = [value for value in (*values, *named.values()) if isinstance(value, torch.Tensor)]
         inside = KeptBytes((*model.parameters(), *inputs))
+        versions = [value._version for value in inputs]
         with torch.enable_grad(), inside.counting(), FlopCounterMode(display=False) as flops:
             saved = inside.bytes_without(original(*values, **named))
-        started = _now(inputs)
-        output = original(*values, **named)
-        costs[name] = BlockCost(saved, flops.get_total_flops(), _now(inputs) - started)
+        if versions != [value._version for value in inputs]:
+            raise BadInputError(
+                f"activation checkpointing: '{name}' changes its input in place and can't be computed "
+                "twice; choose what lies around it"
+            )
+        output, seconds = _timed(lambda: original(*values, **named), inputs)
+        costs[name] = BlockCost(saved, flops.get_total_flops(), seconds)
         return output
 
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -130,7 +137,7 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
     return ModelCost(costs, least.bytes_without())
 
 
-def cheapest(cost: ModelCost, budget: int) -> list[str]:
+def cheapest(cost: ModelCost, budget: float) -> list[str]:
     """Blocks to checkpoint so that what is kept fits, with little recomputation.
 
     Greedy by operations per byte that it saves, then without those that turned out not to be needed. A
@@ -168,10 +175,8 @@ def cheapest(cost: ModelCost, budget: int) -> list[str]:
 def seconds_of_step(model: nn.Module, forward: Callable[[], Any], device: torch.device) -> float:
     """Duration of a forward and backward pass; gradients and buffers are as before afterwards."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    marker = [torch.empty(0, device=device)]
-    started = _now(marker)
-    forward().backward()
-    seconds = _now(marker) - started
+    forward().backward()  # warms up: the first has memory to find and kernels to choose
+    _, seconds = _timed(lambda: forward().backward(), [torch.empty(0, device=device)])
     for parameter in model.parameters():
         parameter.grad = None
     for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -182,8 +187,19 @@ def seconds_of_step(model: nn.Module, forward: Callable[[], Any], device: torch.
 def _leaf(value: Any) -> Any:
     # In training most inputs depend on parameters; a block keeps more for those than for data.
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
+        with torch.enable_grad():  # and no leaf, which a block might not change in place
+            return value.detach().requires_grad_().clone()
     return value
+
+
+def _timed(work: Callable[[], Any], where: Sequence[torch.Tensor]) -> tuple[Any, float]:
+    """What work returns, and its duration in seconds: the median of three, of one if that takes long."""
+    seconds: list[float] = []
+    while len(seconds) < _TIMES and sum(seconds) < _LONG_SECONDS:
+        started = _now(where)
+        result = work()
+        seconds.append(_now(where) - started)
+    return result, statistics.median(seconds)
 
 
 def _now(tensors: Sequence[torch.Tensor]) -> float:

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
@@ -16,6 +16,12 @@ class AverageConfig(Section):
     every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
     on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
 
+    @model_validator(mode="after")
+    def _without_a_decay_there_is_none(self) -> "AverageConfig":
+        if not self.decay and (self.every > 1 or self.on_cpu):
+            raise ValueError("ema.every and ema.on_cpu have no effect without ema.decay, such as 0.999")
+        return self
+
 
 class WeightAverage:
     """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
@@ -23,9 +29,10 @@ class WeightAverage:
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         """Starts from the weights as they are."""
         self._config = config
-        self._decay = config.decay**config.every
+        self._moved = 0  # windows at the last movement
         self._weights = [parameter.data for parameter in model.parameters()]
         self._device = self._weights[0].device
+        self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
         self.model = copy.deepcopy(model).requires_grad_(False)
         self._staging: _Staging | None = None
         if config.on_cpu and self._device.type != "cpu":
@@ -34,8 +41,10 @@ class WeightAverage:
         self._average = [parameter.data for parameter in self.model.parameters()]
         self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
 
-    def update(self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor) -> None:
-        """Moves towards the weights after a window.
+    def update(
+        self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
+    ) -> None:
+        """Moves towards the weights after a window, if it is due: for all updates since it moved last.
 
         At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
         TensorFlow's ExponentialMovingAverage.
@@ -44,13 +53,30 @@ class WeightAverage:
             window: Its number; without a scaler that is the number of updates before it.
             skipped: float (), on the device: 1 if there was no update; None where that can't be.
             applied: int64 (1,), on the device: updates before this window's.
+            last: Whether it is the run's last, after which the average moves in any case.
         """
-        if (window + 1) % self._config.every:
+        done, decay = window + 1, self._config.decay
+        if done % self._config.every and not last:
             return
         if skipped is None:
-            self._move(max(1 - self._decay, 9 / (10 + window)))
+            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + window)))
+            self._moved = done
         else:
-            self._move((9 / (10 + applied[0])).clamp_(min=1 - self._decay) * (1 - skipped))
+            # Windows of which only the device knows whether they made an update.
+            updates = applied + (1 - skipped).to(torch.int64)
+            missed = updates - self._moved_at
+            share = torch.maximum(1 - decay**missed, 9 / (10 + applied)) * (missed > 0)
+            self._move(share[0])
+            self._moved_at.copy_(updates)
+
+    def go_on(self, window: int) -> None:
+        """Continues after so many windows, the average and `moved_at` having been restored."""
+        self._moved = window - window % self._config.every
+
+    @property
+    def moved_at(self) -> torch.Tensor:
+        """int64 (1,): updates at the last movement; counted only where the scaler may skip some."""
+        return self._moved_at
 
     def _move(self, share: float | torch.Tensor) -> None:
         if self._staging is None:

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
+        if message.startswith("unrecognized arguments") and message.endswith("]"):
+            message += "; quote what holds blanks: --set 'KEY=[A, B]'"
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:
@@ -53,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument(
         "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
+    )
+    train.add_argument(
+        "--resume",
+        choices=("auto", "newest", "force", "never"),
+        default="auto",
+        help="auto: go on with the run in --out, if there is one and its configuration is the same; newest: "
+        "with the newest run of the recipe; force: also with a changed configuration (default: auto)",
     )
     train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
     train.add_argument(

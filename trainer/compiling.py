@@ -1,6 +1,7 @@
 """torch.compile: of the whole model or block by block, with a clear line where it can't be done."""
 
 import functools
+import logging
 import os
 import shutil
 import sys
@@ -39,11 +40,13 @@ class CompileConfig(Section):
             )
         return self
 
-    @property
-    def torch_mode(self) -> str:
-        """torch's name of the mode; blocks have no CUDA graphs: they would share the graphs' memory."""
-        graphless = self.mode == "max-autotune" and not self.cuda_graphs
-        return "max-autotune-no-cudagraphs" if graphless else self.mode
+    def torch_mode(self, device: torch.device) -> str:
+        """torch's name of the mode; CUDA graphs only of a whole model (blocks would share their memory)."""
+        if self.cuda_graphs and device.type == "cuda":
+            return self.mode
+        return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+            self.mode, self.mode
+        )
 
     @property
     def warm_up(self) -> int:
@@ -95,21 +98,21 @@ def prepare_cache() -> tuple[Path | None, str | None]:
         os.environ[CACHE_VARIABLE] = str(folder)
         return folder, None
     os.environ.pop(CACHE_VARIABLE, None)
-    return None, f"compile cache {folder} can't be written; set {CACHE_VARIABLE} to a folder of yours"
+    return None, f"compile cache {folder} can't be written, torch's own is used; set {CACHE_VARIABLE}"
 
 
-def compile_model(model: nn.Module, config: CompileConfig) -> Callable[..., Any]:
+def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Callable[..., Any]:
     """The whole model, compiled; the model itself stays as it is, for evaluation."""
-    _allow_many_shapes()
-    compiled: Callable[..., Any] = torch.compile(model, mode=config.torch_mode, dynamic=False)
+    _set_up_torch()
+    compiled: Callable[..., Any] = torch.compile(model, mode=config.torch_mode(device), dynamic=False)
     return compiled
 
 
-def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, device: torch.device) -> None:
     """Compiles blocks in place for training; in evaluation they run as they are."""
-    _allow_many_shapes()
+    _set_up_torch()
     for block in blocks:
-        compiled = torch.compile(block.forward, mode=config.torch_mode, dynamic=False)
+        compiled = torch.compile(block.forward, mode=config.torch_mode(device), dynamic=False)
         block.forward = functools.partial(_choose, block, compiled, block.forward)
 
 
@@ -120,7 +123,9 @@ def _choose(
     return (compiled if block.training else original)(*values, **named)
 
 
-def _allow_many_shapes() -> None:
+def _set_up_torch() -> None:
     import torch._dynamo  # here: it takes three seconds
 
+    # On a machine without a GPU it says with each compilation that there is none.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch._dynamo.config.cache_size_limit = max(_MOST_SHAPES, torch._dynamo.config.cache_size_limit)

@@ -91,6 +91,8 @@ def override(values: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         dotted, equals, text = setting.partition("=")
         names = dotted.strip().split(".")
+        if equals and not text.strip():
+            raise BadInputError(f"--set {setting}: the value is missing; give one (null where none is meant)")
         if not equals or not all(names):
             raise BadInputError(f"--set {setting}: give KEY=VALUE, such as --set optim.lr=0.1")
         value = parse_yaml(text, f"--set {setting}")
@@ -133,7 +135,8 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     known = [key.name for key in describe(model)]
     dotted = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key '{dotted}'{_nearest_key(dotted, known)}{more}"
+        inside = problem["input"]
+        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
     # A union's location ends with the name of the member that was tried.
     while location and ".".join(location) not in known:
         location.pop()
@@ -141,16 +144,22 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
-        what = "a section: give a mapping of its keys"
+        what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
+    if problem["type"] == "tuple_type":
+        what = f"a list is wanted, such as --set '{dotted}=[{problem['input']}]'"
+    if problem["type"] == "literal_error":
+        what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
-        return f"{dotted}: {what}{more}"
+        return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
     given = str(problem["input"])
     given = given if len(given) < 60 else given[:57] + "..."
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
 
 
-def _nearest_key(dotted: str, known: list[str]) -> str:
+def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
     head, _, tail = dotted.rpartition(".")
+    if is_section:
+        return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
     beside = [key for key in known if key.rpartition(".")[0] == head]
     same_tail = [key for key in known if key.rpartition(".")[2] == tail]
     if same_tail:

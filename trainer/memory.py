@@ -2,7 +2,8 @@
 
 import functools
 import resource
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -27,7 +28,7 @@ class MemoryConfig(Section):
     every: int = Field(1, ge=1, description="checkpoint every n-th block (blocks)")
     names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
     budget_gib: float | None = Field(
-        None, gt=0, description="GiB that the activations of one micro-batch may take (budget)"
+        None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
     )
 
     @model_validator(mode="after")
@@ -73,9 +74,8 @@ def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Mod
         chosen = matching(modules, config.names, "memory.names")
         # "layer4.*" means layer4.0, not all that lies below it as well.
         outermost = [n for n in chosen if not any(n.startswith(f"{other}.") for other in chosen)]
-        uncalled = [n for n in outermost if isinstance(modules[n], nn.ModuleList | nn.ModuleDict)]
-        if uncalled:
-            raise BadInputError(f"memory.names: '{uncalled[0]}' is a list of modules; use '{uncalled[0]}.*'")
+        for name in outermost:
+            refuse_a_list(name, modules[name], "memory.names")
         return {name: modules[name] for name in outermost}, outermost
     found = blocks(model)
     if not found:
@@ -86,10 +86,22 @@ def candidates(config: MemoryConfig, model: nn.Module) -> tuple[dict[str, nn.Mod
     return found, list(found)[:: config.every]
 
 
+def refuse_a_list(name: str, module: nn.Module, key: str) -> None:
+    """Raises BadInputError for a module that nobody calls: a list or dictionary of others."""
+    if type(module).forward is nn.Module.forward:
+        raise BadInputError(f"{key}: '{name}' is a list of modules; use '{name}.*'")
+
+
 def recompute(module: nn.Module) -> None:
     """Checkpoints a module, in place; names of parameters stay as they are."""
+    module.forward = functools.partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    # A list is copied: torchvision's densenet appends to it before the block is computed again.
     # Non-reentrant: works with DDP, no_sync and torch.compile (torch.utils.checkpoint's advice).
-    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    copies = (list(value) if isinstance(value, list) else value for value in values)
+    return checkpoint(forward, *copies, use_reentrant=False, **named)
 
 
 def used_memory(device: torch.device) -> int:

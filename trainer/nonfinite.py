@@ -1,7 +1,7 @@
 """Finds the module that first produced a NaN or an infinity (`precision.debug`).
 
-Each module's inputs, output and the gradient of its output are looked at on the device. Where nothing
-was wrong before, the first that is wrong tells where to look; it is read late, with the other figures.
+Each module's weights, inputs, output and the gradient of its output are looked at on the device. The first
+of a run that is wrong tells where to look; it is read late, with the other figures.
 """
 
 import functools
@@ -13,6 +13,8 @@ from torch import distributed as dist, nn
 from trainer.observe.console import warn
 from trainer.observe.log import Row
 
+_NONE = (1 << 63) - 1
+
 
 class FirstNonFinite:
     """Flags on the device, one for each place that is looked at, in the order of their first use."""
@@ -22,33 +24,49 @@ class FirstNonFinite:
         modules = list(model.named_modules())
         self._group = group
         self._places: dict[str, int] = {}
-        # Three for each module, and one that stands for none.
-        self._flags = torch.zeros(3 * len(modules) + 1, dtype=torch.bool, device=device)
+        # Four for each module, and one that stands for none.
+        self._flags = torch.zeros(4 * len(modules) + 1, dtype=torch.bool, device=device)
+        self._first = torch.full((), _NONE, device=device)
         for name, module in modules:
             label = name or "the model"
-            module.register_forward_pre_hook(functools.partial(self._before, f"input of {label}"))
+            module.register_forward_pre_hook(functools.partial(self._before, label))
             module.register_forward_hook(functools.partial(self._after, label))
 
-    def take(self) -> torch.Tensor:
-        """Number of the first place, -1 for none: float64 (), over all ranks, since the last call."""
+    def end_window(self, window: int) -> None:
+        """Remembers where the window was wrong first, if it was and none before."""
         self._flags[-1] = True
-        first = self._flags.to(torch.uint8).argmax()
+        place = self._flags.to(torch.uint8).argmax()
+        found = torch.where(place < len(self._flags) - 1, place + window * len(self._flags), _NONE)
+        self._first = torch.minimum(self._first, found)
+        self._flags.zero_()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Window and number of the first place, over all ranks and since the last call, each (); -1: none."""
+        first, self._first = self._first, torch.full_like(self._first, _NONE)
         if self._group is not None:
             dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
-        none = first == len(self._flags) - 1
-        self._flags.zero_()
-        return torch.where(none, -1, first).to(torch.float64)
+        none = first == _NONE
+        window, place = first // len(self._flags), first % len(self._flags)
+        return {
+            "nonfinite_window": torch.where(none, -1, window),
+            "nonfinite_place": torch.where(none, -1, place),
+        }
 
     def explain(self, row: Row) -> None:
         """A sink: names the place on standard error, if the windows of the row had one."""
-        number = int(row.get("first_nonfinite", -1))
+        number = int(row.get("nonfinite_place", -1))
         if number >= 0:
             place = next(name for name, place in self._places.items() if place == number)
-            warn(f"window {row['window']}: since the last row, the first that wasn't finite was the {place}")
+            window = int(row["nonfinite_window"]) + 1
+            warn(f"window {window}: the first that wasn't finite was the {place}")
 
-    def _before(self, place: str, module: nn.Module, inputs: Any) -> None:
-        for value in inputs if module.training else ():
-            self._look(place, value)
+    def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
+        if not module.training:
+            return
+        for weights in module.parameters(recurse=False):
+            self._look(f"weights of {label}", weights)
+        for value in inputs:
+            self._look(f"input of {label}", value)
 
     def _after(self, label: str, module: nn.Module, _inputs: Any, output: Any) -> None:
         if not module.training:

@@ -51,9 +51,11 @@ class OptimConfig(Section):
     clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
     @model_validator(mode="after")
-    def _the_decay_comes_after_the_warm_up(self) -> "OptimConfig":
+    def _parts_come_one_after_the_other(self) -> "OptimConfig":
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise ValueError("optim.warmup and optim.decay are together more than the run")
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("optim.milestones must rise, such as [0.3, 0.6, 0.9]")
         return self
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +41,15 @@ class ParallelConfig(Section):
         False,
         description="let DDP look for parameters that a step doesn't use; costs time each step",
     )
+
+    @model_validator(mode="after")
+    def _a_static_graph_is_known(self) -> "ParallelConfig":
+        if self.static_graph and self.find_unused_parameters:
+            raise ValueError(
+                "parallel.static_graph says that all parameters are used, find_unused_parameters looks: "
+                "set one"
+            )
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Number formats: what autocast computes in, and the loss scale that fp16 needs."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from trainer.config import Section
 from trainer.errors import BadInputError
+from trainer.memory import refuse_a_list
 from trainer.names import matching
 
 
@@ -68,20 +69,27 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
     return torch.autocast(device.type, dtype)
 
 
-def keep_in_fp32(model: nn.Module, patterns: Sequence[str], device: torch.device) -> None:
-    """Lets modules compute in float32 whatever autocast says, in place; names stay as they are.
-
-    Args:
-        model: Holds the modules.
-        patterns: Patterns on their names, see `names.matching`.
-        device: Whose autocast is switched off.
+def fp32_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that `precision.keep_fp32` names, by name (see `names.matching`).
 
     Raises:
-        BadInputError: If a pattern matches no module.
+        BadInputError: If a pattern matches none, or one that nobody calls.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    for name in matching(modules, patterns, "precision.keep_fp32"):
-        modules[name].forward = functools.partial(_in_fp32, modules[name].forward, device.type)
+    names = matching(modules, patterns, "precision.keep_fp32")
+    for name in names:
+        refuse_a_list(name, modules[name], "precision.keep_fp32")
+        if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise BadInputError(
+                f"precision.keep_fp32: '{name}' is only read by the attention around it; name that"
+            )
+    return {name: modules[name] for name in names}
+
+
+def keep_in_fp32(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Lets modules compute in float32 whatever autocast says, in place; names stay as they are."""
+    for module in modules:
+        module.forward = functools.partial(_in_fp32, module.forward, device.type)
 
 
 def _in_fp32(forward: Callable[..., Any], device_type: str, *values: Any, **named: Any) -> Any:

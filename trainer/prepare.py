@@ -12,17 +12,20 @@ from trainer.activations import ModelCost, cheapest, measure, seconds_of_step
 from trainer.average import WeightAverage
 from trainer.compiling import compile_blocks, compile_model, missing_for_compiling, prepare_cache
 from trainer.data.loader import Batch
+from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
+from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
 from trainer.parallel import World, check_agreement, sum_over_ranks
-from trainer.precision import autocast, keep_in_fp32
+from trainer.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
 from trainer.tasks import Task
 from trainer.weights import load_initial
 
 _MIB = 1 << 20
+_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Prepared:
     Attributes:
         model: The model itself.
         call: What is called in training: the model, or compiled.
+        compiled: Whether torch.compile is in use.
         average: Moving average of its weights, or None.
         nonfinite: Looks for NaNs, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs.
@@ -40,6 +44,7 @@ class Prepared:
 
     model: nn.Module
     call: Callable[..., Any]
+    compiled: bool
     average: WeightAverage | None
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
@@ -65,8 +70,14 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     if recipe.parallel.sync_batchnorm and world.group is not None:
-        synchronise_batchnorm(model, world.group)
-    keep_in_fp32(model, recipe.precision.keep_fp32, device)
+        notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
+    if kept := fp32_modules(model, recipe.precision.keep_fp32):
+        keep_in_fp32(kept.values(), device)
+        notes.append(f"in float32: {_few(list(kept))}")
+    if recipe.optim.name == "muon":
+        matrices = hidden_matrices(model)
+        others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
+        notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
     # The average is a copy of the model as it is here: evaluation needs none of what follows.
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
@@ -74,12 +85,16 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     notes.extend(cost_of_checkpointing)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
-        compile_blocks(blocks(model).values(), recipe.compile)
+        compile_blocks(blocks(model).values(), recipe.compile, device)
     for module in checkpointed:
         recompute(module)
-    call = compile_model(model, recipe.compile) if compiled and recipe.compile.scope == "model" else model
+    call = (
+        compile_model(model, recipe.compile, device)
+        if compiled and recipe.compile.scope == "model"
+        else model
+    )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, average, nonfinite, graphs, notes)
+    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
 
 
 def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
@@ -93,6 +108,11 @@ def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
     uniforms = task.train_data.uniforms + task.uniforms
     uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
     return Batch(fields, None, uniform, micro_batch)
+
+
+def _few(names: list[str]) -> str:
+    more = f", … ({len(names)} modules)" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
 
 
 def _choose_checkpointed(
@@ -112,14 +132,24 @@ def _choose_checkpointed(
 
     model.train()
     cost = measure(model, possible, forward)
+    if uncalled := [name for name in chosen if name not in cost.blocks]:
+        raise BadInputError(
+            f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
+            "projection, whose weights it reads); name what lies around it"
+        )
     if config.budget_gib is not None:
-        chosen = cheapest(cost, int(config.budget_gib * (1 << 30)))
+        chosen = cheapest(cost, config.budget_gib * (1 << 30))
     return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
 
 
 def _cost_line(
     model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
 ) -> str:
+    if not chosen:
+        kept = f"{cost.kept() / _MIB:,.1f}"
+        return (
+            f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
+        )
     originals = {name: model.get_submodule(name).forward for name in chosen}
     for name in chosen:
         recompute(model.get_submodule(name))
@@ -127,9 +157,10 @@ def _cost_line(
     for name, original in originals.items():
         model.get_submodule(name).forward = original
     again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
-    more = again / max(step - again, 1e-9)
+    # The rest of a step is at least the backward pass of what is computed again.
+    more = again / max(step - again, again)
     return (
-        f"activation checkpointing: {len(chosen)} of {len(cost.blocks)} modules; a micro-batch keeps "
+        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
         f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "
         f"{more:.0%} more time (measured here without compiling)"
     )

@@ -16,6 +16,7 @@ from trainer.optim import OptimConfig
 from trainer.parallel import ParallelConfig
 from trainer.plan import WindowConfig
 from trainer.precision import PrecisionConfig
+from trainer.resume import CheckpointConfig
 
 
 class Recipe(Section):
@@ -42,6 +43,7 @@ class Recipe(Section):
     regularization: RegularizationConfig = RegularizationConfig()
     parallel: ParallelConfig = ParallelConfig()
     log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "Recipe":
@@ -50,6 +52,11 @@ class Recipe(Section):
             raise ValueError(
                 "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
                 "nothing to mix; use a larger one or 0"
+            )
+        if mixing and self.window.last == "weighted":
+            raise ValueError(
+                "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
+                "use window.last=cross"
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")

@@ -25,7 +25,8 @@ _FREE = (
 )
 _SHOWN = 4
 
-Mode = Literal["auto", "force", "never"]
+Mode = Literal["auto", "newest", "force", "never"]
+ENDED = ("finished", "diverged")
 
 
 class CheckpointConfig(Section):
@@ -75,6 +76,18 @@ def read_stored(folder: Path) -> Stored | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInputError(f"{path} can't be read as a run's manifest; give another --out") from error
+
+
+def newest_run(root: Path, recipe: str) -> Path:
+    """The newest run folder of a recipe.
+
+    Raises:
+        BadInputError: If there is none.
+    """
+    folders = [path.parent for path in root.glob(f"{Path(recipe).stem}-*/manifest.json")]
+    if not folders:
+        raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
+    return max(folders, key=lambda folder: (folder / "manifest.json").stat().st_mtime)
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

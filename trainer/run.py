@@ -1,37 +1,22 @@
 """A run: assembled from its recipe, trained, and written to its folder."""
 
-import contextlib
-import json
-import math
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.batchnorm import WindowStatistics
-from trainer.config import config_hash
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.errors import BadInputError
-from trainer.evaluate import evaluate
-from trainer.limits import read_limits, threads_per_rank, workers_per_rank
-from trainer.loop import train
-from trainer.memory import candidates
-from trainer.names import matching
-from trainer.observe.console import Display, warn
-from trainer.observe.log import Meter, Sink
+from trainer.memory import blocks, candidates
 from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
-from trainer.parallel import World, check_agreement, joined_world, replicate
+from trainer.parallel import World, replicate
 from trainer.plan import Plan, Share, evaluation_share
-from trainer.precision import autocast, check_precision, make_scaler, set_matmul_mode
+from trainer.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
 from trainer.prepare import blank_batch, prepare_model
 from trainer.recipe import Recipe
-from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
-from trainer.step import Training, take_figures
+from trainer.step import Training
 from trainer.tasks import Task
 from trainer.tasks.classification import Classification
 from trainer.weights import load_initial
@@ -77,9 +62,12 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         )
     candidates(recipe.memory, model)
     parameter_groups(recipe.optim, model)
-    matching(
-        (name for name, _ in model.named_modules() if name), recipe.precision.keep_fp32, "precision.keep_fp32"
-    )
+    if recipe.compile.mode != "none" and recipe.compile.scope == "blocks" and not blocks(model):
+        raise BadInputError(
+            "compile.scope=blocks: the model has no repeated blocks (members of a Sequential or ModuleList); "
+            "use compile.scope=model"
+        )
+    fp32_modules(model, recipe.precision.keep_fp32)
     if recipe.model.init_from is not None:
         load_initial(model, recipe.model.init_from, recipe.model.fresh)
     if recipe.parallel.static_graph and plan.shards > world_size:
@@ -117,6 +105,7 @@ class Parts:
     loader: Loader
     evaluation_loader: Loader
     evaluation_share: Share
+    compiled: bool
     notes: list[str]
 
 
@@ -157,6 +146,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
         make_loader(source, device, recipe.data, workers),
         make_loader(Source(task.evaluation_data, held), device, recipe.data, min(workers, 2)),
         held,
+        prepared.compiled,
         prepared.notes,
     )
 

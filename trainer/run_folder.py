@@ -20,7 +20,7 @@ from torch import nn
 import trainer
 from trainer.config import config_hash
 from trainer.errors import BadInputError
-from trainer.observe.log import Sink, csv_sink, jsonl_sink, tensorboard_sink
+from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.preempt import Stopped
@@ -134,20 +134,31 @@ def _commit() -> str | None:
 
 
 @contextlib.contextmanager
-def open_folder(folder: Path, recipe: Recipe, manifest: dict[str, Any]) -> Iterator[list[Sink]]:
-    """Writes configuration and manifest, and opens the sinks that write to the folder."""
-    if (folder / "manifest.json").exists():  # an attempt before a restart
+def open_folder(
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0
+) -> Iterator[list[Sink]]:
+    """Writes configuration and manifest, and opens the sinks that write to the folder.
+
+    Args:
+        folder: The run folder.
+        recipe: The configuration.
+        manifest: From `make_manifest`.
+        window: Windows that were done before: rows of later ones, from an attempt that was lost, go.
+    """
+    if not window:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for file in (folder / "metrics.jsonl", *folder.glob("*.csv")):
+        keep_rows(file, window)
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
     write_json(folder / "manifest.json", manifest)
     with contextlib.ExitStack() as closing:
         sinks: list[Sink] = []
         if "jsonl" in recipe.log.sinks:
-            sinks.append(jsonl_sink(closing.enter_context((folder / "metrics.jsonl").open("w"))))
+            sinks.append(jsonl_sink(closing.enter_context((folder / "metrics.jsonl").open("a"))))
         if "csv" in recipe.log.sinks:
             sinks.append(csv_sink(folder))
         if "tensorboard" in recipe.log.sinks:
-            to_board, close_board = tensorboard_sink(folder / "tensorboard")
+            to_board, close_board = tensorboard_sink(folder / "tensorboard", window)
             closing.callback(close_board)
             sinks.append(to_board)
         try:
@@ -182,9 +193,17 @@ def _beside(path: Path) -> Iterator[Path]:
     beside = path.with_suffix(".tmp")
     try:
         yield beside
+        # safetensors makes files for the owner only.
+        beside.chmod(0o666 & ~_umask())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_space(folder: Path, model: nn.Module, copies: int) -> None:

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import torch
 
+from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
-from trainer.errors import BadInputError
+from trainer.errors import EXIT_DONE, BadInputError
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
-from trainer.run import check_request, device_kind, make_task, train_rank
-from trainer.run_folder import claim_folder, new_folder
+from trainer.resume import ENDED, check_resumable, newest_run, read_stored
+from trainer.run import check_request, device_kind, make_task
+from trainer.run_folder import claim_folder, new_folder, shown
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -27,7 +29,9 @@ def start(options: argparse.Namespace) -> int:
         return 0
     recipe = load_recipe(options.recipe, options.set)
     if is_rank(os.environ):
-        return run_rank(lambda: train_rank(recipe, options.recipe, _folder_of_rank(options, recipe)))
+        return run_rank(
+            lambda: train_rank(recipe, options.recipe, _folder_of_rank(options, recipe), options.resume)
+        )
     return _launch(options, recipe)
 
 
@@ -45,16 +49,29 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     check_request(recipe, make_task(recipe), ranks)
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
-    made = True
-    if options.out is None:
-        folder = new_folder(Path("runs"), options.recipe, recipe)
+    made = False
+    wanted = options.out or (newest_run(Path("runs"), options.recipe) if options.resume == "newest" else None)
+    if wanted is not None and (stored := read_stored(wanted)) is not None:
+        folder = wanted
+        if stored.status in ENDED:
+            print(f"{shown(folder)} is {stored.status} already; nothing to do")
+            return EXIT_DONE
+        check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
+    elif wanted is not None:
+        folder, made = wanted, claim_folder(wanted)
     else:
-        folder, made = options.out, claim_folder(options.out)
+        folder, made = new_folder(Path("runs"), options.recipe, recipe), True
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
-    arguments = ["train", options.recipe, *(word for setting in options.set for word in ("--set", setting))]
+    arguments = [
+        "train",
+        options.recipe,
+        "--resume",
+        options.resume,
+        *(word for setting in options.set for word in ("--set", setting)),
+    ]
     try:
         return launch(arguments, processes=ranks, threads=threads, environment=environment)
     finally:
@@ -96,7 +113,7 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
         return Path(os.environ[_FOLDER])
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if options.out is not None:
-        if not restarted and os.environ["RANK"] == "0":
+        if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
             claim_folder(options.out)
         return Path(options.out)
     if os.environ["RANK"] != "0":

@@ -20,12 +20,18 @@ def tensors_of(t: Training) -> Tensors:
     tensors = {"model": dict(t.model.state_dict()), "optimizer": dict(_optimizer_tensors(t))}
     if t.average is not None:
         t.average.catch_up()
+        tensors["optimizer"]["ema/moved_at"] = t.average.moved_at
         tensors["ema"] = dict(t.average.model.named_parameters())
     return tensors
 
 
-def load_tensors(t: Training, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def load_tensors(t: Training, window: int, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Puts saved tensors into a run, in place, each with the strides and on the device of its target.
+
+    Args:
+        t: The run, as it was assembled.
+        window: Windows done.
+        saved: As `tensors_of` gave them, with any strides.
 
     Raises:
         ValueError: If names or shapes aren't those of this run; nothing has been changed then.
@@ -42,6 +48,8 @@ def load_tensors(t: Training, saved: Mapping[str, Mapping[str, torch.Tensor]]) -
         for kind, tensors in targets.items():
             for name, target in tensors.items():
                 target.copy_(saved[kind][name])
+    if t.average is not None:
+        t.average.go_on(window)
     t.rates.look_up()
     t.statistics.reload()
 

@@ -111,6 +111,8 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     t.loss += window_loss
     skipped = _update(t, window)
     t.statistics.end_window(t.shards, skipped)
+    if t.nonfinite is not None:
+        t.nonfinite.end_window(window)
 
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:
@@ -123,7 +125,7 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     if t.scaler is not None:
         figures["loss_scale"] = scale_of(t.scaler)
     if t.nonfinite is not None:
-        figures["first_nonfinite"] = t.nonfinite.take()
+        figures |= t.nonfinite.take()
     return figures
 
 
@@ -148,7 +150,7 @@ def _update(t: Training, window: int) -> torch.Tensor | None:
         for parameter in t.parameters:
             parameter.grad = None
     if t.average is not None:
-        t.average.update(window, skipped, t.rates.applied)
+        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
     t.rates.advance(skipped)
     return skipped
 

@@ -30,18 +30,24 @@ def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
     Raises:
         BadInputError: If the file isn't safetensors, or names or shapes differ where `fresh` doesn't allow.
     """
-    file = file.expanduser()
+    file = _regular(file)
     state = model.state_dict(keep_vars=True)
     try:
         with safe_open(file, framework="pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            matching([*state, *shapes], fresh, "model.fresh")
-            names = _agreed(state, shapes, file, fresh)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            modules = [name for name, _ in model.named_modules() if name]
+            matching([*state, *shapes, *modules], fresh, "model.fresh")
+            # "fc" stands for all of that module, as "fc.*" does.
+            names = _agreed(state, shapes, file, [*fresh, *(f"{pattern}.*" for pattern in fresh)])
+            for name in names:
+                _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
                 with torch.no_grad():
-                    state[name].copy_(opened.get_tensor(name))
+                    state[name].copy_(_finite(opened.get_tensor(name), name, file))
     except OSError as error:
-        raise BadInputError(f"model.init_from: can't read {file} ({error.strerror or error})") from error
+        reason = error.strerror or str(error)
+        raise BadInputError(f"model.init_from: can't read {file} ({reason}); give another file") from error
     except SafetensorError as error:
         raise BadInputError(f"model.init_from: {file} is not a safetensors file. {_remedy(file)}") from error
     return len(names)
@@ -58,9 +64,11 @@ def _agreed(
     missing = [n for n in wanted if n not in shapes and not n.endswith(".num_batches_tracked")]
     unexpected = [name for name in shapes if name not in state and kept(name)]
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
+    if not wanted:
+        raise BadInputError(f"model.fresh={list(fresh)}: nothing is left to take from {file}; leave out both")
     shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
     problems = [
-        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})"
+        f"{len(names)} {what} ({_shown(names)})"
         for what, names in (
             ("missing", missing),
             ("unexpected", unexpected),
@@ -69,13 +77,61 @@ def _agreed(
         if names
     ]
     if problems:
-        patterns = sorted({f"{name.split('.')[0]}.*" for name in (*missing, *unexpected, *differing)})
-        hint = ", ".join(patterns[:_SHOWN])
-        raise BadInputError(
-            f"model.init_from: {file} and the model differ: {'; '.join(problems)}. Choose the same model, or "
-            f"let these start anew with --set 'model.fresh=[{hint}]'"
+        patterns = _outermost({*missing, *unexpected, *differing}, {*wanted, *unexpected})
+        quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
+        remedy = (
+            f"Choose the same model, or let these start anew with --set 'model.fresh=[{quoted}]'"
+            if len(patterns) <= _SHOWN and len(missing) + len(differing) < len(wanted) / 2
+            else "It holds another model: choose the one that it was saved from"
         )
+        raise BadInputError(f"model.init_from: {file} and the model differ: {'; '.join(problems)}. {remedy}")
     return [name for name in wanted if name in shapes]
+
+
+def _outermost(odd: set[str], names: set[str]) -> list[str]:
+    """The modules all of whose tensors are odd, as far out as possible, and the odd tensors of others."""
+    found = set()
+    for name in odd:
+        parts = name.split(".")
+        above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        inside = (module for module in above if {n for n in names if n.startswith(f"{module}.")} <= odd)
+        found.add(next(inside, name))
+    return sorted(found)
+
+
+def _shown(names: list[str]) -> str:
+    # A file may hold any name: none of them is to reach the terminal as more than text.
+    listed = ", ".join(name if name.isprintable() else repr(name) for name in names[:_SHOWN])
+    return listed + (", …" if len(names) > _SHOWN else "")
+
+
+def _check_format(name: str, target: torch.Tensor, given: str, file: Path) -> None:
+    floating = ("F64", "F32", "F16", "BF16")
+    if target.is_floating_point() != (given in floating) or given == "BOOL":
+        raise BadInputError(
+            f"model.init_from: {file}: {name} is {given}, but the model's is {target.dtype}; "
+            "save it in a floating format of 16 bits or more"
+        )
+
+
+def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise BadInputError(f"model.init_from: {file}: {name} isn't finite; take weights that didn't diverge")
+    return tensor
+
+
+def _regular(file: Path) -> Path:
+    """The file, if it is one: a pipe would wait for a writer."""
+    try:
+        file = file.expanduser()
+    except RuntimeError as error:
+        raise BadInputError(f"model.init_from: {file}: there is no such user; write the path out") from error
+    if file.is_dir():
+        inside = file / "model.safetensors"
+        raise BadInputError(f"model.init_from: {file} is a folder; give a file in it, such as {inside}")
+    if file.exists() and not file.is_file():
+        raise BadInputError(f"model.init_from: {file} isn't a regular file; give a .safetensors file")
+    return file
 
 
 def _remedy(file: Path) -> str:

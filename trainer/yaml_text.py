@@ -60,6 +60,8 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         what = getattr(error, "problem", None) or "nested too deeply or malformed"
+        if "alphabetic or numeric character" in what:
+            what = 'a pattern that starts with * needs quotes of its own: ["*.norm*"]'
         raise BadInputError(f"{source}:{where} not valid YAML ({what})") from error
     if size > _NODES:
         raise BadInputError(

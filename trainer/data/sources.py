@@ -80,7 +80,10 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         return _synthetic(config, seed)
     if config.path is None:
         raise BadInputError("data.path is missing: data.name=folder needs --set data.path=DIR")
-    path = config.path.expanduser()
+    try:
+        path = config.path.expanduser()
+    except RuntimeError as error:
+        raise BadInputError(f"data.path={config.path}: there is no such user; write the path out") from error
     train = FolderDataset(path / "train", config.image_size, random_crop=True)
     evaluation = FolderDataset(path / "val", config.image_size, random_crop=False)
     if train.classes != evaluation.classes:

@@ -55,6 +55,8 @@ class Display:
 
     def __call__(self, row: Row) -> None:
         """A sink: keeps the figures for the bar, or prints a line."""
+        if row["kind"] == "end":  # told by the summary
+            return
         self._figures = " ".join(_figures(row))
         if row["kind"] == "evaluation":
             self.say(f"  epoch {row['epoch']:>6.2f}  {self._figures}")

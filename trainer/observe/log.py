@@ -172,6 +172,27 @@ def jsonl_sink(file: TextIO) -> Sink:
     return write
 
 
+def keep_rows(file: Path, window: int) -> None:
+    """Removes the rows of later windows, and a line that was cut off, from a file of rows; none is fine."""
+    if not file.exists():
+        return
+    lines = file.read_text().splitlines(keepends=True)
+    is_table = file.suffix == ".csv"
+    column = lines[0].strip().split(",").index("window") if is_table and lines else 0
+
+    def belongs(line: str) -> bool:
+        try:
+            done = int(line.split(",")[column]) if is_table else int(json.loads(line)["window"])
+        except (ValueError, KeyError, TypeError, IndexError):
+            return False
+        return line.endswith("\n") and done <= window
+
+    kept = [*(lines[:1] if is_table else ()), *filter(belongs, lines)]
+    beside = file.with_suffix(".tmp")
+    beside.write_text("".join(kept))
+    beside.replace(file)
+
+
 def csv_sink(folder: Path) -> Sink:
     """A table for each kind of row: train.csv, evaluation.csv, end.csv, for spreadsheets.
 
@@ -182,7 +203,7 @@ def csv_sink(folder: Path) -> Sink:
     def write(row: Row) -> None:
         kind = str(row["kind"])
         path = folder / f"{kind}.csv"
-        known = columns.setdefault(kind, [])
+        known = columns.setdefault(kind, _header(path))
         new = [name for name in row if name not in known and name != "kind"]
         if new:
             earlier = list(csv.DictReader(path.read_text().splitlines())) if known else []
@@ -197,17 +218,25 @@ def csv_sink(folder: Path) -> Sink:
     return write
 
 
-def tensorboard_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
+def _header(path: Path) -> list[str]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return lines[0].split(",") if lines else []
+
+
+def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], None]]:
     """TensorBoard scalars, one event per row: an event per scalar, as add_scalar does, costs 71 us each.
 
     Returns:
         The sink and the function that closes it.
     """
-    from tensorboard.compat.proto.event_pb2 import Event  # here: the import takes half a second
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: the import takes half a second
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(folder))
+    if window:  # what an earlier attempt wrote of later windows is not shown then
+        started = SessionLog(status=SessionLog.START)
+        writer.add_event(Event(wall_time=time.time(), step=window + 1, session_log=started))
 
     def write(row: Row) -> None:
         values = [

@@ -1,0 +1,360 @@
+"""One attempt at a run: from joining the other ranks to the summary, or to a checkpoint to go on from."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist, nn
+
+from trainer.agreement import Agreement
+from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.checkpoint.folder import Checkpoint
+from trainer.checkpoint.store import newest_good, remove_leftovers
+from trainer.config import config_hash
+from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.evaluate import evaluate
+from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.loop import train
+from trainer.observe.console import Display, warn
+from trainer.observe.log import Meter, Sink
+from trainer.parallel import World, check_agreement, joined_world, sum_over_ranks
+from trainer.plan import Plan
+from trainer.preempt import Stopped, requested
+from trainer.recipe import Recipe
+from trainer.resume import Mode, Stored, check_resumable, read_stored
+from trainer.run import Parts, assemble, check_request, device_kind, make_task
+from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
+from trainer.state import load_tensors, tensors_of
+from trainer.step import Training, take_figures
+
+CHECKPOINTS = "checkpoints"
+
+
+class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error)
+    """A signal stopped this run, and it can be gone on with."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come, besides its tensors: what a checkpoint keeps as JSON.
+
+    Attributes:
+        window: Windows done.
+        row: Windows at the last row of figures.
+        losses: Of each rank, the sum of losses since then.
+        seconds: Time of the windows that were timed.
+        samples: Samples in them.
+        figures: The last evaluation.
+        best: The best evaluation's metric, and its window.
+    """
+
+    window: int = 0
+    row: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    samples: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    best: tuple[float, int] | None = None
+
+
+def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto") -> int:
+    """What each rank does.
+
+    Args:
+        recipe: The validated configuration.
+        recipe_name: For the manifest.
+        folder: The run folder; rank 0 writes to it. If it holds a run, that is gone on with.
+        mode: Whether a changed configuration may go on.
+
+    Returns:
+        0 done, 75 stopped by a signal with a checkpoint to go on from.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here.
+        Stopped: If a signal stopped it and there is no checkpoint.
+    """
+    stored = read_stored(folder)
+    if stored is not None:
+        check_resumable(folder, stored, recipe.model_dump(mode="json"), mode)
+    kind = device_kind(recipe)
+    with joined_world(kind, recipe.parallel.timeout_s) as world, contextlib.ExitStack() as stack:
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        limits = read_limits()
+        threads = _threads(recipe, stored, mode, local_size)
+        torch.set_num_threads(threads)
+        task = make_task(recipe)
+        check_request(recipe, task, world.size)
+        found, skipped = newest_good(folder / CHECKPOINTS)
+        at = found.step if found else 0
+        check_agreement(
+            f"{config_hash(recipe)} {len(task.train_data)} {len(task.evaluation_data)} from {at}", world
+        )
+        parts = assemble(recipe, task, world, workers_per_rank(limits, local_size))
+        stack.callback(parts.loader.close)
+        stack.callback(parts.evaluation_loader.close)
+        t = parts.training
+        progress = _go_on(t, found, world)
+        notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world)]
+        writer = display = None
+        sinks: list[Sink] = []
+        if world.rank == 0:
+            manifest = make_manifest(
+                recipe, recipe_name, world, t.share.plan, threads, task.describe(), notes
+            )
+            check_space(folder, t.model, copies=1 if t.average is None else 2)
+            sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
+            display = Display(t.share.plan.windows)
+            stack.callback(display.close)
+            display.say(_opening(manifest, t.share.plan, world, folder, t.model))
+            for note in notes:
+                display.say(f"  {note}")
+            sinks.append(display)
+            if t.nonfinite is not None:
+                sinks.append(t.nonfinite.explain)
+            (folder / CHECKPOINTS).mkdir(exist_ok=True)
+            remove_leftovers(folder / CHECKPOINTS)
+            writer = BackgroundWriter(folder / CHECKPOINTS, recipe.checkpoint.keep, warn)
+            stack.callback(writer.abandon)
+        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
+        meter.go_on(progress.row, progress.seconds, progress.samples)
+        attempt = Attempt(recipe, world, parts, meter, progress, writer, display)
+        try:
+            attempt.train()
+        except Requeue as requeue:
+            if display is not None:
+                display.close()
+                display.say(f"  {requeue}")
+                _set_status(folder, "stopped", str(requeue))
+            return EXIT_REQUEUE
+        if world.rank == 0:
+            if writer is not None:
+                writer.finish()
+            _finish(folder, t, meter, task.metric, progress.figures, display)
+    return EXIT_DONE
+
+
+class Attempt:
+    """What happens between two windows: evaluation, checkpoints, stops."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        parts: Parts,
+        meter: Meter,
+        progress: Progress,
+        writer: BackgroundWriter | None,
+        display: Display | None,
+    ) -> None:
+        """Starts at the progress; rank 0 has the writer and the display."""
+        self._recipe, self._world, self._parts = recipe, world, parts
+        self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
+        self._training, self._plan = parts.training, parts.training.share.plan
+        self._agreement = Agreement(world.control or world.group, progress.window)
+        self._began = self._saved_at = time.monotonic()
+        self._durable = progress.window > 0
+
+    def train(self) -> None:
+        """Trains from the progress to the end.
+
+        Raises:
+            Requeue: After a signal, with a checkpoint to go on from.
+            Stopped: After a signal, without one.
+        """
+        start = self._progress.window
+        windows = range(start, self._plan.windows)
+        batches = self._training.share.batches(start)
+        train(
+            self._training,
+            self._parts.loader(batches),
+            windows,
+            self._meter,
+            self._recipe.log.every,
+            _evaluation_due(self._recipe.evaluate_every, self._plan),
+            self._evaluate,
+            self._window_done,
+            self._recipe.compile.warm_up,
+        )
+
+    def _evaluate(self, done: int) -> None:
+        t, parts = self._training, self._parts
+        model = t.model if t.average is None else t.average.averaged()
+        figures = evaluate(
+            t.task,
+            model,
+            parts.evaluation_loader,
+            parts.evaluation_share,
+            self._world,
+            self._recipe.precision,
+        )
+        self._meter.deliver()
+        epoch = round(self._plan.epoch_at(done), 4)
+        self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
+        self._progress.figures = figures
+
+    def _window_done(self, done: int) -> None:
+        if self._display is not None:
+            self._display.window_done(done)
+            if self._parts.compiled and done == self._progress.window + self._recipe.compile.warm_up:
+                self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+        config = self._recipe.checkpoint
+        overdue = time.monotonic() - self._saved_at > config.minutes * 60 > 0
+        decision = self._agreement.after(done, requested() or 0, overdue and self._world.rank == 0)
+        if done == self._plan.windows:
+            return
+        if decision.signal or decision.save or (config.every and done % config.every == 0):
+            self._save(done)
+        if decision.signal:
+            self._stop(decision.signal, done)
+
+    def _save(self, done: int) -> None:
+        """Every rank has a part in it: the losses since the last row are each rank's own."""
+        t, meter = self._training, self._meter
+        self._saved_at = time.monotonic()
+        losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
+        losses[self._world.rank] = t.loss
+        losses = sum_over_ranks(losses, self._world.group)
+        if self._writer is None:
+            return
+        meter.deliver()
+        state = {
+            "row": meter.window,
+            "losses": losses.tolist(),
+            "seconds": meter.busy_seconds,
+            "samples": meter.timed_samples,
+            "figures": self._progress.figures,
+            "config_hash": config_hash(self._recipe),
+            "world_size": self._world.size,
+            "threads": torch.get_num_threads(),
+        }
+        self._writer.submit(done, stage(tensors_of(t)), state)
+
+    def _stop(self, number: int, done: int) -> None:
+        written = self._writer is not None and self._writer.finish() == done
+        kept = torch.tensor([float(written)])
+        if self._world.control is not None or self._world.group is not None:
+            dist.all_reduce(kept, group=self._world.control or self._world.group)
+        name = signal.Signals(number)
+        if not bool(kept) and not self._durable:
+            raise Stopped(name, "no checkpoint could be written to go on from")
+        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
+
+
+def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int) -> int:
+    """Intra-op threads: part of the arithmetic on a CPU, so those that the run was begun with."""
+    threads = recipe.parallel.threads
+    if threads != "auto":
+        return threads
+    if stored is not None and mode != "force":
+        return stored.threads
+    return threads_per_rank(read_limits(), local_size)
+
+
+def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
+    """Puts a checkpoint into the run."""
+    if found is None:
+        return Progress()
+    state = found.state
+    try:
+        progress = Progress(
+            found.step,
+            int(state["row"]),
+            [float(loss) for loss in state["losses"]],
+            float(state["seconds"]),
+            int(state["samples"]),
+            {str(name): float(figure) for name, figure in state["figures"].items()},
+        )
+        load_tensors(t, found.step, found.tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInputError(
+            f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
+        ) from error
+    # Another world has other parts of the sum; their total is the same.
+    same = len(progress.losses) == world.size
+    own = progress.losses[world.rank] if same else math.fsum(progress.losses) * (world.rank == 0)
+    t.loss.fill_(own)
+    return progress
+
+
+def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progress, world: World) -> list[str]:
+    notes = [f"checkpoint left out: {line}" for line in skipped]
+    if stored is None:
+        return notes
+    if not progress.window:
+        return [*notes, "begins again: the earlier attempt left no checkpoint"]
+    notes.append(f"goes on after window {progress.window}")
+    if stored.world_size != world.size:
+        notes.append(
+            f"on {world.size} ranks instead of {stored.world_size}: the same samples in the same windows, "
+            "but sums in another order"
+        )
+    return notes
+
+
+def _set_status(folder: Path, status: str, reason: str) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
+
+
+def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
+    def due(windows: int) -> bool:
+        if windows == plan.windows:
+            return True
+        return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
+
+    return due
+
+
+def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    device = (
+        manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
+    )
+    return (
+        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.windows:,} "
+        f"windows of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
+        f"  run folder {shown(folder)}"
+    )
+
+
+def _finish(
+    folder: Path, t: Training, meter: Meter, metric: str, figures: dict[str, float], display: Display | None
+) -> None:
+    save_weights(t.model, folder / "model.safetensors")
+    if t.average is not None:
+        save_weights(t.average.averaged(), folder / "ema.safetensors")
+    plan = t.share.plan
+    speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
+    summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
+    meter.emit({"kind": "end", "window": plan.windows, **summary})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    diverged = not all(math.isfinite(figure) for figure in figures.values())
+    status = "diverged" if diverged else "finished"
+    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
+    if diverged:
+        warn(
+            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
+            "(precision.debug=true says where it began)"
+        )
+    if display is None:
+        return
+    display.close()
+    programs = Path(sys.executable).parent
+    board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
+    display.say(
+        f"\n  {metric:<12} {figures[metric]:.4f}\n"
+        f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
+        f"  run folder   {shown(folder)}\n"
+        f"  next         {board if (folder / 'tensorboard').exists() else ''}"
+        f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
+        " (--help-config shows every key)"
+    )
