@@ -1,0 +1,247 @@
+"""`make chaos`: runs are cut, killed and signalled at random, and must end with the bits of one that wasn't.
+
+A run here is the real thing (`trainer.attempt.train_rank`, its checkpoints and files) in a process forked
+from one that has imported torch, so that a cut costs a second and not twenty.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from trainer import preempt
+from trainer.attempt import train_rank
+from trainer.checkpoint import store
+from trainer.errors import EXIT_REQUEUE
+from trainer.recipe import Recipe
+
+_PHASES = ("start", "train", "write")
+
+
+class Ending(NamedTuple):
+    """How a run ended: hash of the final weights and average, and the rows that matter."""
+
+    weights: str
+    rows: list[tuple[Any, ...]]
+
+
+def kinds() -> list[dict[str, Any]]:
+    """Recipes that a run can be of: every value of every part at least once, mixed."""
+    random_ = random.Random(0)
+    parts: dict[str, list[Any]] = {
+        "workers": [0, 1, 2, 4],
+        "mode": ["fp32", "bf16", "fp16"],
+        "accumulation": [1, 2, 4, 8],
+        "ema": [{}, {"decay": 0.9}, {"decay": 0.9, "every": 3}],
+        "dropout": [0.0, 0.3],
+        "augment": ["none", "flip", "affine"],
+        "mixup": [0.0, 0.3],
+        "channels_last": [False, True],
+        "optim": ["adamw", "sgd", "muon"],
+        "every": [1, 3, 7],
+    }
+    columns = {name: random_.sample(values * 12, 12) for name, values in parts.items()}
+    return [{name: column[number] for name, column in columns.items()} for number in range(12)]
+
+
+def recipe_of(kind: dict[str, Any]) -> Recipe:
+    """The recipe digits, short, with the parts of a kind."""
+    micro_batch = 32 // kind["accumulation"]
+    return Recipe.model_validate(
+        {
+            "epochs": 3,
+            "max_windows": 60,
+            "evaluate_every": 1,
+            "data": {
+                **{"name": "digits", "global_batch": 32, "micro_batch": micro_batch},
+                **{"resident": kind["workers"] == 0, "workers": kind["workers"], "augment": kind["augment"]},
+            },
+            "model": {"width": 8, "dropout": kind["dropout"], "channels_last": kind["channels_last"]},
+            "precision": {"mode": kind["mode"], "initial_scale": 2.0**24, "growth_interval": 20},
+            "optim": {"name": kind["optim"], "lr": 0.01, "clip": 1.0},
+            "ema": kind["ema"],
+            "regularization": {"mixup": kind["mixup"] if micro_batch > 1 else 0.0},
+            "parallel": {"threads": 1},
+            "log": {"every": 7, "sinks": ["jsonl"]},
+            "checkpoint": {"every": kind["every"]},
+        }
+    )
+
+
+def start(recipe: Recipe, folder: Path, phase: mmap.mmap) -> multiprocessing.process.BaseProcess:
+    """Forks a rank; `phase` says all the time what it is doing."""
+    process = multiprocessing.get_context("fork").Process(target=_rank, args=(recipe, folder, phase))
+    process.start()
+    return process
+
+
+def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    preempt.install()
+    commit, loop = store.commit, sys.modules["trainer.attempt"]
+
+    def noted(*arguments: Any) -> Any:
+        phase[0] = 2
+        try:
+            return commit(*arguments)
+        finally:
+            phase[0] = 1
+
+    store.commit = noted
+    original: Any = loop.__dict__["train"]
+
+    def train(*arguments: Any) -> None:
+        phase[0] = 1
+        original(*arguments)
+
+    loop.__dict__["train"] = train
+    phase[0] = 0
+    os._exit(train_rank(recipe, "digits", folder))
+
+
+def ending(folder: Path) -> Ending:
+    """Reads what a finished run left."""
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "finished"
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in sorted(safetensors.torch.load_file(file).items()):
+            digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    keys = ("kind", "window", "loss", "gradient_norm", "learning_rate", "applied", "accuracy", "loss_scale")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Ending(digest.hexdigest(), [tuple(row.get(key) for key in keys) for row in rows])
+
+
+class Tally:
+    """What happened, and what must not."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def judge(self, name: str, folder: Path, wanted: Ending) -> None:
+        """Compares a run's end with that of the run that nobody disturbed."""
+        try:
+            same = ending(folder) == wanted
+        except (OSError, AssertionError, ValueError) as error:
+            self.failures.append(f"{name}: lost ({error!r})")
+            return
+        self.counts["identical" if same else "different"] += 1
+        if not same:
+            self.failures.append(f"{name}: other bits")
+
+
+def undisturbed(recipe: Recipe, folder: Path, phase: mmap.mmap) -> tuple[Ending, float]:
+    """Runs without checkpoints or disturbance; the ending and the seconds it took."""
+    began = time.monotonic()
+    process = start(recipe.model_copy(update={"checkpoint": type(recipe.checkpoint)()}), folder, phase)
+    process.join()
+    return ending(folder), time.monotonic() - began
+
+
+def disturb(
+    recipe: Recipe,
+    folder: Path,
+    phase: mmap.mmap,
+    number: signal.Signals,
+    seconds: float,
+    random_: random.Random,
+) -> Counter[str]:
+    """Sends a signal at a random time, again and again, until the run is through; counts when it hit."""
+    hits: Counter[str] = Counter()
+    for attempt in itertools.count():
+        process = start(recipe, folder, phase)
+        # Later attempts have less to do, and after many the run is left alone.
+        process.join(random_.uniform(0.05, seconds) if attempt < 12 else None)
+        if process.exitcode is None:
+            hits[_PHASES[phase[0]]] += 1
+            assert process.pid is not None
+            began = time.monotonic()
+            os.kill(process.pid, number)
+            process.join()
+            hits["late"] += number is not signal.SIGKILL and time.monotonic() - began > 10
+        if process.exitcode == 0:
+            return hits
+        if process.exitcode not in (-signal.SIGKILL, EXIT_REQUEUE, 1):
+            hits["odd"] += 1
+            return hits
+    return hits
+
+
+def chaos(kills: int, signals: int, seed: int) -> Tally:
+    """Disturbs runs of all kinds until there were enough of each."""
+    random_, tally, phase = random.Random(seed), Tally(), mmap.mmap(-1, 1)
+    wanted: dict[int, tuple[Ending, float]] = {}
+    recipes = [recipe_of(kind) for kind in kinds()]
+    with tempfile.TemporaryDirectory(prefix="chaos-") as root:
+        for number in itertools.count():
+            missing_kills = kills - tally.counts["kills"]
+            missing_signals = signals - tally.counts["signals"]
+            if missing_kills <= 0 and missing_signals <= 0:
+                return tally
+            which = number % len(recipes)
+            folder = Path(root, str(number))
+            folder.mkdir()
+            if which not in wanted:
+                whole = Path(root, f"whole-{which}")
+                whole.mkdir()
+                wanted[which] = undisturbed(recipes[which], whole, phase)
+            end, seconds = wanted[which]
+            killing = missing_kills > 0 and (number // len(recipes) % 2 == 0 or missing_signals <= 0)
+            kind = (
+                signal.SIGKILL if killing else random_.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+            )
+            hits = disturb(recipes[which], folder, phase, kind, seconds, random_)
+            name = "kills" if killing else "signals"
+            for place in _PHASES:
+                tally.counts[name] += hits[place]
+                tally.counts[f"{name} during {place}"] += hits[place]
+            tally.counts["late"] += hits["late"]
+            if hits["odd"] or hits["late"]:
+                tally.failures.append(f"run {number}: {dict(hits)}")
+            tally.judge(f"run {number} ({kind.name}, {kinds()[which]})", folder, end)
+            shutil.rmtree(folder)
+    return tally
+
+
+def main() -> int:
+    """Prints what happened; 1 if anything was lost or differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--signals", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    tally = chaos(options.kills, options.signals, options.seed)
+    for failure in tally.failures:
+        print(failure)
+    counts = tally.counts
+    print(f"seed {options.seed}, {time.monotonic() - began:.0f} s, kinds of runs: {len(kinds())}")
+    for name in ("kills", "signals"):
+        places = ", ".join(f"{counts[f'{name} during {place}']} during {place}" for place in _PHASES)
+        print(f"{counts[name]} {name} ({places})")
+    lost = len(tally.failures) - counts["different"]
+    print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
