@@ -28,6 +28,7 @@ from trainer.checkpoint import files, strict_json, tensor_file
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.folder import Damaged, problem, read, verify
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
+from trainer.cli import main
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -693,7 +694,7 @@ def test_the_newest_comes_first_and_leftovers_never(tmp_path: Path, disk: Callab
     assert listing(tmp_path / "none") == [] and newest_good(tmp_path / "none") == (None, [])
     for step in (3, 100_000_000, 20):
         save(tmp_path, step)
-    disk(30)
+    disk(15)
     with pytest.raises(Killed):
         save(tmp_path, 21)
     disk()
@@ -724,6 +725,41 @@ def test_nothing_goes_while_nothing_is_good(tmp_path: Path) -> None:
     for step in range(4):
         (save(tmp_path, step) / "SHA256SUMS").unlink()
     assert prune(tmp_path, keep_last=1) == []
+
+
+# On the command line.
+
+
+def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 1200):
+        save(folder, step)
+    flip(folder / "step-00001200" / "model.safetensors", -1, 3)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "age", "size", "verified"]
+    assert lines[1].split()[0] == "1200" and lines[1].endswith("hash isn't the one in SHA256SUMS")
+    assert lines[2].split()[0] == "2" and lines[2].endswith("good")
+    assert "MB/s" in lines[4] and lines[5] == f"newest good: step 2 ({folder / 'step-00000002'})"
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in shown["checkpoints"]] == [1200, 2, 1]
+    assert [one["problem"] is None for one in shown["checkpoints"]] == [False, True, True]
+    assert shown["newest_good"] == str(folder / "step-00000002") and shown["mb_per_second"] > 0
+
+
+def test_the_command_without_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}: no checkpoints\n"
+    (save(tmp_path / "checkpoints", 1) / "state.json").unlink()
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    assert "none" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path / "manifest.json")]) == 2
+    assert main(["checkpoints", str(tmp_path / "none")]) == 2
+    assert main(["checkpoints", str(tmp_path / "checkpoints" / "step-00000001")]) == 2
 
 
 # Written in the background.
