@@ -423,6 +423,7 @@ def resum(path: Path) -> None:
 
 def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * (0 if isinstance(header, bytes) else -len(text) % 8)
     return len(text).to_bytes(8, "little") + text + data
 
 
@@ -455,7 +456,11 @@ BAD_TENSORS = {
     "not used": (safetensors_bytes(entry(), bytes(9)), "holds 9 bytes of tensors"),
     "gap": (safetensors_bytes(entry(data_offsets=[4, 12]), bytes(12)), "overlap or leave a gap"),
     "overlap": (safetensors_bytes({"x": ONE, "y": ONE}, bytes(8)), "overlap or leave a gap"),
-    "not aligned": (safetensors_bytes(b"{}" + json.dumps(entry()).encode()[1:]), "not JSON"),
+    "not aligned": (safetensors_bytes(json.dumps(entry()).encode(), bytes(8)), "isn't aligned"),
+    "empty but huge": (
+        safetensors_bytes(entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0])),
+        "shape and size",
+    ),
 }
 
 
@@ -624,9 +629,9 @@ def test_files_that_vanish_or_shrink_while_reading(
 ) -> None:
     path = save(tmp_path, 1)
     monkeypatch.setattr(files, "os", Interfering(name, lambda: shutil.rmtree(path, ignore_errors=True)))
-    if name == "SHA256SUMS":
-        with pytest.raises(Damaged, match="is missing"):
-            read(path)
+    found = problem(path)  # the last files may have been open already
+    assert found is None or found.endswith("is missing")
+    assert found is not None or name not in ("SHA256SUMS", "state.json")
     path = save(tmp_path, 2)
     real_fstat = os.fstat
     interfering = Interfering(name, lambda: None)
@@ -776,7 +781,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, disk: Callable[...
         staged = stage(tensors)
         waits.append(writer.submit(step, staged, state, best=0))
         assert time.monotonic() - started < sum(waits) + 0.5
-        assert threading.active_count() <= 2 + step  # at most one writes; others of earlier tests may end
+        assert sum(thread.name == "checkpoint" for thread in threading.enumerate()) == 1
         state["mark"] = -1
         for group in tensors.values():
             for tensor in group.values():
