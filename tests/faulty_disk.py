@@ -28,6 +28,7 @@ class Disk:
         self.dead = False
         self._open: set[int] = set()
         self._unsynced: set[int] = set()
+        self._made: list[Path] = []
         self._renames: list[tuple[Path, Path]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -52,6 +53,7 @@ class Disk:
             self._open.add(result)
             if args[1] & os.O_CREAT:
                 self._unsynced.add(os.fstat(result).st_ino)
+                self._made.append(Path(args[0]))
         elif name == "close":
             self._open.discard(*args)
         elif name == "rename":
@@ -61,14 +63,20 @@ class Disk:
     def _synced(self, file: int) -> None:
         inode = os.fstat(file).st_ino
         self._unsynced.discard(inode)
+        self._made = [
+            path for path in self._made if path.parent.exists() and path.parent.stat().st_ino != inode
+        ]
         self._renames = [(was, now) for was, now in self._renames if now.parent.stat().st_ino != inode]
 
     def cut_power(self, folder: Path, random: random.Random) -> None:
-        """Loses what nobody synced: the last few renames, and the ends of files."""
+        """Loses what nobody synced: some renames and new files, and the ends of files."""
         for file in self._open:
             os.close(file)
-        for was, now in self._renames[::-1][: random.randint(0, len(self._renames))]:
-            if now.exists():
+        for path in self._made:
+            if random.random() < 0.5:
+                path.unlink(missing_ok=True)
+        for was, now in reversed(self._renames):
+            if now.exists() and not was.exists() and random.random() < 0.5:
                 now.rename(was)
         for path in folder.rglob("*"):
             facts = path.lstat()
