@@ -188,7 +188,7 @@ CHANGES = [
 IDS = ["new", "same", "damaged", "prune"]
 
 
-@pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power"])
+@pytest.mark.parametrize("power_cut", [None, 2, 3], ids=["kill", "power", "power again"])
 @pytest.mark.parametrize("before, change, allowed, after", CHANGES, ids=IDS)
 def test_killed_at_every_operation(
     tmp_path: Path,
@@ -198,10 +198,10 @@ def test_killed_at_every_operation(
     change: Callable[[Path], None],
     allowed: set[int],
     after: int,
-    power_cut: bool,
+    power_cut: int | None,
 ) -> None:
     monkeypatch.setattr(files, "_CHUNK", 64)
-    chance = random.Random(1)
+    chance = random.Random(power_cut)
     seen = set()
     at = 0
     while True:
@@ -214,11 +214,11 @@ def test_killed_at_every_operation(
         except Killed:
             pass
         else:
-            if power_cut:
+            if power_cut is not None:
                 dying.cut_power(folder, chance)
             disk()
             break
-        if power_cut:
+        if power_cut is not None:
             dying.cut_power(folder, chance)
         disk()
         mark = mark_of(folder)
