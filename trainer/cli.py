@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the recipes", allow_abbrev=False)
     recipes.set_defaults(run=_recipes)
 
+    checkpoints = commands.add_parser(
+        "checkpoints", help="list and verify the checkpoints of a run", allow_abbrev=False
+    )
+    checkpoints.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    checkpoints.add_argument("--json", action="store_true", help="print JSON")
+    checkpoints.set_defaults(run=_checkpoints)
+
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
     benches = bench.add_subparsers(required=True, metavar="BENCH", parser_class=_Parser)
     overhead = benches.add_parser(
@@ -128,6 +135,12 @@ def _recipes(_: argparse.Namespace) -> int:
     for name in recipe_names():
         print(f"{name:<20} {read_recipe(name).get('about', '')}")
     return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from trainer.checkpoint.show import show_checkpoints
+
+    return show_checkpoints(options.folder, options.json)
 
 
 def _bench_overhead(options: argparse.Namespace) -> int:

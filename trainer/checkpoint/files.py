@@ -43,7 +43,7 @@ def make_folder(path: Path) -> None:
     """Makes a folder that lasts, if there is none; its parent must exist."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
-        sync_folder(path.parent)
+    sync_folder(path.parent)  # also of one that a killed process made
 
 
 def sync_folder(path: Path) -> None:

@@ -127,12 +127,16 @@ def _publish(beside: Path, folder: Path, step: int) -> Path:
     second = final.with_name(f"{final.name}.{max(number for number, _ in old) + 1}")
     files.rename(beside, second)
     files.sync_folder(folder)
-    gone = [_put_aside(path) for _, path in old]
-    files.rename(second, final)
-    files.sync_folder(folder)
-    for path in gone:
-        with contextlib.suppress(OSError):  # the next start removes it
-            files.remove(path)
+    gone: list[Path] = []
+    try:
+        for _, path in old:
+            gone.append(_put_aside(path))
+        files.rename(second, final)
+        files.sync_folder(folder)
+    finally:
+        for path in gone:
+            with contextlib.suppress(OSError):  # the next start removes it
+                files.remove(path)
     return final
 
 

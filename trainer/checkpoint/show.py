@@ -1,0 +1,87 @@
+"""`trainer checkpoints RUN`: what a run could be resumed from."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from trainer.checkpoint.folder import quietly
+from trainer.checkpoint.store import Entry, listing
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+
+
+def show_checkpoints(run: Path, as_json: bool) -> int:
+    """Prints the checkpoints of a run, each verified.
+
+    Args:
+        run: A run folder.
+        as_json: Whether to print for machines.
+
+    Returns:
+        Exit code: 1 if there are checkpoints and none is good.
+
+    Raises:
+        BadInputError: If it isn't a run folder or can't be read.
+    """
+    folder = run / "checkpoints"
+    try:
+        if not folder.is_dir() and not (run / "manifest.json").is_file():
+            raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")
+        size = sum(entry.size for entry in listing(folder))
+        started = time.monotonic()
+        with _progress(size) as advance:
+            entries = listing(folder, verify=True, advance=advance)
+        seconds = time.monotonic() - started
+    except OSError as error:
+        raise BadInputError(f"{run}: can't be read ({error.strerror})") from error
+    good = next((entry for entry in entries if entry.problem is None), None)
+    speed = sum(entry.size for entry in entries) / seconds / 1e6
+    print(_json(entries, good, speed) if as_json else "\n".join(_lines(run, entries, good, speed)))
+    return EXIT_DONE if good or not entries else EXIT_FAILED
+
+
+@contextlib.contextmanager
+def _progress(size: int) -> Iterator[Callable[[int], object]]:
+    """A bar over bytes that goes away again, for somebody who watches."""
+    if not sys.stderr.isatty():
+        yield quietly
+        return
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=size)
+        yield lambda count: bar.advance(task, count)
+
+
+def _json(entries: Sequence[Entry], good: Entry | None, speed: float) -> str:
+    return json.dumps(
+        {
+            "checkpoints": [{**entry._asdict(), "path": str(entry.path)} for entry in entries],
+            "newest_good": str(good.path) if good else None,
+            "mb_per_second": round(speed, 1),
+        },
+        indent=2,
+    )
+
+
+def _lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float) -> Iterator[str]:
+    if not entries:
+        yield f"{run}: no checkpoints"
+        return
+    yield f"{'step':>10}  {'age':>8}  {'size':>10}  verified"
+    for entry in entries:
+        age, size = _age(time.time() - entry.time), f"{entry.size / 2**20:,.1f} MiB"
+        yield f"{entry.step:>10}  {age:>8}  {size:>10}  {entry.problem or 'good'}"
+    yield f"verified at {speed:,.0f} MB/s"
+    yield f"newest good: step {good.step} ({good.path})" if good else "newest good: none; all are damaged"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
