@@ -2,6 +2,7 @@
 RECIPE  = digits
 GPUS    =
 OUT     =
+RESUME  =
 ARGS    =
 STACK   = torch2.9-cu128
 GROUPS  = train
@@ -24,15 +25,16 @@ runtime = $(if $(filter auto local,$(RUNTIME)),,$(error $(if $(filter container,
 	comes with the image; use RUNTIME=local,RUNTIME is auto, local or container, not '$(RUNTIME)')))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench tensorboard venv lock clean-venv
+.PHONY: help train test test-all chaos lint bench tensorboard venv lock clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo '  variables: RECIPE=$(RECIPE) GPUS= OUT= ARGS= STACK=$(STACK) PYTHON= RUNTIME=$(RUNTIME) GROUPS= RUN='
 
-train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, ARGS="--set data.micro_batch=64"
+train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch=64"
 	$(runtime)$(call bootstrap,--groups train)
-	$(VENV)/bin/trainer $(strip train $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") $(ARGS))
+	$(VENV)/bin/trainer $(strip train $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") \
+		$(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
 
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
@@ -41,6 +43,10 @@ test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 test-all: ## run every test
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+chaos: ## cut, kill and signal runs at random (up to 20 minutes); ARGS="--kills 20"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
 lint: ## check style, types and shell files
 	$(call bootstrap,--groups train test)

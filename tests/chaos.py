@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+import yaml
 
 from trainer import preempt
 from trainer.attempt import train_rank
@@ -31,6 +33,7 @@ from trainer.errors import EXIT_REQUEUE
 from trainer.recipe import Recipe
 
 _PHASES = ("start", "train", "write")
+_ATTEMPTS = 12
 
 
 class Ending(NamedTuple):
@@ -85,6 +88,7 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
 
 def start(recipe: Recipe, folder: Path, phase: mmap.mmap) -> multiprocessing.process.BaseProcess:
     """Forks a rank; `phase` says all the time what it is doing."""
+    phase[0] = 0
     process = multiprocessing.get_context("fork").Process(target=_rank, args=(recipe, folder, phase))
     process.start()
     return process
@@ -105,7 +109,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap) -> None:
         finally:
             phase[0] = 1
 
-    store.commit = noted
+    store.commit = noted  # type: ignore[assignment]
     original: Any = loop.__dict__["train"]
 
     def train(*arguments: Any) -> None:
@@ -113,7 +117,6 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap) -> None:
         original(*arguments)
 
     loop.__dict__["train"] = train
-    phase[0] = 0
     os._exit(train_rank(recipe, "digits", folder))
 
 
@@ -168,10 +171,14 @@ def disturb(
     hits: Counter[str] = Counter()
     for attempt in itertools.count():
         process = start(recipe, folder, phase)
-        # Later attempts have less to do, and after many the run is left alone.
-        process.join(random_.uniform(0.05, seconds) if attempt < 12 else None)
+        # While it starts or resumes, while it trains, or while it writes; after many attempts it is left alone.
+        if attempt < _ATTEMPTS:
+            wait_for(process, phase, random_, seconds)
+        else:
+            process.join()
         if process.exitcode is None:
-            hits[_PHASES[phase[0]]] += 1
+            resuming = phase[0] == 0 and any((folder / "checkpoints").glob("step-*"))
+            hits["resume" if resuming else _PHASES[phase[0]]] += 1
             assert process.pid is not None
             began = time.monotonic()
             os.kill(process.pid, number)
@@ -185,9 +192,50 @@ def disturb(
     return hits
 
 
+def wait_for(
+    process: multiprocessing.process.BaseProcess, phase: mmap.mmap, random_: random.Random, seconds: float
+) -> None:
+    """Waits until a random moment of a random phase, or the end."""
+    aim = random_.random()
+    if aim < 0.2:
+        process.join(random_.uniform(0.0, 0.15))
+        return
+    while phase[0] == 0 and process.exitcode is None:
+        process.join(0.005)
+    process.join(random_.uniform(0.0, seconds / 2))
+    if aim < 0.6:
+        while phase[0] == 1 and process.exitcode is None:
+            time.sleep(0.0002)
+        time.sleep(random_.uniform(0.0, 0.01))
+
+
+def launched(recipe: Recipe, folder: Path, number: signal.Signals, random_: random.Random) -> int:
+    """The same with the real command line and launcher; returns how often the signal hit."""
+    file = folder.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    words = [sys.executable, "-m", "trainer", "train", str(file), "--out", str(folder)]
+    for hits in itertools.count():
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        metrics = folder / "metrics.jsonl"
+        while hits < 2 and process.poll() is None and not metrics.exists():
+            time.sleep(0.02)
+        try:
+            code = process.wait(random_.uniform(0.0, 0.5) if hits < 2 else None)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+            code = process.wait()
+        if code == 0:
+            return hits
+        if code not in (-signal.SIGKILL, EXIT_REQUEUE, 1):
+            raise AssertionError(f"exit code {code}")
+    return hits
+
+
 def chaos(kills: int, signals: int, seed: int) -> Tally:
     """Disturbs runs of all kinds until there were enough of each."""
     random_, tally, phase = random.Random(seed), Tally(), mmap.mmap(-1, 1)
+    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     wanted: dict[int, tuple[Ending, float]] = {}
     recipes = [recipe_of(kind) for kind in kinds()]
     with tempfile.TemporaryDirectory(prefix="chaos-") as root:
@@ -210,7 +258,7 @@ def chaos(kills: int, signals: int, seed: int) -> Tally:
             )
             hits = disturb(recipes[which], folder, phase, kind, seconds, random_)
             name = "kills" if killing else "signals"
-            for place in _PHASES:
+            for place in (*_PHASES, "resume"):
                 tally.counts[name] += hits[place]
                 tally.counts[f"{name} during {place}"] += hits[place]
             tally.counts["late"] += hits["late"]
@@ -221,23 +269,45 @@ def chaos(kills: int, signals: int, seed: int) -> Tally:
     return tally
 
 
+def chaos_launched(number: signal.Signals, wanted_hits: int, tally: Tally, random_: random.Random) -> None:
+    """Disturbs runs through the command line until there were enough hits."""
+    name = f"{number.name} through the launcher"
+    recipe = recipe_of(kinds()[0])
+    with tempfile.TemporaryDirectory(prefix="chaos-") as root:
+        whole = Path(root, "whole")
+        whole.mkdir()
+        wanted, _ = undisturbed(recipe, whole, mmap.mmap(-1, 1)) if wanted_hits else (None, 0.0)
+        for run in itertools.count():
+            if wanted is None or tally.counts[name] >= wanted_hits:
+                return
+            folder = Path(root, str(run))
+            tally.counts[name] += launched(recipe, folder, number, random_)
+            tally.judge(f"{name} {run}", folder, wanted)
+
+
 def main() -> int:
     """Prints what happened; 1 if anything was lost or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     tally = chaos(options.kills, options.signals, options.seed)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        chaos_launched(number, options.launched, tally, random.Random(options.seed))
     for failure in tally.failures:
         print(failure)
     counts = tally.counts
     print(f"seed {options.seed}, {time.monotonic() - began:.0f} s, kinds of runs: {len(kinds())}")
     for name in ("kills", "signals"):
-        places = ", ".join(f"{counts[f'{name} during {place}']} during {place}" for place in _PHASES)
+        all_places = (*_PHASES, "resume")
+        places = ", ".join(f"{counts[f'{name} during {place}']} during {place}" for place in all_places)
         print(f"{counts[name]} {name} ({places})")
+    for name in ("SIGKILL", "SIGTERM"):
+        print(f"{counts[f'{name} through the launcher']} {name} through the launcher")
     lost = len(tally.failures) - counts["different"]
     print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
     return 1 if tally.failures else 0

@@ -82,6 +82,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         BadInputError: If the recipe can't be trained here.
         Stopped: If a signal stopped it and there is no checkpoint.
     """
+    # Before the ranks meet, and so before rank 0 writes the manifest anew.
     stored = read_stored(folder)
     if stored is not None:
         check_resumable(folder, stored, recipe.model_dump(mode="json"), mode)
@@ -93,6 +94,8 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         torch.set_num_threads(threads)
         task = make_task(recipe)
         check_request(recipe, task, world.size)
+        if world.rank == 0:
+            remove_leftovers(folder / CHECKPOINTS)
         found, skipped = newest_good(folder / CHECKPOINTS)
         at = found.step if found else 0
         check_agreement(
@@ -110,18 +113,13 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
             manifest = make_manifest(
                 recipe, recipe_name, world, t.share.plan, threads, task.describe(), notes
             )
-            check_space(folder, t.model, copies=1 if t.average is None else 2)
+            check_space(folder, t.model, copies=_copies(recipe))
             sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
-            display = Display(t.share.plan.windows)
+            display = _introduce(manifest, parts, world, folder)
             stack.callback(display.close)
-            display.say(_opening(manifest, t.share.plan, world, folder, t.model))
-            for note in notes:
-                display.say(f"  {note}")
             sinks.append(display)
             if t.nonfinite is not None:
                 sinks.append(t.nonfinite.explain)
-            (folder / CHECKPOINTS).mkdir(exist_ok=True)
-            remove_leftovers(folder / CHECKPOINTS)
             writer = BackgroundWriter(folder / CHECKPOINTS, recipe.checkpoint.keep, warn)
             stack.callback(writer.abandon)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
@@ -161,7 +159,9 @@ class Attempt:
         self._training, self._plan = parts.training, parts.training.share.plan
         self._agreement = Agreement(world.control or world.group, progress.window)
         self._began = self._saved_at = time.monotonic()
+        self._start = progress.window
         self._durable = progress.window > 0
+        self._is_best = False
 
     def train(self) -> None:
         """Trains from the progress to the end.
@@ -199,20 +199,28 @@ class Attempt:
         self._meter.deliver()
         epoch = round(self._plan.epoch_at(done), 4)
         self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
-        self._progress.figures = figures
+        progress = self._progress
+        progress.figures = figures
+        metric = figures[t.task.metric]
+        score = -metric if t.task.metric == "loss" else metric
+        self._is_best = math.isfinite(score) and (progress.best is None or score > progress.best[0])
+        if self._is_best:
+            progress.best = (score, done)
 
     def _window_done(self, done: int) -> None:
         if self._display is not None:
             self._display.window_done(done)
-            if self._parts.compiled and done == self._progress.window + self._recipe.compile.warm_up:
+            if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
         config = self._recipe.checkpoint
         overdue = time.monotonic() - self._saved_at > config.minutes * 60 > 0
         decision = self._agreement.after(done, requested() or 0, overdue and self._world.rank == 0)
         if done == self._plan.windows:
             return
-        if decision.signal or decision.save or (config.every and done % config.every == 0):
+        due = config.every > 0 and done % config.every == 0
+        if due or decision.signal or decision.save or (config.best and self._is_best):
             self._save(done)
+        self._is_best = False
         if decision.signal:
             self._stop(decision.signal, done)
 
@@ -231,12 +239,14 @@ class Attempt:
             "losses": losses.tolist(),
             "seconds": meter.busy_seconds,
             "samples": meter.timed_samples,
-            "figures": self._progress.figures,
+            "figures": _finite(self._progress.figures),
+            "best": list(self._progress.best) if self._progress.best else None,
             "config_hash": config_hash(self._recipe),
             "world_size": self._world.size,
             "threads": torch.get_num_threads(),
         }
-        self._writer.submit(done, stage(tensors_of(t)), state)
+        best = self._progress.best[1] if self._progress.best and self._recipe.checkpoint.best else None
+        self._writer.submit(done, stage(tensors_of(t)), state, best)
 
     def _stop(self, number: int, done: int) -> None:
         written = self._writer is not None and self._writer.finish() == done
@@ -247,6 +257,23 @@ class Attempt:
         if not bool(kept) and not self._durable:
             raise Stopped(name, "no checkpoint could be written to go on from")
         raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
+
+
+def _introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
+    plan = parts.training.share.plan
+    display = Display(plan.windows)
+    display.say(_opening(manifest, plan, world, folder, parts.training.model))
+    for note in manifest["notes"]:
+        display.say(f"  {note}")
+    return display
+
+
+def _copies(recipe: Recipe) -> int:
+    """How often the weights lie in a run folder, at most: of each checkpoint weights, average and moments."""
+    averages = 1 if recipe.ema.decay else 0
+    moments = 1 if recipe.optim.name == "sgd" else 2
+    kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
+    return (1 + averages) + kept * (1 + averages + moments)
 
 
 def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int) -> int:
@@ -271,7 +298,8 @@ def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
             [float(loss) for loss in state["losses"]],
             float(state["seconds"]),
             int(state["samples"]),
-            {str(name): float(figure) for name, figure in state["figures"].items()},
+            {str(name): _number(figure) for name, figure in state["figures"].items()},
+            (float(state["best"][0]), int(state["best"][1])) if state["best"] else None,
         )
         load_tensors(t, found.step, found.tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -298,6 +326,15 @@ def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progres
             "but sums in another order"
         )
     return notes
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no word for what isn't finite."""
+    return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
+
+
+def _number(figure: Any) -> float:
+    return math.nan if figure is None else float(figure)
 
 
 def _set_status(folder: Path, status: str, reason: str) -> None:

@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: go on with the run in --out, if there is one and its configuration is the same; newest: "
         "with the newest run of the recipe; force: also with a changed configuration (default: auto)",
     )
+    train.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
+    )
     train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"

@@ -73,7 +73,13 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         *(word for setting in options.set for word in ("--set", setting)),
     ]
     try:
-        return launch(arguments, processes=ranks, threads=threads, environment=environment)
+        return launch(
+            arguments,
+            processes=ranks,
+            threads=threads,
+            environment=environment,
+            max_restarts=options.max_restarts,
+        )
     finally:
         if made and not any(folder.iterdir()):
             folder.rmdir()

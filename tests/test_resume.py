@@ -1,0 +1,273 @@
+"""Promise: stopped anywhere, a run goes on as if nothing had happened; and what doesn't fit is said."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.chaos import chaos
+from tests.test_ranks import DIGITS
+from tests.toys import make_recipe
+from tests.world import Ranks
+from trainer.attempt import _go_on
+from trainer.checkpoint.store import newest_good, write
+from trainer.errors import BadInputError
+from trainer.parallel import World
+from trainer.plan import Share
+from trainer.resume import check_resumable, differences, newest_run, read_stored
+from trainer.run import assemble, make_task
+from trainer.run_folder import make_manifest, write_json
+from trainer.state import tensors_of
+from trainer.step import train_window
+
+ROOT = Path(__file__).parents[1]
+RUN = ["train", "digits", "--set", "epochs=20", "--set", "log.every=7", "--set", "evaluate_every=4"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "trainer", *arguments]
+
+
+def trainer(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.glob("*.safetensors")}
+
+
+def rows_of(folder: Path) -> list[Any]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("kind", "window", "loss", "gradient_norm", "accuracy", "learning_rate", "applied")
+    return [tuple(row.get(key) for key in keys) for row in rows]
+
+
+def stopped_somewhere(
+    folder: Path, *arguments: str, to: str = "launcher", number: int = signal.SIGTERM
+) -> Any:
+    """Starts a run and signals its launcher, or one of its ranks, once it has come some way."""
+    process = subprocess.Popen(
+        command(*RUN, *arguments, "--out", str(folder)),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 12:
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+    began = time.monotonic()
+    if to == "launcher":
+        process.send_signal(number)
+    else:
+        os.kill(int(pid_of_rank(process.pid, to)), number)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err, time.monotonic() - began
+
+
+def pid_of_rank(launcher: int, rank: str) -> str:
+    """The process whose environment says that it is this rank of that launcher."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = path.read_text(errors="ignore")
+        except OSError:
+            continue
+        command_line = (path.parent / "cmdline").read_text()
+        if f"\0RANK={rank}\0" in f"\0{text}" and "\0trainer\0train" in command_line:
+            parents = ancestors(path.parent.name)
+            if str(launcher) in parents:
+                return path.parent.name
+    raise AssertionError("no such rank")
+
+
+def ancestors(pid: str) -> set[str]:
+    found = set()
+    while pid not in ("0", "1"):
+        pid = (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[1]
+        found.add(pid)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    done = trainer(*RUN, "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
+    """By SIGTERM, then by SIGUSR1; the third attempt comes to the end, and the fourth finds nothing to do."""
+    folder = tmp_path / "cut"
+    code, out, err, seconds = stopped_somewhere(folder)
+    assert (code, err) == (75, "")
+    assert "stopped by SIGTERM after window" in out
+    assert seconds < 25
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+    listed = trainer("checkpoints", str(folder))
+    assert listed.returncode == 0
+    done = trainer(*RUN, "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "goes on after window" in done.stdout
+    assert weights_of(folder) == weights_of(whole)
+    assert rows_of(folder) == rows_of(whole)
+    before = weights_of(folder)
+    again = trainer(*RUN, "--out", str(folder))
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "finished already; nothing to do" in again.stdout
+    assert weights_of(folder) == before
+
+
+def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> None:
+    two = ["--ranks", "2", "--set", "data.micro_batch=32"]
+    done = trainer(*RUN, *two, "--out", str(tmp_path / "whole"))
+    assert done.returncode == 0, done.stderr
+    code, out, err, _ = stopped_somewhere(tmp_path / "cut", *two, to="1", number=signal.SIGUSR1)
+    assert (code, err) == (75, "")
+    assert "stopped by SIGUSR1 after window" in out
+    done = trainer(*RUN, *two, "--out", str(tmp_path / "cut"))
+    assert done.returncode == 0, done.stderr
+    assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
+def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
+    code, out, err, _ = stopped_somewhere(
+        tmp_path / "run", "--max-restarts", "3", "--set", "checkpoint.every=10", to="0", number=signal.SIGKILL
+    )
+    assert code == 0, err
+    assert "starting again (1 of 3)" in err
+    assert "goes on after window" in out
+    assert weights_of(tmp_path / "run") == weights_of(whole)
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+
+
+def test_chaos_in_small() -> None:
+    tally = chaos(kills=16, signals=6, seed=3)
+    assert not tally.failures
+    assert tally.counts["identical"] >= 2
+
+
+def cut_in(world: World, folder: str, windows: range) -> tuple[list[float], list[list[int]]]:
+    """Goes on in the folder's newest checkpoint, does some windows, and leaves another."""
+    recipe = make_recipe(**DIGITS | {"model": {"width": 8, "norm": "group"}})
+    task = make_task(recipe)
+    parts = assemble(recipe, task, world, workers=0)
+    t = parts.training
+    found, _ = newest_good(Path(folder))
+    progress = _go_on(t, found, world)
+    assert progress.window == windows.start
+    losses = []
+    batches = parts.loader(t.share.batches(windows.start))
+    t.replica.train()
+    for window in windows:
+        before = float(t.loss)
+        train_window(t, batches, window)
+        losses.append(float(t.loss) - before)
+    if world.rank == 0:
+        state = {
+            "row": 0,
+            "losses": [float(t.loss)],
+            "seconds": 0.0,
+            "samples": 0,
+            "figures": {},
+            "best": None,
+        }
+        write(Path(folder), windows.stop, tensors_of(t), state)
+    share = Share(t.share.plan, world.rank, world.size)
+    numbers = share.shards(torch.arange(windows.start, windows.stop).repeat_interleave(1).numpy())
+    return losses, t.share.plan.read(numbers).sample.tolist()
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    mixed = tmp_path / "mixed"
+    for folder in (whole, mixed):
+        folder.mkdir()
+    ((wanted, _),) = ranks.run(1, cut_in, str(whole), range(6))
+    losses: list[float] = []
+    for size, windows in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
+        answers = ranks.run(size, cut_in, str(mixed), windows)
+        losses += torch.tensor([part for part, _ in answers], dtype=torch.float64).sum(0).tolist()
+    assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def a_run(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = make_recipe(**changes)
+    task = make_task(recipe)
+    plan = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.share.plan
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    write_json(folder / "manifest.json", make_manifest(recipe, "digits", world, plan, 1, {}, []))
+    return folder
+
+
+def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    stored = read_stored(folder)
+    assert stored is not None
+    changed = make_recipe(optim={"lr": 0.5}, data={"workers": 3}, log={"every": 2}).model_dump(mode="json")
+    assert differences(stored.config, changed) == ["optim.lr: 0.001, now 0.5"], "workers and logging are free"
+    with pytest.raises(
+        BadInputError, match=r"another configuration \(optim\.lr: 0\.001, now 0\.5\); .* force"
+    ):
+        check_resumable(folder, stored, changed, "auto")
+    check_resumable(folder, stored, changed, "force")
+    with pytest.raises(BadInputError, match="holds a run already"):
+        check_resumable(folder, stored, stored.config, "never")
+    check_resumable(folder, stored, stored.config, "auto")
+
+
+def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:
+    stored = read_stored(a_run(tmp_path / "run"))
+    assert stored is not None
+    for changes in ({"data": {"micro_batch": 32}}, {"parallel": {"threads": 2}}):
+        assert differences(stored.config, make_recipe(**changes).model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"config": 1}', "[" * 100_000])
+def test_a_manifest_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(BadInputError, match="can't be read as a run's manifest"):
+        read_stored(tmp_path)
+
+
+def test_the_newest_run_is_found_or_missed_with_a_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="there is no run of digits"):
+        newest_run(tmp_path, "digits")
+    for number in (2, 1):
+        a_run(tmp_path / f"digits-0000-{number}")
+        os.utime(tmp_path / f"digits-0000-{number}" / "manifest.json", (number, number))
+    assert newest_run(tmp_path, "digits").name == "digits-0000-2"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    small, large = (make_recipe(model={"width": width}) for width in (4, 8))
+    t = assemble(small, make_task(small), world, 0).training
+    state = {"row": 0, "losses": [0.0], "seconds": 0.0, "samples": 0, "figures": {}, "best": None}
+    write(tmp_path, 3, tensors_of(t), state)
+    other = assemble(large, make_task(large), world, 0).training
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    with pytest.raises(BadInputError, match="isn't a checkpoint of this run"):
+        _go_on(other, newest_good(tmp_path)[0], world)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())
+
+
+def test_a_model_file_of_a_checkpoint_is_plain_safetensors(tmp_path: Path) -> None:
+    recipe = make_recipe(model={"width": 8, "channels_last": True})
+    t = assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0).training
+    path = write(tmp_path, 1, tensors_of(t), {})
+    fresh = make_task(recipe).model()
+    fresh.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
+    for name, tensor in t.model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor)
