@@ -1,8 +1,12 @@
 """Promise: stopped anywhere, a run goes on as if nothing had happened; and what doesn't fit is said."""
 
+import errno
 import hashlib
 import json
+import mmap
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +18,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.chaos import chaos
+from tests.chaos import chaos, ending, kinds, recipe_of, start, undisturbed
 from tests.test_ranks import DIGITS
 from tests.toys import make_recipe
 from tests.world import Ranks
 from trainer.attempt import _go_on
+from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good, write
 from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.plan import Share
+from trainer.rank import children
 from trainer.resume import check_resumable, differences, newest_run, read_stored
 from trainer.run import assemble, make_task
 from trainer.run_folder import make_manifest, write_json
@@ -271,3 +277,86 @@ def test_a_model_file_of_a_checkpoint_is_plain_safetensors(tmp_path: Path) -> No
     fresh.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
     for name, tensor in t.model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor)
+
+
+def disturbed_disk(fault: str, folder: Path, phase: mmap.mmap) -> int | None:
+    """A short run in a fork whose disk has a fault while checkpoints are written; its exit code."""
+    recipe = recipe_of({**kinds()[0], "every": 3})
+    commit, calls = store.commit, []
+
+    def faulty(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if fault == "deleted" and len(calls) == 3:
+            shutil.rmtree(folder / "checkpoints")
+        if fault in ("full", "broken") and len(calls) in (2, 3):
+            number = errno.ENOSPC if fault == "full" else errno.EIO
+            raise OSError(number, os.strerror(number))
+        return commit(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "commit", faulty)
+        process = start(recipe, folder, phase)
+        process.join(60)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("fault", ["full", "broken", "deleted"])
+def test_a_fault_of_the_disk_does_not_end_the_training(tmp_path: Path, fault: str) -> None:
+    """Full or broken for two checkpoints, or the folder of checkpoints deleted under way."""
+    phase = mmap.mmap(-1, 1)
+    for name in ("whole", "faulty"):
+        (tmp_path / name).mkdir()
+    wanted, _ = undisturbed(recipe_of({**kinds()[0], "every": 3}), tmp_path / "whole", phase)
+    assert disturbed_disk(fault, tmp_path / "faulty", phase) == 0
+    assert ending(tmp_path / "faulty") == wanted
+    assert newest_good(tmp_path / "faulty" / "checkpoints")[0] is not None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    phase, random_ = mmap.mmap(-1, 1), random.Random(0)
+    recipe = recipe_of({**kinds()[0], "every": 7})
+    (tmp_path / "whole").mkdir()
+    wanted, _ = undisturbed(recipe, tmp_path / "whole", phase)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    process = start(recipe, folder, phase)
+    while len(list((folder / "checkpoints").glob("step-*"))) < 2:
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    newest = max((folder / "checkpoints").glob("step-*"))
+    file = newest / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        file.unlink()
+    process = start(recipe, folder, phase)
+    process.join()
+    assert process.exitcode == 0
+    assert ending(folder) == wanted
+    notes = json.loads((folder / "manifest.json").read_text())["notes"]
+    assert any(newest.name in note and "optimizer.safetensors" in note for note in notes), notes
+
+
+def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path) -> None:
+    phase = mmap.mmap(-1, 1)
+    recipe = recipe_of({**kinds()[0], "workers": 2, "every": 3})
+    for name in ("whole", "run"):
+        (tmp_path / name).mkdir()
+    wanted, _ = undisturbed(recipe, tmp_path / "whole", phase)
+    process = start(recipe, tmp_path / "run", phase)
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+        time.sleep(0.002)
+    workers = children(process.pid or 0)
+    os.kill(min(workers), signal.SIGKILL)
+    process.join(60)
+    if process.exitcode != 0:  # unless it had done all its work
+        process = start(recipe, tmp_path / "run", phase)
+        process.join()
+    assert process.exitcode == 0
+    assert ending(tmp_path / "run") == wanted
