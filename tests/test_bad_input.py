@@ -1,8 +1,9 @@
 """Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
 
-from pathlib import Path
+from pathlib import json
 from typing import Any
 
+import Path
 import pytest
 import torch
 
@@ -158,6 +159,12 @@ def test_a_folder_with_anything_in_it_is_left_alone(
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "can't be read as a run's manifest" in capsys.readouterr().err
+    manifest = {"config": {}, "threads": 1, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "holds a run with another configuration" in capsys.readouterr().err
+    assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
