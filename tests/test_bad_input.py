@@ -1,9 +1,9 @@
 """Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
 
-from pathlib import json
+import json
+from pathlib import Path
 from typing import Any
 
-import Path
 import pytest
 import torch
 
