@@ -181,7 +181,7 @@ class Attempt:
             self._recipe.log.every,
             _evaluation_due(self._recipe.evaluate_every, self._plan),
             self._evaluate,
-            self._window_done,
+            self.window_done,
             self._recipe.compile.warm_up,
         )
 
@@ -207,7 +207,8 @@ class Attempt:
         if self._is_best:
             progress.best = (score, done)
 
-    def _window_done(self, done: int) -> None:
+    def window_done(self, done: int) -> None:
+        """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
         if self._display is not None:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
+from trainer.attempt import Attempt, Progress
 from trainer.bench.against import chosen, version
 from trainer.bench.conditions import conditions
 from trainer.data.dataset import ArrayDataset, Dataset
@@ -162,7 +163,8 @@ class TinySteps:
 
 def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
     """The trainer's own loop, with its default logging to files; returns seconds."""
-    parts = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers=0)
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    parts = assemble(recipe, task, world, workers=0)
     training = parts.training
     plan = training.share.plan
     with ExitStack() as stack:
@@ -181,7 +183,7 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=lambda _: None,
+            window_done=Attempt(recipe, world, parts, meter, Progress(), None, None).window_done,
         )
         return time.perf_counter() - start
 
