@@ -61,7 +61,7 @@ class Agreement:
             The same on every rank.
         """
         if self._group is None:
-            return Decision(signal, save)
+            return Decision(signal, save) if signal or save else NOTHING
         if self._under_way is not None:
             return self._read(window)
         if window < self._ask_at:

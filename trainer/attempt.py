@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed as dist, nn
 
-from trainer.agreement import Agreement
+from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.folder import Checkpoint
 from trainer.checkpoint.store import newest_good, remove_leftovers
@@ -158,7 +158,10 @@ class Attempt:
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
         self._agreement = Agreement(world.control or world.group, progress.window)
-        self._began = self._saved_at = time.monotonic()
+        self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
+        self._windows = self._plan.windows
+        self._began = time.monotonic()
+        self._set_due()
         self._start = progress.window
         self._durable = progress.window > 0
         self._is_best = False
@@ -213,22 +216,27 @@ class Attempt:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
-        config = self._recipe.checkpoint
-        overdue = time.monotonic() - self._saved_at > config.minutes * 60 > 0
-        decision = self._agreement.after(done, requested() or 0, overdue and self._world.rank == 0)
-        if done == self._plan.windows:
+        overdue = time.monotonic() > self._due_at
+        decision = self._agreement.after(done, requested() or 0, overdue)
+        due = self._every > 0 and done % self._every == 0
+        if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
             return
-        due = config.every > 0 and done % config.every == 0
-        if due or decision.signal or decision.save or (config.best and self._is_best):
+        if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
             self._save(done)
         self._is_best = False
         if decision.signal:
             self._stop(decision.signal, done)
 
+    def _set_due(self) -> None:
+        seconds = self._recipe.checkpoint.minutes * 60
+        # By rank 0's clock alone, which tells the others.
+        timed = seconds > 0 and self._world.rank == 0
+        self._due_at = time.monotonic() + seconds if timed else math.inf
+
     def _save(self, done: int) -> None:
         """Every rank has a part in it: the losses since the last row are each rank's own."""
         t, meter = self._training, self._meter
-        self._saved_at = time.monotonic()
+        self._set_due()
         losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
         losses[self._world.rank] = t.loss
         losses = sum_over_ranks(losses, self._world.group)
