@@ -29,7 +29,7 @@ from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.plan import Share
 from trainer.rank import children
-from trainer.resume import check_resumable, differences, newest_run, read_stored
+from trainer.resume import check_not_running, check_resumable, differences, newest_run, read_stored
 from trainer.run import assemble, make_task
 from trainer.run_folder import make_manifest, write_json
 from trainer.state import tensors_of
@@ -215,6 +215,27 @@ def a_run(folder: Path, **changes: Any) -> Path:
     world = World(0, 1, 0, torch.device("cpu"), None)
     write_json(folder / "manifest.json", make_manifest(recipe, "digits", world, plan, 1, {}, []))
     return folder
+
+
+def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        command(*RUN, "--out", str(folder)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while not (folder / "manifest.json").exists():
+            time.sleep(0.05)
+            assert process.poll() is None
+        stored = read_stored(folder)
+        assert stored is not None
+        with pytest.raises(BadInputError, match="a run is going on there"):
+            check_not_running(folder, stored)
+    finally:
+        process.kill()
+        process.wait()
+    while Path(f"/proc/{stored.pid}").exists():
+        time.sleep(0.05)
+    check_not_running(folder, stored)
 
 
 def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:

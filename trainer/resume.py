@@ -1,6 +1,7 @@
 """Whether a run goes on where one stopped: what may differ, and what a run folder says about it."""
 
 import json
+import platform
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,6 +48,8 @@ class Stored(NamedTuple):
         device: cpu or cuda.
         world_size: Number of ranks.
         status: running, stopped, failed, finished or diverged.
+        host: Where its rank 0 ran.
+        pid: The process of its rank 0.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +57,8 @@ class Stored(NamedTuple):
     device: str
     world_size: int
     status: str
+    host: str
+    pid: int
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -71,11 +76,33 @@ def read_stored(folder: Path) -> Stored | None:
             str(manifest["device"]["kind"]),
             int(manifest["world_size"]),
             str(manifest["status"]),
+            str(manifest.get("host", "")),
+            int(manifest.get("pid", 0)),
         )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInputError(f"{path} can't be read as a run's manifest; give another --out") from error
+
+
+def check_not_running(folder: Path, stored: Stored) -> None:
+    """Makes sure that nobody trains in this folder now, as far as this host can tell.
+
+    Raises:
+        BadInputError: If its process is still there.
+    """
+    if stored.status != "running" or stored.host != platform.node():
+        return
+    try:
+        words = Path(f"/proc/{stored.pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return
+    # Another program may have been given the number since.
+    if b"trainer" in words and b"train" in words:
+        raise BadInputError(
+            f"--out {folder}: a run is going on there (process {stored.pid}); wait for it, stop it, or give "
+            "another --out"
+        )
 
 
 def newest_run(root: Path, recipe: str) -> Path:

@@ -15,7 +15,7 @@ from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
-from trainer.resume import ENDED, check_resumable, newest_run, read_stored
+from trainer.resume import ENDED, check_not_running, check_resumable, newest_run, read_stored
 from trainer.run import check_request, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, shown
 
@@ -56,6 +56,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         if stored.status in ENDED:
             print(f"{shown(folder)} is {stored.status} already; nothing to do")
             return EXIT_DONE
+        check_not_running(folder, stored)
         check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
