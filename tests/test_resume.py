@@ -130,6 +130,9 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     again = trainer(*RUN, "--out", str(folder))
     assert (again.returncode, again.stderr) == (0, "")
     assert "finished already; nothing to do" in again.stdout
+    other = trainer(*RUN, "--out", str(folder), "--set", "optim.lr=1")
+    assert other.returncode == 2
+    assert "another configuration (optim.lr: 0.006, now 1" in other.stderr
     assert weights_of(folder) == before
 
 

@@ -47,17 +47,19 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
 def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     ranks, environment = _ranks(options, recipe)
     check_request(recipe, make_task(recipe), ranks)
+    if options.max_restarts < 0:
+        raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = False
     wanted = options.out or (newest_run(Path("runs"), options.recipe) if options.resume == "newest" else None)
     if wanted is not None and (stored := read_stored(wanted)) is not None:
         folder = wanted
+        check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
         if stored.status in ENDED:
             print(f"{shown(folder)} is {stored.status} already; nothing to do")
             return EXIT_DONE
         check_not_running(folder, stored)
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
