@@ -1,11 +1,17 @@
 """Accelerate's Accelerator, in a loop of one's own."""
 
+import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.nn import functional as F
 
 from trainer.bench.accumulation import Case, Recorded, Recorder
 from trainer.bench.overhead import TinySteps
+from trainer.bench.resume import BATCHES, EPOCHS, Resumed, Steps, optimised, shuffled, small_model
 
 
 def accumulate(case: Case) -> Recorded:
@@ -71,3 +77,51 @@ def train_tiny(tiny: TinySteps) -> float:
         optimizer.zero_grad()
         tiny.after(step)
     return time.perf_counter() - start
+
+
+def resume(cut: int) -> list[Resumed]:
+    """`save_state` and `load_state`, then the loader with its first batches skipped."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = _train(folder, 0, cut)
+        later = _train(folder, cut, 0)
+    way = (
+        "the same set_seed() in both processes, DataLoaderConfiguration(use_seedable_sampler=True, data_seed), "
+        "all prepared, save_state() after the cut; load_state(), set_epoch(), and in the epoch of the cut "
+        "skip_first_batches()"
+    )
+    return [Resumed(whole, later, way)]
+
+
+def _train(folder: Path, start: int, cut: int) -> Steps:
+    """Trains from an update, 0 or that of the state in the folder; saves after update `cut`."""
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    set_seed(0)
+    settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+    accelerator = _accelerator(dataloader_config=settings)
+    model = small_model()
+    optimizer, scheduler = optimised(model)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, shuffled(), scheduler)
+    if start:
+        accelerator.load_state(folder)
+    steps, done = Steps(), start
+    first, skipped = divmod(start, BATCHES)
+    model.train()
+    for epoch in range(first, EPOCHS):
+        loader.set_epoch(epoch)
+        skip = skipped if epoch == first else 0
+        batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+        batches.set_epoch(epoch)
+        for index, x, y in batches:
+            loss: torch.Tensor = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            steps.add(index, loss)
+            done += 1
+            if done == cut:
+                accelerator.save_state(folder)
+    steps.end(model)
+    return steps
