@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset as TorchDataset
 
 import trainer
 from trainer.bench.against import chosen, version
 from trainer.bench.conditions import conditions
+from trainer.bench.cut_run import BATCH, BATCHES, EPOCHS, FEATURES, RATE, Resumed, Steps, arrays, small_model
 from trainer.checkpoint.store import newest_good, write
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -28,89 +28,13 @@ from trainer.run import Parts, assemble
 from trainer.state import load_tensors, tensors_of
 from trainer.step import train_window
 
-EPOCHS, BATCHES, BATCH = 3, 20, 8
-UPDATES = EPOCHS * BATCHES
-RATE = 0.01
 CUTS = (7, 20, 33, 59)
-_FEATURES, _CLASSES = 16, 4
-
-
-class Steps:
-    """What a run did: for each update its samples, in order, and its loss; in the end the weights."""
-
-    def __init__(self) -> None:
-        self.samples: list[list[int]] = []
-        self.losses: list[float] = []
-        self.weights = torch.empty(0)
-
-    def add(self, samples: torch.Tensor, loss: torch.Tensor) -> None:
-        """Notes an update: int64 (n,) and float ()."""
-        self.samples.append(samples.tolist())
-        self.losses.append(float(loss.detach()))
-
-    def end(self, model: nn.Module) -> None:
-        """Notes the weights as they are."""
-        self.weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-class Resumed(NamedTuple):
-    """A run and what went on from its checkpoint.
-
-    Attributes:
-        whole: All updates.
-        later: Those of the second run.
-        way: How the library was used.
-        variant: Where a library is measured in more than one way, which one.
-    """
-
-    whole: Steps
-    later: Steps
-    way: str
-    variant: str = ""
-
-
-def arrays() -> dict[str, torch.Tensor]:
-    """The samples: `index`, by which they are known again, `x` and `y`."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(BATCHES * BATCH, _FEATURES, generator=random)
-    y = torch.randint(_CLASSES, (len(x),), generator=random)
-    return {"index": torch.arange(len(x)), "x": x, "y": y}
-
-
-class Augmented(TorchDataset[tuple[torch.Tensor, ...]]):
-    """The samples as libraries like them, augmented where transforms do it: when a sample is read."""
-
-    def __init__(self) -> None:
-        self._arrays = arrays()
-
-    def __len__(self) -> int:
-        return BATCHES * BATCH
-
-    def __getitem__(self, sample: int) -> tuple[torch.Tensor, ...]:
-        index, x, y = (array[sample] for array in self._arrays.values())
-        return index, x + torch.rand(_FEATURES) - 0.5, y
-
-
-def shuffled(**settings: Any) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """The ordinary loader."""
-    return DataLoader(Augmented(), batch_size=BATCH, shuffle=True, **settings)
-
-
-def small_model() -> nn.Module:
-    """With dropout."""
-    return nn.Sequential(nn.Linear(_FEATURES, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, _CLASSES))
-
-
-def optimised(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW, and a cosine to 0 at the end of the run."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
 
 
 class _Task:
     """The same as the trainer takes it."""
 
-    uniforms = _FEATURES
+    uniforms = FEATURES
     metric = "loss"
 
     def __init__(self) -> None:
@@ -147,9 +71,8 @@ def _started(seed: int) -> Parts:
         "optim": {"lr": RATE},
         "parallel": {"threads": 1},
     }
-    parts = assemble(
-        Recipe.model_validate(values), _Task(), World(0, 1, 0, torch.device("cpu"), None), workers=0
-    )
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    parts = assemble(Recipe.model_validate(values), _Task(), world, workers=0)
     parts.training.replica.train()
     return parts
 
@@ -209,8 +132,7 @@ def judge(resumed: Resumed, cut: int) -> Score:
     """Compares update with update."""
     whole, later = resumed.whole, resumed.later
     samples, losses = whole.samples[cut:], whole.losses[cut:]
-    odd = abs(len(losses) - len(later.losses))
-    pairs = list(zip(losses, later.losses, strict=False))
+    odd, pairs = abs(len(losses) - len(later.losses)), list(zip(losses, later.losses, strict=False))
     return Score(
         len(losses),
         odd + sum(a != b for a, b in zip(samples, later.samples, strict=False)),

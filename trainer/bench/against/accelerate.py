@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from trainer.bench.accumulation import Case, Recorded, Recorder
+from trainer.bench.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, optimised, shuffled, small_model
 from trainer.bench.overhead import TinySteps
-from trainer.bench.resume import BATCHES, EPOCHS, Resumed, Steps, optimised, shuffled, small_model
 
 
 def accumulate(case: Case) -> Recorded:
@@ -81,19 +81,34 @@ def train_tiny(tiny: TinySteps) -> float:
 
 def resume(cut: int) -> list[Resumed]:
     """`save_state` and `load_state`, then the loader with its first batches skipped."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        whole = _train(folder, 0, cut)
-        later = _train(folder, cut, 0)
     way = (
-        "the same set_seed() in both processes, DataLoaderConfiguration(use_seedable_sampler=True, data_seed), "
+        "the same set_seed() in both runs, DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0), "
         "all prepared, save_state() after the cut; load_state(), set_epoch(), and in the epoch of the cut "
         "skip_first_batches()"
     )
-    return [Resumed(whole, later, way)]
+    # It reads a batch ahead, and a loader without a generator draws from the global one when it begins: where
+    # the augmentation draws, and what the loader is given, may matter.
+    return [
+        _resumed(cut, True, False, "augmented as read", f"{way}; the data set augments"),
+        _resumed(cut, False, False, "augmented in the loop", f"{way}; the loop augments"),
+        _resumed(
+            cut,
+            False,
+            True,
+            "augmented in the loop, DataLoader(generator)",
+            f"{way}; the loop augments, and the DataLoader is given a generator",
+        ),
+    ]
 
 
-def _train(folder: Path, start: int, cut: int) -> Steps:
+def _resumed(cut: int, as_read: bool, generator: bool, variant: str, way: str) -> Resumed:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = _train(folder, 0, cut, as_read, generator)
+        return Resumed(whole, _train(folder, cut, 0, as_read, generator), way, variant)
+
+
+def _train(folder: Path, start: int, cut: int, as_read: bool, generator: bool) -> Steps:
     """Trains from an update, 0 or that of the state in the folder; saves after update `cut`."""
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
@@ -102,7 +117,8 @@ def _train(folder: Path, start: int, cut: int) -> Steps:
     accelerator = _accelerator(dataloader_config=settings)
     model = small_model()
     optimizer, scheduler = optimised(model)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, shuffled(), scheduler)
+    loader = shuffled(as_read, torch.Generator().manual_seed(0) if generator else None)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if start:
         accelerator.load_state(folder)
     steps, done = Steps(), start
@@ -114,7 +130,7 @@ def _train(folder: Path, start: int, cut: int) -> Steps:
         batches = accelerator.skip_first_batches(loader, skip) if skip else loader
         batches.set_epoch(epoch)
         for index, x, y in batches:
-            loss: torch.Tensor = F.cross_entropy(model(x), y)
+            loss: torch.Tensor = F.cross_entropy(model(x if as_read else augment(x)), y)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()

@@ -12,8 +12,18 @@ from torch.utils.data import default_collate
 
 from trainer.bench.accumulation import Case, Recorded, Recorder
 from trainer.bench.against import quiet
+from trainer.bench.cut_run import (
+    BATCH,
+    BATCHES,
+    EPOCHS,
+    Augmented,
+    Resumed,
+    Steps,
+    optimised,
+    shuffled,
+    small_model,
+)
 from trainer.bench.overhead import TinySteps
-from trainer.bench.resume import BATCH, BATCHES, EPOCHS, Augmented, Resumed, Steps, optimised, shuffled, small_model
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 
@@ -89,9 +99,7 @@ def train_tiny(tiny: TinySteps) -> float:
 
 def resume(cut: int) -> list[Resumed]:
     """`ModelCheckpoint(every_n_train_steps)` and `fit(ckpt_path)`, with an ordinary and a stateful loader."""
-    way = (
-        "the same seed_everything() in both processes, ModelCheckpoint(every_n_train_steps), fit(ckpt_path); {}"
-    )
+    way = "the same seed_everything() in both runs, ModelCheckpoint(every_n_train_steps), fit(ckpt_path); {}"
     return [
         _resumed(cut, False, "plain loader", way.format("DataLoader(shuffle=True)")),
         _resumed(
