@@ -111,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
     )
     accumulation.set_defaults(run=_bench_accumulation)
+    resume = benches.add_parser(
+        "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
+    )
+    resume.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,accelerate: which to measure too"
+    )
+    resume.set_defaults(run=_bench_resume)
     optimizers = benches.add_parser(
         "optimizers", help="what each optimiser learns in the same updates", allow_abbrev=False
     )
@@ -156,6 +163,12 @@ def _bench_accumulation(options: argparse.Namespace) -> int:
     from trainer.bench.accumulation import bench_accumulation
 
     return bench_accumulation(options.against, options.timm_train)
+
+
+def _bench_resume(options: argparse.Namespace) -> int:
+    from trainer.bench.resume import bench_resume
+
+    return bench_resume(options.against)
 
 
 def _bench_optimizers(options: argparse.Namespace) -> int:

@@ -1,10 +1,16 @@
 """Accelerate's Accelerator, in a loop of one's own."""
 
+import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import functional as F
+
 from trainer.bench.accumulation import Case, Recorded, Recorder
+from trainer.bench.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, optimised, shuffled, small_model
 from trainer.bench.overhead import TinySteps
 
 
@@ -71,3 +77,67 @@ def train_tiny(tiny: TinySteps) -> float:
         optimizer.zero_grad()
         tiny.after(step)
     return time.perf_counter() - start
+
+
+def resume(cut: int) -> list[Resumed]:
+    """`save_state` and `load_state`, then the loader with its first batches skipped."""
+    way = (
+        "the same set_seed() in both runs, DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0), "
+        "all prepared, save_state() after the cut; load_state(), set_epoch(), and in the epoch of the cut "
+        "skip_first_batches()"
+    )
+    # It reads a batch ahead, and a loader without a generator draws from the global one when it begins: where
+    # the augmentation draws, and what the loader is given, may matter.
+    return [
+        _resumed(cut, True, False, "augmented as read", f"{way}; the data set augments"),
+        _resumed(cut, False, False, "augmented in the loop", f"{way}; the loop augments"),
+        _resumed(
+            cut,
+            False,
+            True,
+            "augmented in the loop, DataLoader(generator)",
+            f"{way}; the loop augments, and the DataLoader is given a generator",
+        ),
+    ]
+
+
+def _resumed(cut: int, as_read: bool, generator: bool, variant: str, way: str) -> Resumed:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = _train(folder, 0, cut, as_read, generator)
+        return Resumed(whole, _train(folder, cut, 0, as_read, generator), way, variant)
+
+
+def _train(folder: Path, start: int, cut: int, as_read: bool, generator: bool) -> Steps:
+    """Trains from an update, 0 or that of the state in the folder; saves after update `cut`."""
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    set_seed(0)
+    settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+    accelerator = _accelerator(dataloader_config=settings)
+    model = small_model()
+    optimizer, scheduler = optimised(model)
+    loader = shuffled(as_read, torch.Generator().manual_seed(0) if generator else None)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if start:
+        accelerator.load_state(folder)
+    steps, done = Steps(), start
+    first, skipped = divmod(start, BATCHES)
+    model.train()
+    for epoch in range(first, EPOCHS):
+        loader.set_epoch(epoch)
+        skip = skipped if epoch == first else 0
+        batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+        batches.set_epoch(epoch)
+        for index, x, y in batches:
+            loss: torch.Tensor = F.cross_entropy(model(x if as_read else augment(x)), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            steps.add(index, loss)
+            done += 1
+            if done == cut:
+                accelerator.save_state(folder)
+    steps.end(model)
+    return steps
