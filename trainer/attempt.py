@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist, nn
+from torch import distributed as dist
 
 from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
@@ -32,9 +31,10 @@ from trainer.preempt import Stopped, requested
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, read_stored
 from trainer.run import Parts, assemble, check_request, device_kind, make_task
-from trainer.run_folder import check_space, make_manifest, open_folder, save_weights, shown, write_json
+from trainer.run_folder import check_space, make_manifest, open_folder, write_json
 from trainer.state import load_tensors, tensors_of
 from trainer.step import Training, take_figures
+from trainer.summary import finish, introduce
 
 CHECKPOINTS = "checkpoints"
 
@@ -115,7 +115,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
             )
             check_space(folder, t.model, copies=_copies(recipe))
             sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
-            display = _introduce(manifest, parts, world, folder)
+            display = introduce(manifest, parts, world, folder)
             stack.callback(display.close)
             sinks.append(display)
             if t.nonfinite is not None:
@@ -136,7 +136,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         if world.rank == 0:
             if writer is not None:
                 writer.finish()
-            _finish(folder, t, meter, task.metric, progress.figures, display)
+            finish(folder, t, meter, task.metric, progress.figures, display)
     return EXIT_DONE
 
 
@@ -268,15 +268,6 @@ class Attempt:
         raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
 
 
-def _introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
-    plan = parts.training.share.plan
-    display = Display(plan.windows)
-    display.say(_opening(manifest, plan, world, folder, parts.training.model))
-    for note in manifest["notes"]:
-        display.say(f"  {note}")
-    return display
-
-
 def _copies(recipe: Recipe) -> int:
     """How often the weights lie in a run folder, at most: of each checkpoint weights, average and moments."""
     averages = 1 if recipe.ema.decay else 0
@@ -358,49 +349,3 @@ def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
         return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
 
     return due
-
-
-def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:
-    parameters = sum(p.numel() for p in model.parameters())
-    device = (
-        manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
-    )
-    return (
-        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.windows:,} "
-        f"windows of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
-        f"  run folder {shown(folder)}"
-    )
-
-
-def _finish(
-    folder: Path, t: Training, meter: Meter, metric: str, figures: dict[str, float], display: Display | None
-) -> None:
-    save_weights(t.model, folder / "model.safetensors")
-    if t.average is not None:
-        save_weights(t.average.averaged(), folder / "ema.safetensors")
-    plan = t.share.plan
-    speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
-    summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
-    meter.emit({"kind": "end", "window": plan.windows, **summary})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    diverged = not all(math.isfinite(figure) for figure in figures.values())
-    status = "diverged" if diverged else "finished"
-    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
-    if diverged:
-        warn(
-            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
-            "(precision.debug=true says where it began)"
-        )
-    if display is None:
-        return
-    display.close()
-    programs = Path(sys.executable).parent
-    board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
-    display.say(
-        f"\n  {metric:<12} {figures[metric]:.4f}\n"
-        f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
-        f"  run folder   {shown(folder)}\n"
-        f"  next         {board if (folder / 'tensorboard').exists() else ''}"
-        f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
-        " (--help-config shows every key)"
-    )
