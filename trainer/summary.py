@@ -1,0 +1,74 @@
+"""What a run says at its start and at its end, and what it leaves then."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.observe.console import Display, warn
+from trainer.observe.log import Meter
+from trainer.parallel import World
+from trainer.plan import Plan
+from trainer.run import Parts
+from trainer.run_folder import save_weights, shown, write_json
+from trainer.step import Training
+
+
+def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
+    """Shows what is about to be trained, and where; returns the display."""
+    plan = parts.training.share.plan
+    display = Display(plan.windows)
+    display.say(_opening(manifest, plan, world, folder, parts.training.model))
+    for note in manifest["notes"]:
+        display.say(f"  {note}")
+    return display
+
+
+def finish(
+    folder: Path, t: Training, meter: Meter, metric: str, figures: dict[str, float], display: Display | None
+) -> None:
+    """Writes the weights and the summary, and tells it."""
+    save_weights(t.model, folder / "model.safetensors")
+    if t.average is not None:
+        save_weights(t.average.averaged(), folder / "ema.safetensors")
+    plan = t.share.plan
+    speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
+    summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
+    meter.emit({"kind": "end", "window": plan.windows, **summary})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    diverged = not all(math.isfinite(figure) for figure in figures.values())
+    status = "diverged" if diverged else "finished"
+    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
+    if diverged:
+        warn(
+            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
+            "(precision.debug=true says where it began)"
+        )
+    if display is None:
+        return
+    display.close()
+    programs = Path(sys.executable).parent
+    board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
+    display.say(
+        f"\n  {metric:<12} {figures[metric]:.4f}\n"
+        f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
+        f"  run folder   {shown(folder)}\n"
+        f"  next         {board if (folder / 'tensorboard').exists() else ''}"
+        f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
+        " (--help-config shows every key)"
+    )
+
+
+def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    device = (
+        manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
+    )
+    return (
+        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.windows:,} "
+        f"windows of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
+        f"  run folder {shown(folder)}"
+    )
