@@ -100,7 +100,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap) -> None:
     os.dup2(silent, 2)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     preempt.install()
-    commit, loop = store.commit, sys.modules["trainer.attempt"]
+    commit, loop = store.commit, sys.modules["trainer.between_windows"]
 
     def noted(*arguments: Any) -> Any:
         phase[0] = 2

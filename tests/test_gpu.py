@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.toys import make_recipe
+from trainer.checkpoint.store import newest_good, write
 from trainer.compiling import missing_for_compiling
 from trainer.data.loader import Batch, Source, make_loader
 from trainer.loop import train
@@ -15,6 +17,7 @@ from trainer.observe.log import Meter
 from trainer.parallel import World
 from trainer.recipe import Recipe
 from trainer.run import assemble, make_task
+from trainer.state import load_tensors, tensors_of
 from trainer.step import Training, take_figures, train_window
 
 pytestmark = [
@@ -135,6 +138,41 @@ def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch: int
     eager = losses_on(torch.device("cuda", 0), strict=False, **sections)
     compiled = losses_on(torch.device("cuda", 0), strict=False, compile={"mode": mode}, **sections)
     assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("cut", [1, 13, 29])
+def test_a_deterministic_run_that_was_cut_ends_with_the_same_bits(
+    mode: str, cut: int, tmp_path: Path
+) -> None:
+    sections = DIGITS | {"deterministic": True, "precision": {"mode": mode}, "parallel": {"threads": 1}}
+    sections["regularization"] = {"mixup": 0.2, "stochastic_depth": 0.1}
+    recipe = make_recipe(**sections)
+
+    def fresh() -> Training:
+        return assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cuda", 0), None), 0).training
+
+    def windows(t: Training, numbers: range) -> None:
+        source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
+        loader = make_loader(source, torch.device("cuda", 0), recipe.data, 2)
+        batches = loader(t.share.batches(numbers.start))
+        for window in numbers:
+            train_window(t, batches, window)
+        loader.close()
+
+    whole, first, second = fresh(), fresh(), fresh()
+    windows(whole, range(30))
+    windows(first, range(cut))
+    write(tmp_path, cut, tensors_of(first), {})
+    found, skipped = newest_good(tmp_path)
+    assert found is not None
+    assert not skipped
+    load_tensors(second, cut, found.tensors)
+    windows(second, range(cut, 30))
+    ends = [tensors_of(t) for t in (whole, second)]
+    for file, tensors in ends[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, ends[1][file][name]), f"{file}: {name}"
 
 
 def test_gpu_and_cpu_agree() -> None:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from tests.chaos import chaos, ending, kinds, recipe_of, start, undisturbed
 from tests.test_ranks import DIGITS
 from tests.toys import make_recipe
 from tests.world import Ranks
-from trainer.attempt import _go_on
+from trainer.attempt import _go_on, _newest
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good, write
 from trainer.errors import BadInputError
@@ -347,6 +348,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     process = start(recipe, folder, phase)
     while len(list((folder / "checkpoints").glob("step-*"))) < 2:
         time.sleep(0.002)
+        assert process.is_alive() or process.exitcode == 0, process.exitcode
     process.kill()
     process.join()
     newest = max((folder / "checkpoints").glob("step-*"))
@@ -367,6 +369,103 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert any(newest.name in note and "optimizer.safetensors" in note for note in notes), notes
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(tmp_path: Path) -> None:
+    folder, phase = tmp_path / "run", mmap.mmap(-1, 1)
+    folder.mkdir()
+    recipe = recipe_of({**kinds()[0], "every": 3})
+    process = start(recipe, folder, phase)
+    while not list((folder / "checkpoints").glob("step-*")):
+        time.sleep(0.002)
+        assert process.is_alive() or process.exitcode == 0, process.exitcode
+    process.kill()
+    process.join()
+    for path in (folder / "checkpoints").glob("step-*"):
+        (path / "model.safetensors").unlink()
+    with pytest.raises(BadInputError, match=r"none .* can be trusted \(step-\d+: model.safetensors .* force"):
+        _newest(folder, "auto")
+    assert _newest(folder, "force")[0] is None
+
+
+def jumping() -> float:
+    """A wall clock that somebody sets to and fro, by up to ten years."""
+    return random.uniform(1.4e9, 2.1e9)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints by time are on; the same count of them comes, and the same bits."""
+    phase = mmap.mmap(-1, 1)
+    kind = {**kinds()[0], "every": 7}
+    for name in ("whole", "run"):
+        (tmp_path / name).mkdir()
+    wanted, _ = undisturbed(recipe_of(kind), tmp_path / "whole", phase)
+    monkeypatch.setattr(time, "time", jumping)
+    monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
+    assert undisturbed(recipe_of(kind), tmp_path / "run", phase)[0] == wanted
+    kept = [sorted(f.name for f in (tmp_path / name / "checkpoints").iterdir()) for name in ("whole", "run")]
+    assert kept[0] == kept[1]
+
+
+def test_only_what_is_shown_asks_the_wall_clock() -> None:
+    asks = re.compile(r"time\.time\(|time_ns\(|datetime\.(now|utcnow|today)|CLOCK_REALTIME")
+    found = {
+        f"{path.relative_to(ROOT / 'trainer')}"
+        for path in (ROOT / "trainer").rglob("*.py")
+        if any(asks.search(line.replace("monotonic_ns(", "")) for line in path.read_text().splitlines())
+    }
+    assert found <= {"observe/log.py", "checkpoint/show.py"}, "what decides something takes time.monotonic()"
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path, resumable: bool) -> None:
+    """75 only if there is a checkpoint to go on from; as the first process of a container, too."""
+    if resumable:
+        (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    before = (
+        "import os, signal, sys; from trainer import cli, preempt; real = preempt.end_on_signal\n"
+        "def now(*a): real(*a); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "preempt.end_on_signal = now; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    words = ["train", "digits", "--out", str(tmp_path / "run")]
+    isolated = ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child"] if can_unshare() else []
+    done = subprocess.run(
+        [*isolated, sys.executable, "-c", before, *words],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == (75 if resumable else 1), done.stderr
+    assert "stopped by SIGTERM before it began" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def can_unshare() -> bool:
+    """Whether this user may make processes a world of their own."""
+    words = ["unshare", "--fork", "--pid", "--mount-proc", "true"]
+    return (
+        bool(shutil.which("unshare"))
+        and not subprocess.run(words, capture_output=True, check=False).returncode
+    )
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs unshare and the right to use it")
+def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path: Path, whole: Path) -> None:
+    """Signals that have no handler don't reach a process 1."""
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        ["unshare", "--fork", "--pid", "--mount-proc", *command(*RUN, "--out", str(folder))],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 12:
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+    (first,) = children(process.pid)
+    os.kill(first, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    done = trainer(*RUN, "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert weights_of(folder) == weights_of(whole)
+
+
 def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path) -> None:
     phase = mmap.mmap(-1, 1)
     recipe = recipe_of({**kinds()[0], "workers": 2, "every": 3})
@@ -376,6 +475,7 @@ def test_a_killed_loader_worker_fails_the_run_and_it_can_go_on(tmp_path: Path) -
     process = start(recipe, tmp_path / "run", phase)
     while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
         time.sleep(0.002)
+        assert process.is_alive() or process.exitcode == 0, process.exitcode
     workers = children(process.pid or 0)
     os.kill(min(workers), signal.SIGKILL)
     process.join(60)

@@ -4,66 +4,29 @@ import contextlib
 import json
 import math
 import os
-import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
-from trainer.agreement import NOTHING, Agreement
-from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.between_windows import BetweenWindows, Progress, Requeue
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
-from trainer.evaluate import evaluate
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
-from trainer.loop import train
-from trainer.observe.console import Display, warn
+from trainer.observe.console import warn
 from trainer.observe.log import Meter, Sink
-from trainer.parallel import World, check_agreement, joined_world, sum_over_ranks
-from trainer.plan import Plan
-from trainer.preempt import Stopped, requested
+from trainer.parallel import World, check_agreement, joined_world
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, read_stored
-from trainer.run import Parts, assemble, check_request, device_kind, make_task
+from trainer.run import assemble, check_request, device_kind, make_task
 from trainer.run_folder import check_space, make_manifest, open_folder, write_json
-from trainer.state import load_tensors, tensors_of
+from trainer.state import load_tensors
 from trainer.step import Training, take_figures
 from trainer.summary import finish, introduce
-
-CHECKPOINTS = "checkpoints"
-
-
-class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error)
-    """A signal stopped this run, and it can be gone on with."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come, besides its tensors: what a checkpoint keeps as JSON.
-
-    Attributes:
-        window: Windows done.
-        row: Windows at the last row of figures.
-        losses: Of each rank, the sum of losses since then.
-        seconds: Time of the windows that were timed.
-        samples: Samples in them.
-        figures: The last evaluation.
-        best: The best evaluation's metric, and its window.
-    """
-
-    window: int = 0
-    row: int = 0
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    samples: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
-    best: tuple[float, int] | None = None
 
 
 def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto") -> int:
@@ -95,8 +58,8 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         task = make_task(recipe)
         check_request(recipe, task, world.size)
         if world.rank == 0:
-            remove_leftovers(folder / CHECKPOINTS)
-        found, skipped = newest_good(folder / CHECKPOINTS)
+            remove_leftovers(folder / FOLDER)
+        found, skipped = _newest(folder, mode)
         at = found.step if found else 0
         check_agreement(
             f"{config_hash(recipe)} {len(task.train_data)} {len(task.evaluation_data)} from {at}", world
@@ -120,13 +83,13 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
             sinks.append(display)
             if t.nonfinite is not None:
                 sinks.append(t.nonfinite.explain)
-            writer = BackgroundWriter(folder / CHECKPOINTS, recipe.checkpoint.keep, warn)
+            writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn)
             stack.callback(writer.abandon)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
         meter.go_on(progress.row, progress.seconds, progress.samples)
-        attempt = Attempt(recipe, world, parts, meter, progress, writer, display)
+        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display)
         try:
-            attempt.train()
+            between.train()
         except Requeue as requeue:
             if display is not None:
                 display.close()
@@ -140,140 +103,22 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
     return EXIT_DONE
 
 
-class Attempt:
-    """What happens between two windows: evaluation, checkpoints, stops."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        parts: Parts,
-        meter: Meter,
-        progress: Progress,
-        writer: BackgroundWriter | None,
-        display: Display | None,
-    ) -> None:
-        """Starts at the progress; rank 0 has the writer and the display."""
-        self._recipe, self._world, self._parts = recipe, world, parts
-        self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
-        self._training, self._plan = parts.training, parts.training.share.plan
-        self._agreement = Agreement(world.control or world.group, progress.window)
-        self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
-        self._windows = self._plan.windows
-        self._began = time.monotonic()
-        self._set_due()
-        self._start = progress.window
-        self._durable = progress.window > 0
-        self._is_best = False
-
-    def train(self) -> None:
-        """Trains from the progress to the end.
-
-        Raises:
-            Requeue: After a signal, with a checkpoint to go on from.
-            Stopped: After a signal, without one.
-        """
-        start = self._progress.window
-        windows = range(start, self._plan.windows)
-        batches = self._training.share.batches(start)
-        train(
-            self._training,
-            self._parts.loader(batches),
-            windows,
-            self._meter,
-            self._recipe.log.every,
-            _evaluation_due(self._recipe.evaluate_every, self._plan),
-            self._evaluate,
-            self.window_done,
-            self._recipe.compile.warm_up,
-        )
-
-    def _evaluate(self, done: int) -> None:
-        t, parts = self._training, self._parts
-        model = t.model if t.average is None else t.average.averaged()
-        figures = evaluate(
-            t.task,
-            model,
-            parts.evaluation_loader,
-            parts.evaluation_share,
-            self._world,
-            self._recipe.precision,
-        )
-        self._meter.deliver()
-        epoch = round(self._plan.epoch_at(done), 4)
-        self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
-        progress = self._progress
-        progress.figures = figures
-        metric = figures[t.task.metric]
-        score = -metric if t.task.metric == "loss" else metric
-        self._is_best = math.isfinite(score) and (progress.best is None or score > progress.best[0])
-        if self._is_best:
-            progress.best = (score, done)
-
-    def window_done(self, done: int) -> None:
-        """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
-        if self._display is not None:
-            self._display.window_done(done)
-            if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
-                self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
-        overdue = time.monotonic() > self._due_at
-        decision = self._agreement.after(done, requested() or 0, overdue)
-        due = self._every > 0 and done % self._every == 0
-        if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
-            return
-        if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
-            self._save(done)
-        self._is_best = False
-        if decision.signal:
-            self._stop(decision.signal, done)
-
-    def _set_due(self) -> None:
-        seconds = self._recipe.checkpoint.minutes * 60
-        # By rank 0's clock alone, which tells the others.
-        timed = seconds > 0 and self._world.rank == 0
-        self._due_at = time.monotonic() + seconds if timed else math.inf
-
-    def _save(self, done: int) -> None:
-        """Every rank has a part in it: the losses since the last row are each rank's own."""
-        t, meter = self._training, self._meter
-        self._set_due()
-        losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
-        losses[self._world.rank] = t.loss
-        losses = sum_over_ranks(losses, self._world.group)
-        if self._writer is None:
-            return
-        meter.deliver()
-        state = {
-            "row": meter.window,
-            "losses": losses.tolist(),
-            "seconds": meter.busy_seconds,
-            "samples": meter.timed_samples,
-            "figures": _finite(self._progress.figures),
-            "best": list(self._progress.best) if self._progress.best else None,
-            "config_hash": config_hash(self._recipe),
-            "world_size": self._world.size,
-            "threads": torch.get_num_threads(),
-        }
-        best = self._progress.best[1] if self._progress.best and self._recipe.checkpoint.best else None
-        self._writer.submit(done, stage(tensors_of(t)), state, best)
-
-    def _stop(self, number: int, done: int) -> None:
-        written = self._writer is not None and self._writer.finish() == done
-        kept = torch.tensor([float(written)])
-        if self._world.control is not None or self._world.group is not None:
-            dist.all_reduce(kept, group=self._world.control or self._world.group)
-        name = signal.Signals(number)
-        if not bool(kept) and not self._durable:
-            raise Stopped(name, "no checkpoint could be written to go on from")
-        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
-
-
 def _copies(recipe: Recipe) -> int:
     """How often the weights lie in a run folder, at most: of each checkpoint weights, average and moments."""
     averages = 1 if recipe.ema.decay else 0
     moments = 1 if recipe.optim.name == "sgd" else 2
     kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
     return (1 + averages) + kept * (1 + averages + moments)
+
+
+def _newest(folder: Path, mode: Mode) -> tuple[Checkpoint | None, list[str]]:
+    found, skipped = newest_good(folder / FOLDER)
+    if skipped and found is None and mode != "force":
+        raise BadInputError(
+            f"{folder}: none of its checkpoints can be trusted ({skipped[0]}); bring one back, give another "
+            "--out, or begin again by --resume force"
+        )
+    return found, skipped
 
 
 def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int) -> int:
@@ -328,11 +173,6 @@ def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progres
     return notes
 
 
-def _finite(figures: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no word for what isn't finite."""
-    return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
-
-
 def _number(figure: Any) -> float:
     return math.nan if figure is None else float(figure)
 
@@ -340,12 +180,3 @@ def _number(figure: Any) -> float:
 def _set_status(folder: Path, status: str, reason: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
-
-
-def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
-    def due(windows: int) -> bool:
-        if windows == plan.windows:
-            return True
-        return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
-
-    return due

@@ -134,6 +134,11 @@ def _train(options: argparse.Namespace) -> int:
 
     if is_rank(os.environ):
         register()  # before the slow imports, so that a signal finds a handler
+    else:
+        from trainer.preempt import end_on_signal
+        from trainer.resume import has_checkpoint
+
+        end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
     from trainer.start import start
 
     return start(options)

@@ -3,9 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -75,6 +77,26 @@ def _forked() -> None:
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+
+
+def end_on_signal(resumable: Callable[[], bool]) -> None:
+    """Until the launcher takes the signals, one ends this process: nothing has begun that could be lost.
+
+    As a container's first process it needs a handler for that; and a job that waits for its turn between two
+    preemptions must not lose its place because the second came while Python was importing.
+
+    Args:
+        resumable: Whether there is a checkpoint; then the exit code asks to be requeued. Imports nothing.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        requeue = resumable()
+        left = "the same command goes on from its checkpoint" if requeue else "there is no checkpoint yet"
+        os.write(2, f"trainer: stopped by {signal.Signals(number).name} before it began; {left}\n".encode())
+        os._exit(EXIT_REQUEUE if requeue else EXIT_FAILED)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 @contextmanager

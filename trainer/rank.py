@@ -53,7 +53,7 @@ class Outcome:
         code: The exit code that it means (see `trainer.errors`).
         line: One line for people; empty if there is nothing to say.
         traceback: The traceback of what it raised or crashed with; empty otherwise.
-        time: When it ended, in seconds since the epoch; infinite if nobody knows.
+        time: When it ended, by the host's monotonic clock, in seconds; infinite if nobody knows.
         for_all: Whether the line speaks for the whole job (bad input, a stop that was asked for).
         consequence: Whether it looks like the effect of another rank's end.
     """
@@ -93,7 +93,7 @@ def run_rank(main: Callable[[], int | None]) -> int:
 
 def leave_now(code: int, line: str) -> NoReturn:
     """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective."""
-    _leave_word(Outcome(_rank(), code, line, time=time.time()))
+    _leave_word(Outcome(_rank(), code, line, time=time.monotonic()))
     os._exit(_code_for_torchrun(code))
 
 
@@ -214,22 +214,22 @@ def _rank() -> int:
 def _outcome(main: Callable[[], int | None]) -> Outcome:
     """Runs `main` and puts its end into words."""
     try:
-        return Outcome(_rank(), main() or EXIT_DONE, time=time.time())
+        return Outcome(_rank(), main() or EXIT_DONE, time=time.monotonic())
     except BadInputError as error:
         line = " ".join(str(error).split())
-        return Outcome(_rank(), EXIT_BAD_INPUT, line, time=time.time(), for_all=True)
+        return Outcome(_rank(), EXIT_BAD_INPUT, line, time=time.monotonic(), for_all=True)
     except preempt.Stopped as error:
-        return Outcome(_rank(), EXIT_FAILED, str(error), time=time.time(), for_all=True)
+        return Outcome(_rank(), EXIT_FAILED, str(error), time=time.monotonic(), for_all=True)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            return Outcome(_rank(), error.code or EXIT_DONE, time=time.time())
-        return Outcome(_rank(), EXIT_FAILED, str(error.code), time=time.time())
+            return Outcome(_rank(), error.code or EXIT_DONE, time=time.monotonic())
+        return Outcome(_rank(), EXIT_FAILED, str(error.code), time=time.monotonic())
     except BaseException as error:
         return _raised(error)
 
 
 def _raised(error: BaseException) -> Outcome:
-    now = time.time()
+    now = time.monotonic()
     frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
     line = traceback.format_exception_only(type(error), error)[-1].strip()

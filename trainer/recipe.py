@@ -32,6 +32,9 @@ class Recipe(Section):
     cudnn_benchmark: bool = Field(
         True, description="let cuDNN time its algorithms once; shapes are fixed here"
     )
+    deterministic: bool = Field(
+        False, description="only algorithms that give the same bits each time, on GPUs too; slower"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     window: WindowConfig = WindowConfig()

@@ -9,8 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from trainer import checkpoint
 from trainer.config import Section
 from trainer.errors import BadInputError
+
+RUNS = Path("runs")
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
 _FREE = (
@@ -115,6 +118,15 @@ def newest_run(root: Path, recipe: str) -> Path:
     if not folders:
         raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
     return max(folders, key=lambda folder: (folder / "manifest.json").stat().st_mtime)
+
+
+def has_checkpoint(out: Path | None, mode: Mode, recipe: str) -> bool:
+    """Whether the run that a command means has a checkpoint, by its name only."""
+    try:
+        folder = out or (newest_run(RUNS, recipe) if mode == "newest" else None)
+    except BadInputError:
+        return False
+    return folder is not None and any((folder / checkpoint.FOLDER).glob("step-*"))
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

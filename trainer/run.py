@@ -1,5 +1,6 @@
 """A run: assembled from its recipe, trained, and written to its folder."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +117,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
     share = Share(plan, world.rank, world.size)
     check_precision(recipe.precision, device)
     set_matmul_mode(recipe.precision)
-    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark
+    set_determinism(recipe)
     prepared = prepare_model(recipe, task, world)
     groups = parameter_groups(recipe.optim, prepared.model)
     rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
@@ -149,6 +150,22 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
         prepared.compiled,
         prepared.notes,
     )
+
+
+def set_determinism(recipe: Recipe) -> None:
+    """Lets kernels be chosen by speed, or only those that repeat their results.
+
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
+    same state with the same samples and randomness, but atomic additions come in another order each time.
+    """
+    # cuDNN's timing may choose another algorithm in the next process.
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic
+    torch.use_deterministic_algorithms(recipe.deterministic)
+    if recipe.deterministic:
+        # Read when cuBLAS starts, which nothing has done yet.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Nothing here reads memory that it didn't write (a test fills it with NaN).
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_kind(recipe: Recipe) -> Any:

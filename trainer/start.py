@@ -15,7 +15,7 @@ from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
-from trainer.resume import ENDED, check_not_running, check_resumable, newest_run, read_stored
+from trainer.resume import ENDED, RUNS, check_not_running, check_resumable, newest_run, read_stored
 from trainer.run import check_request, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, shown
 
@@ -52,7 +52,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = False
-    wanted = options.out or (newest_run(Path("runs"), options.recipe) if options.resume == "newest" else None)
+    wanted = options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
     if wanted is not None and (stored := read_stored(wanted)) is not None:
         folder = wanted
         check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
@@ -63,7 +63,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
-        folder, made = new_folder(Path("runs"), options.recipe, recipe), True
+        folder, made = new_folder(RUNS, options.recipe, recipe), True
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
@@ -126,12 +126,12 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
             claim_folder(options.out)
         return Path(options.out)
     if os.environ["RANK"] != "0":
-        return Path("runs")  # only rank 0 writes
+        return RUNS  # only rank 0 writes
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    marker = Path("runs") / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
+    marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
     if restarted and marker.exists():
         return Path(marker.read_text())
-    folder = new_folder(Path("runs"), options.recipe, recipe)
+    folder = new_folder(RUNS, options.recipe, recipe)
     marker.write_text(str(folder))
     return folder
 

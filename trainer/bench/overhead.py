@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from trainer.attempt import Attempt, Progress
 from trainer.bench.against import chosen, version
 from trainer.bench.conditions import conditions
+from trainer.between_windows import BetweenWindows, Progress
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
@@ -183,7 +183,7 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=Attempt(recipe, world, parts, meter, Progress(), None, None).window_done,
+            window_done=BetweenWindows(recipe, world, parts, meter, Progress(), None, None).window_done,
         )
         return time.perf_counter() - start
 

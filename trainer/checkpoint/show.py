@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import quietly
 from trainer.checkpoint.store import Entry, listing
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
@@ -28,7 +29,7 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     Raises:
         BadInputError: If it isn't a run folder or can't be read.
     """
-    folder = run / "checkpoints"
+    folder = run / FOLDER
     try:
         if not folder.is_dir() and not (run / "manifest.json").is_file():
             raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")

@@ -1,0 +1,193 @@
+"""What happens between two windows: evaluation, checkpoints, stops."""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed as dist
+
+from trainer.agreement import NOTHING, Agreement
+from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.config import config_hash
+from trainer.evaluate import evaluate
+from trainer.loop import train
+from trainer.observe.console import Display
+from trainer.observe.log import Meter
+from trainer.parallel import World, sum_over_ranks
+from trainer.plan import Plan
+from trainer.preempt import Stopped, requested
+from trainer.recipe import Recipe
+from trainer.run import Parts
+from trainer.state import tensors_of
+
+
+class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error)
+    """A signal stopped this run, and it can be gone on with."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come, besides its tensors: what a checkpoint keeps as JSON.
+
+    Attributes:
+        window: Windows done.
+        row: Windows at the last row of figures.
+        losses: Of each rank, the sum of losses since then.
+        seconds: Time of the windows that were timed.
+        samples: Samples in them.
+        figures: The last evaluation.
+        best: The best evaluation's metric, and its window.
+    """
+
+    window: int = 0
+    row: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    samples: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    best: tuple[float, int] | None = None
+
+
+class BetweenWindows:
+    """Trains, and does between two windows what is due there."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        parts: Parts,
+        meter: Meter,
+        progress: Progress,
+        writer: BackgroundWriter | None,
+        display: Display | None,
+    ) -> None:
+        """Starts at the progress; rank 0 has the writer and the display."""
+        self._recipe, self._world, self._parts = recipe, world, parts
+        self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
+        self._training, self._plan = parts.training, parts.training.share.plan
+        self._agreement = Agreement(world.control or world.group, progress.window)
+        self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
+        self._windows = self._plan.windows
+        self._began = time.monotonic()
+        self._set_due()
+        self._start = progress.window
+        self._durable = progress.window > 0
+        self._is_best = False
+
+    def train(self) -> None:
+        """Trains from the progress to the end.
+
+        Raises:
+            Requeue: After a signal, with a checkpoint to go on from.
+            Stopped: After a signal, without one.
+        """
+        start = self._progress.window
+        windows = range(start, self._plan.windows)
+        batches = self._training.share.batches(start)
+        train(
+            self._training,
+            self._parts.loader(batches),
+            windows,
+            self._meter,
+            self._recipe.log.every,
+            _evaluation_due(self._recipe.evaluate_every, self._plan),
+            self._evaluate,
+            self.window_done,
+            self._recipe.compile.warm_up,
+        )
+
+    def _evaluate(self, done: int) -> None:
+        t, parts = self._training, self._parts
+        model = t.model if t.average is None else t.average.averaged()
+        figures = evaluate(
+            t.task,
+            model,
+            parts.evaluation_loader,
+            parts.evaluation_share,
+            self._world,
+            self._recipe.precision,
+        )
+        self._meter.deliver()
+        epoch = round(self._plan.epoch_at(done), 4)
+        self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
+        progress = self._progress
+        progress.figures = figures
+        metric = figures[t.task.metric]
+        score = -metric if t.task.metric == "loss" else metric
+        self._is_best = math.isfinite(score) and (progress.best is None or score > progress.best[0])
+        if self._is_best:
+            progress.best = (score, done)
+
+    def window_done(self, done: int) -> None:
+        """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
+        if self._display is not None:
+            self._display.window_done(done)
+            if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
+                self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+        overdue = time.monotonic() > self._due_at
+        decision = self._agreement.after(done, requested() or 0, overdue)
+        due = self._every > 0 and done % self._every == 0
+        if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
+            return
+        if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
+            self._save(done)
+        self._is_best = False
+        if decision.signal:
+            self._stop(decision.signal, done)
+
+    def _set_due(self) -> None:
+        seconds = self._recipe.checkpoint.minutes * 60
+        # By rank 0's clock alone, which tells the others.
+        timed = seconds > 0 and self._world.rank == 0
+        self._due_at = time.monotonic() + seconds if timed else math.inf
+
+    def _save(self, done: int) -> None:
+        """Every rank has a part in it: the losses since the last row are each rank's own."""
+        t, meter = self._training, self._meter
+        self._set_due()
+        losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
+        losses[self._world.rank] = t.loss
+        losses = sum_over_ranks(losses, self._world.group)
+        if self._writer is None:
+            return
+        meter.deliver()
+        state = {
+            "row": meter.window,
+            "losses": losses.tolist(),
+            "seconds": meter.busy_seconds,
+            "samples": meter.timed_samples,
+            "figures": _finite(self._progress.figures),
+            "best": list(self._progress.best) if self._progress.best else None,
+            "config_hash": config_hash(self._recipe),
+            "world_size": self._world.size,
+            "threads": torch.get_num_threads(),
+        }
+        best = self._progress.best[1] if self._progress.best and self._recipe.checkpoint.best else None
+        self._writer.submit(done, stage(tensors_of(t)), state, best)
+
+    def _stop(self, number: int, done: int) -> None:
+        written = self._writer is not None and self._writer.finish() == done
+        kept = torch.tensor([float(written)])
+        if self._world.control is not None or self._world.group is not None:
+            dist.all_reduce(kept, group=self._world.control or self._world.group)
+        name = signal.Signals(number)
+        if not bool(kept) and not self._durable:
+            raise Stopped(name, "no checkpoint could be written to go on from")
+        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no word for what isn't finite."""
+    return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
+
+
+def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
+    def due(windows: int) -> bool:
+        if windows == plan.windows:
+            return True
+        return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
+
+    return due
