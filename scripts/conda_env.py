@@ -31,6 +31,15 @@ from conda_lock import LockError, Package, parse_lock
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
 # With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.
 NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
+# Of a record: where it lay in this build.
+LOCAL = (
+    "extracted_package_dir",
+    "package_tarball_full_path",
+    "link",
+    "requested_spec",
+    "requested_specs",
+    "auth",
+)
 CONDARC = {
     "channels": ["conda-forge"],
     "default_channels": [],
@@ -51,15 +60,18 @@ def say(line: str) -> None:
     print(f"conda_env: {line}", flush=True)
 
 
-def intact(file: Path, package: Package) -> bool:
-    """Whether the file is there with the package's hash."""
-    if not file.is_file():
-        return False
-    found = hashlib.new(package.algorithm, usedforsecurity=False)
+def hash_of(file: Path, algorithm: str) -> str:
+    """The hash of a file's content."""
+    found = hashlib.new(algorithm, usedforsecurity=False)
     with file.open("rb") as source:
         while block := source.read(1 << 20):
             found.update(block)
-    return found.hexdigest() == package.digest
+    return found.hexdigest()
+
+
+def intact(file: Path, package: Package) -> bool:
+    """Whether the file is there with the package's hash."""
+    return file.is_file() and hash_of(file, package.algorithm) == package.digest
 
 
 class Source(NamedTuple):
@@ -181,7 +193,7 @@ def create(conda: str, prefix: Path, packages: list[Package], cache: Path, work:
         MakeError: conda failed.
     """
     lock, condarc = work / "lock.txt", work / "condarc"
-    lock.write_text("".join(["@EXPLICIT\n", *(f"{(cache / one.path).as_uri()}\n" for one in packages)]))
+    lock.write_text("".join(["@EXPLICIT\n", *(f"file://{cache / one.path}\n" for one in packages)]))
     condarc.write_text(json.dumps({**CONDARC, "pkgs_dirs": [str(work / "pkgs")]}))  # JSON is YAML
     drop = ("CONDA_", "_CONDA_", "MAMBA_", "PYTHON", "XDG_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
@@ -202,7 +214,8 @@ def tidy(prefix: Path, packages: list[Package]) -> None:
     """Makes the tree the same each time: no times, no folders of this build, no bytecode.
 
     Bytecode that conda makes holds the sources' times; the records no longer name it. Records get the lock's
-    URL and hash in place of the local file's, so that `conda list --explicit` tells the source.
+    URL and hash in place of the local file's, so that `conda list --explicit` tells the source, and for each
+    path its place in the prefix (conda leaves noarch packages' own) and a hash (entry points have none).
     """
     meta = prefix / "conda-meta"
     # An empty one stays: without it conda takes the folder for none of its environments.
@@ -213,14 +226,19 @@ def tidy(prefix: Path, packages: list[Package]) -> None:
     for package in packages:
         file = meta / f"{package.record}.json"
         record = json.loads(file.read_text())
-        for key in ("extracted_package_dir", "package_tarball_full_path", "link", "requested_spec", "auth"):
+        for key in LOCAL:
             record.pop(key, None)
-        host, folders = package.url.split("/")[:3], package.path.split("/")[:-2]
-        record["url"], record["channel"] = package.url, "/".join([*host, *folders])
+        record["url"], record["channel"] = package.url, package.url.rsplit("/", 2)[0]
         record[package.algorithm] = package.digest
         record["files"] = [path for path in record["files"] if "__pycache__/" not in path]
-        data = record.get("paths_data", {})
-        data["paths"] = [path for path in data.get("paths", []) if "__pycache__/" not in path["_path"]]
+        data = record.setdefault("paths_data", {"paths": [], "paths_version": 1})
+        data["paths"] = [path for path in data["paths"] if "__pycache__/" not in path["_path"]]
+        if len(data["paths"]) != len(record["files"]):
+            raise MakeError(f"{file.name} names other files in `files` than in `paths_data`")
+        for path, place in zip(data["paths"], record["files"], strict=True):
+            path["_path"] = place
+            if path["path_type"] != "softlink" and "sha256_in_prefix" not in path:
+                path["sha256_in_prefix"] = hash_of(prefix / place, "sha256")
         file.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
@@ -252,6 +270,10 @@ def make(options: argparse.Namespace) -> None:
     certificates = os.environ.get("SSL_CERT_FILE")
     if certificates and not Path(certificates).is_file():
         raise LockError(f"SSL_CERT_FILE={certificates} is no file")
+    # conda unpacks x-1!2.0 only from a URL with a plain `!`, so that nothing in it can be quoted.
+    odd = set(f"{prefix}{options.cache or ''}") & set(" \t\n#%?")
+    if odd:
+        raise LockError(f"{prefix} or --cache has {sorted(odd)} in its path, which conda cannot read")
     begun = time.monotonic()
     os.umask(0o022)
     prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The environment comes from an explicit lock: each package by its hash, nothing else asked for, twice the same.
+"""The environment comes from an explicit lock: each package by its hash, nothing else asked for, repeatable.
 
 The packages are made here and served on loopback. A real conda links them where one is on PATH; otherwise
 `container/stand_in_conda.py` does. The summary at the end says which.
@@ -36,11 +36,12 @@ HOST = "https://conda.anaconda.org"
 PLACEHOLDER = "/placeholder" * 12
 PYTHON = "{}.{}".format(*sys.version_info)
 SHA = "0" * 64
+PROXIES = ("http_proxy", "https_proxy", "HTTPS_PROXY")
 
 
 @dataclass
 class Channel:
-    """Packages in a folder, served on loopback; what a request gets before, and how often each path was asked."""
+    """Packages in a folder, served on loopback, their lines of a lock, and what the server was asked for."""
 
     folder: Path
     url: str = ""
@@ -59,7 +60,7 @@ class Channel:
         entry_points: list[str] | None = None,
         channel: str = "conda-forge",
     ) -> Path:
-        """Makes a package and adds its line; text is a symlink's target, and a placeholder's value its mode."""
+        """Makes a package and adds its line; text is a symlink's target, `placeholder` a mode by path."""
         noarch = entry_points is not None
         subdir, build = ("noarch", "pyh_0") if noarch else ("linux-64", "h1_0")
         index = {"name": name, "version": version, "build": build, "build_number": 0, "subdir": subdir}
@@ -89,8 +90,8 @@ class Channel:
         if kind == ".conda":
             with zipfile.ZipFile(target, "w") as parts:
                 parts.writestr("metadata.json", '{"conda_pkg_format_version": 2}')
-                for part, content in (("pkg", files), ("info", about)):
-                    parts.writestr(f"{part}-{name}-{version}-{build}.tar.zst", raw_zstd(tarred(content, "w")))
+                for part, inside in (("pkg", files), ("info", about)):
+                    parts.writestr(f"{part}-{name}-{version}-{build}.tar.zst", raw_zstd(tarred(inside, "w")))
         else:
             target.write_bytes(tarred({**about, **files}, "w:bz2"))
         self.lines.append(f"{HOST}/{target.relative_to(self.folder)}#{digest(target)}")
@@ -122,10 +123,10 @@ class Handler(BaseHTTPRequestHandler):
         self.channel = channel
         super().__init__(*rest)
 
-    def do_CONNECT(self) -> None:  # noqa: N802
+    def do_CONNECT(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.channel.asked[self.path] += 1
         file = self.channel.folder / self.path.lstrip("/")
         waiting = self.channel.first.get(file.name, [])
@@ -150,7 +151,7 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
     channel = Channel(tmp_path / "channel")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, channel))
     channel.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=partial(server.serve_forever, 0.01), daemon=True).start()
     yield channel
     server.shutdown()
     server.server_close()
@@ -207,7 +208,7 @@ def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
         given = [lock, prefix, "--conda", conda, "--backoff", 0.01]
         given += ["--mirror", channel.url if mirror is None else mirror] if mirror != "none" else []
         # Whatever asks for another host asks the channel's server, as a proxy: counted.
-        env = {**os.environ, **{name: channel.url for name in ("http_proxy", "https_proxy", "HTTPS_PROXY")}}
+        env = {**os.environ, **dict.fromkeys(PROXIES, channel.url)}
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", **more}
         command = [sys.executable, SCRIPT, *given, *words]
         done = subprocess.run(
@@ -245,14 +246,15 @@ def tree(prefix: Path) -> dict[str, tuple[int, bytes | str]]:
     """Every path with its mode and content."""
     found: dict[str, tuple[int, bytes | str]] = {}
     for path in prefix.rglob("*"):
-        content: bytes | str = os.readlink(path) if path.is_symlink() else b""
+        content: bytes | str = str(path.readlink()) if path.is_symlink() else b""
         if path.is_file() and not path.is_symlink():
             content = path.read_bytes()
         found[str(path.relative_to(prefix))] = (path.lstat().st_mode, content)
     return found
 
 
-def test_the_right_hashes_give_the_environment(packages: Channel, make: Make) -> None:
+@pytest.mark.usefixtures("packages")
+def test_the_right_hashes_give_the_environment(make: Make) -> None:
     made = make()
     assert made.code == 0, made.out
     assert "2 packages" in made.error
@@ -265,6 +267,7 @@ def test_the_right_hashes_give_the_environment(packages: Channel, make: Make) ->
 
 
 def test_records_name_every_file_and_the_true_source(packages: Channel, make: Make) -> None:
+    python(packages)
     prefix = make().prefix
     listed = {"conda-meta/history"}
     for line in packages.lines:
@@ -276,8 +279,10 @@ def test_records_name_every_file_and_the_true_source(packages: Channel, make: Ma
         assert record["channel"] == f"{HOST}/conda-forge"
         listed |= {f"conda-meta/{Path(url).stem.removesuffix('.tar')}.json", *record["files"]}
         for path in record["paths_data"]["paths"]:
-            expected = path.get("sha256_in_prefix", path["sha256"])
+            expected = path.get("sha256_in_prefix") or path["sha256"]
             assert digest(prefix / path["_path"]) == expected, path["_path"]
+        assert [path["_path"] for path in record["paths_data"]["paths"]] == record["files"]
+        assert "file:" not in json.dumps(record)
     found = {path for path in tree(prefix) if not (prefix / path).is_dir()}
     assert found == listed
     assert (prefix / "conda-meta" / "history").read_text() == ""
@@ -312,7 +317,7 @@ def test_two_creations_give_the_same_bytes(packages: Channel, make: Make) -> Non
 def python(channel: Channel) -> None:
     """Adds a `python`, which is the tests' own, and a noarch package with an entry point."""
     shell = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'.encode()
-    interpreter = {f"bin/python{PYTHON}": shell, "bin/python": f"python{PYTHON}"}
+    interpreter: dict[str, bytes | str] = {f"bin/python{PYTHON}": shell, "bin/python": f"python{PYTHON}"}
     channel.pack("python", interpreter, version=f"{PYTHON}.0")
     code = b"def main():\n    print('hello from noarch')\n    return 3\n"
     channel.pack("hello", {"site-packages/hello.py": code}, entry_points=["say-hello = hello:main"])
@@ -373,7 +378,8 @@ def test_failures_that_stay(packages: Channel, make: Make, answer: str, says: st
     assert "(5 attempts)" in made.error
 
 
-def test_a_server_that_is_not_there(packages: Channel, make: Make) -> None:
+@pytest.mark.usefixtures("packages")
+def test_a_server_that_is_not_there(make: Make) -> None:
     made = make(mirror="http://127.0.0.1:9")
     assert made.code == 1
     assert "refused" in made.error
@@ -463,8 +469,8 @@ def test_locks_that_are_refused(make: Make, channel: Channel, lines: list[str], 
 
 
 def test_what_a_lock_may_hold() -> None:
-    text = f"# made by\n\n@EXPLICIT\n{FORGE}/x264-1!164.3095-h1_2.tar.bz2#sha256:{SHA}\n{FORGE}/_a_b-c-1-0.conda#{SHA}\n"
-    first, second = parse_lock(text)
+    lines = [f"{FORGE}/x264-1!164.3095-h1_2.tar.bz2#sha256:{SHA}", f"{FORGE}/_a_b-c-1-0.conda#{SHA}"]
+    first, second = parse_lock("\n".join(["# made by", "", "@EXPLICIT", *lines]))
     assert (first.name, first.digest, first.record) == ("x264", SHA, "x264-1!164.3095-h1_2")
     assert (second.name, second.path) == ("_a_b-c", "conda-forge/linux-64/_a_b-c-1-0.conda")
     with pytest.raises(LockError, match="before @EXPLICIT"):
@@ -474,6 +480,9 @@ def test_what_a_lock_may_hold() -> None:
 def test_odd_versions_and_folders(channel: Channel, make: Make, tmp_path: Path) -> None:
     channel.pack("epoch", {"share/epoch": b""}, version="1!2.0+local")
     made = make("--cache", tmp_path / "a cache #1")
+    assert made.code == 2
+    assert "[' ', '#'] in its path" in made.error
+    made = make("--cache", tmp_path / "cache")
     assert made.code == 0, made.out
     assert (made.prefix / "conda-meta" / "epoch-1!2.0+local-h1_0.json").is_file()
 
@@ -485,7 +494,8 @@ def test_a_package_under_a_wrong_name_leaves_nothing(packages: Channel, make: Ma
     assert made.code == 1
 
 
-def test_a_conda_that_fails_leaves_nothing(packages: Channel, make: Make, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("packages")
+def test_a_conda_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text('#!/bin/sh\nmkdir -p "$4/bin" && echo half >"$4/bin/half"\nexit 7\n')
     broken.chmod(0o755)
@@ -494,7 +504,8 @@ def test_a_conda_that_fails_leaves_nothing(packages: Channel, make: Make, tmp_pa
     assert "exit code 7" in made.error
 
 
-def test_what_is_there_is_left_alone(packages: Channel, make: Make, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("packages")
+def test_what_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
     prefix = tmp_path / "opt" / "env"
     prefix.mkdir(parents=True)
     assert make().code == 0  # an empty folder is as good as none
@@ -504,6 +515,7 @@ def test_what_is_there_is_left_alone(packages: Channel, make: Make, tmp_path: Pa
     assert tree(prefix) == before
 
 
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
     ("words", "env", "says"),
     [
@@ -511,7 +523,7 @@ def test_what_is_there_is_left_alone(packages: Channel, make: Make, tmp_path: Pa
         ((), {"SSL_CERT_FILE": "/no/such/file"}, "SSL_CERT_FILE=/no/such/file is no file"),
     ],
 )
-def test_bad_input(packages: Channel, make: Make, words: tuple[str], env: dict[str, str], says: str) -> None:
+def test_bad_input(make: Make, words: tuple[str], env: dict[str, str], says: str) -> None:
     made = make(*words, **env)
     assert made.code == 2
     assert says in made.error
@@ -527,10 +539,7 @@ def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, 
         packages.first["where-1.0-h1_0.conda"] = ["hang"]
     command: list[object] = [sys.executable, SCRIPT, lock, prefix, "--mirror", packages.url, "--conda", slow]
     with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as run:
-        reached = (
-            (lambda: (prefix / "bin/half").exists()) if when == "creating" else lambda: bool(packages.asked)
-        )
-        while not reached():
+        while not ((prefix / "bin/half").exists() if when == "creating" else packages.asked):
             assert run.poll() is None
             time.sleep(0.05)
         run.send_signal(signal.SIGTERM)

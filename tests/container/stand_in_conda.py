@@ -7,6 +7,7 @@ over file://. Of zstd it reads only what `raw_zstd` writes: Debian's Python has 
 """
 
 import argparse
+import bz2
 import hashlib
 import io
 import json
@@ -55,15 +56,13 @@ def unraw_zstd(frame: bytes) -> bytes:
 
 def unpack(file: Path) -> dict[str, tuple[bytes | str, int]]:
     """A package's files by path: content, or a symlink's target as text, and mode."""
-    if file.suffix == ".bz2":
-        tars = [tarfile.open(file, "r:bz2")]
-    else:
+    tars = [bz2.decompress(file.read_bytes())] if file.suffix == ".bz2" else []
+    if not tars:
         with zipfile.ZipFile(file) as parts:
-            names = [name for name in parts.namelist() if name.endswith(".tar.zst")]
-            tars = [tarfile.open(fileobj=io.BytesIO(unraw_zstd(parts.read(name)))) for name in names]
+            tars = [unraw_zstd(parts.read(name)) for name in parts.namelist() if name.endswith(".tar.zst")]
     files: dict[str, tuple[bytes | str, int]] = {}
-    for tar in tars:
-        with tar:
+    for data in tars:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             for member in tar:
                 source = tar.extractfile(member) if member.isfile() else None
                 if source or member.issym():
@@ -104,7 +103,7 @@ def install(file: Path, prefix: Path, python: str) -> dict[str, Any]:
         data, mode = inside[path["_path"]]
         target = prefix / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"_path": place, **{key: path[key] for key in path if key != "_path"}}
+        entry = dict(path)  # its path in the package, not in the prefix: as in conda
         if isinstance(data, str):
             target.symlink_to(data)
         else:
