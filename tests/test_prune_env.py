@@ -1,4 +1,4 @@
-"""What an image goes without: only what the rules name, each file accounted for, nothing that code imports."""
+"""What an image goes without: only what the rules name, every file accounted for, nothing imported."""
 
 import json
 import os
