@@ -123,7 +123,10 @@ def write_environment(stack: str, channels: Sequence[str], packages: Sequence[Pa
         path=path,
         name=stack,
         channels="\n".join(f"  - {channel}" for channel in channels),
-        packages="\n".join(f"  - {p.name}={p.version}={p.build}" for p in packages),
+        # With several channels each package names its own: a strict priority would look in the first only.
+        packages="\n".join(
+            f"  - {f'{p.channel}::' * (len(channels) > 1)}{p.name}={p.version}={p.build}" for p in packages
+        ),
         wheels="wheels.lock" if "/" in path else f"stacks/{stack}/wheels.lock",
     )
 

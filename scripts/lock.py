@@ -23,7 +23,7 @@ from typing import Any
 
 import conda_lock
 from conda_lock import FILES, Package, read_toml
-from wheels import read_lock
+from wheels import canonical, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "torch2.9-cu128"
@@ -85,11 +85,6 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
     subprocess.run([*command, str(folder / "asked.in")], cwd=folder, env=environment, check=True)
     return (folder / "lock").read_text()
-
-
-def canonical(name: str) -> str:
-    """A package's name as wheels write it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]) -> str:
