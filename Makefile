@@ -20,16 +20,12 @@ bootstrap = @for python in $(or $(PYTHON),$(VENV)/bin/python $(PYTHONS)); do \
 		"$$python" -c '$(CHECK)' 2>/dev/null && break; python=; done; \
 	"$${python:-$(or $(PYTHON),python3)}" scripts/bootstrap.py --stack $(STACK) --venv $(VENV) $(1)
 
-# $(call compatible,STACK): runs the tests marked compat in build/compat/STACK.
-compatible = +@$(MAKE) --no-print-directory venv GROUPS="train test" STACK=$(1) VENV=build/compat/$(notdir $(1)) && \
-	build/compat/$(notdir $(1))/bin/python -m pytest -m compat $(ARGS)
-
 # For the recipes that train: empty, or the end with one line.
 runtime = $(if $(filter auto local,$(RUNTIME)),,$(error $(if $(filter container,$(RUNTIME)),RUNTIME=container \
 	comes with the image; use RUNTIME=local,RUNTIME is auto, local or container, not '$(RUNTIME)')))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat test-all chaos lint bench tensorboard venv lock clean-venv
+.PHONY: help train test compat compat-oldest compat-newest test-all chaos lint bench tensorboard venv lock clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,9 +41,14 @@ test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
-compat: ## run the tests marked compat on torch 2.5.1 and 2.14.1 (minutes, 12 GB); ARGS="-k name"
-	$(call compatible,tests/compat/torch2.5)
-	$(call compatible,torch2.14-cu130)
+compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"
+
+compat-oldest: override STACK = tests/compat/torch2.5
+compat-newest: override STACK = torch2.14-cu130
+compat-oldest compat-newest: override VENV = build/compat/$(notdir $(STACK))
+compat-oldest compat-newest:
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest -m compat $(ARGS)
 
 test-all: ## run every test
 	$(call bootstrap,--groups train test)
