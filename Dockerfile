@@ -4,7 +4,7 @@
 #   conda-base ──> env ──> wheels ──┬────────────> base ──┬──> train    what a cluster pulls
 #                            │      │                │    │
 #   debian-base ─────────────│──────│────────────────┘    └──> dev      + JupyterLab, git, sshd, conda
-#                            └─> code: the trainer itself, the last layer of both
+#                            └─> code: the trainer itself, the last layer of both; facts: what train holds
 #
 # Build it with `make image STACK=…` (scripts/image.py), which gives each stack's arguments and labels and writes
 # the same bytes each time. docs/image.md says more.
@@ -84,6 +84,12 @@ ENTRYPOINT ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
 FROM base AS train
 CMD ["trainer", "--help"]
 COPY --link --from=code /opt/trainer /opt/trainer
+
+# What the image holds, asked of its libraries: the labels, which scripts/image.py compares with stack.toml.
+FROM train AS asked
+RUN --network=none --mount=type=bind,source=scripts,target=/scripts python -B /scripts/image_facts.py > /tmp/facts.json
+FROM scratch AS facts
+COPY --from=asked /tmp/facts.json /
 
 FROM base AS dev
 ARG STACK=torch2.9-cu128

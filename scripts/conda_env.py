@@ -187,7 +187,9 @@ def fetch_all(packages: list[Package], source: Source) -> None:
 
 
 def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Path, work: Path) -> None:
-    """Lets conda link the checked files (`create`, or `install` into what is there), knowing nothing of this machine.
+    """Lets conda link the checked files by `create`, or by `install` into what is there.
+
+    It gets no network, and no settings or caches of the machine.
 
     Raises:
         MakeError: conda failed.

@@ -1,5 +1,6 @@
 """What an image really holds: runs inside it, with its Python; prints JSON. No GPU is needed."""
 
+import importlib
 import json
 import platform
 import re
@@ -17,9 +18,7 @@ def _cudnn() -> str:
 
 
 def _triton() -> str:
-    import triton
-
-    return str(triton.__version__)
+    return str(importlib.import_module("triton").__version__)
 
 
 def _compiler() -> str:
