@@ -21,7 +21,9 @@ ARG CONDA_LOCKS=/stacks/${STACK}
 ARG CONDA_MIRROR=
 ARG ALLOW_MD5=
 ARG SOURCE_DATE_EPOCH
-RUN --mount=type=bind,source=scripts,target=/scripts --mount=type=bind,source=stacks,target=/stacks \
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/conda_env.py,target=/scripts/conda_env.py \
+    --mount=type=bind,source=scripts/explicit_lock.py,target=/scripts/explicit_lock.py \
     --mount=type=cache,target=/var/cache/conda-packages --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
     exec /opt/conda/bin/python -B /scripts/conda_env.py "$CONDA_LOCKS/conda.lock" /opt/env \
@@ -31,7 +33,10 @@ RUN --mount=type=bind,source=scripts,target=/scripts --mount=type=bind,source=st
 # PyTorch and what the trainer needs, wheels by hash; then what nothing uses is removed (scripts/prune_env.py says
 # why each, and what it saves), and bytecode written.
 FROM env AS wheels
-RUN --mount=type=bind,source=scripts,target=/scripts --mount=type=bind,source=stacks,target=/stacks \
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
+    --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
+    --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
     --mount=type=cache,target=/var/cache/uv --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca PIP_CERT=/run/secrets/ca; fi; \
     export UV_CACHE_DIR=/var/cache/uv; \
@@ -87,7 +92,8 @@ COPY --link --from=code /opt/trainer /opt/trainer
 
 # What the image holds, asked of its libraries: the labels, which scripts/image.py compares with stack.toml.
 FROM train AS asked
-RUN --network=none --mount=type=bind,source=scripts,target=/scripts python -B /scripts/image_facts.py > /tmp/facts.json
+RUN --network=none --mount=type=bind,source=scripts/image_facts.py,target=/scripts/image_facts.py \
+    python -B /scripts/image_facts.py > /tmp/facts.json
 FROM scratch AS facts
 COPY --from=asked /tmp/facts.json /
 
@@ -99,7 +105,12 @@ ARG SOURCE_DATE_EPOCH
 USER root
 COPY --link --from=conda-base /opt/conda /opt/conda
 # Adds to the environment, so that this layer holds only what is new.
-RUN --mount=type=bind,source=scripts,target=/scripts --mount=type=bind,source=stacks,target=/stacks \
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/conda_env.py,target=/scripts/conda_env.py \
+    --mount=type=bind,source=scripts/explicit_lock.py,target=/scripts/explicit_lock.py \
+    --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
+    --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
+    --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
     --mount=type=bind,from=wheels,source=/opt/uv,target=/opt/uv --mount=type=cache,target=/var/cache/uv \
     --mount=type=cache,target=/var/cache/conda-packages --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,14 +83,18 @@ def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: 
     return [*words, *more, str(ROOT)]
 
 
+def as_labels(labels: Mapping[str, str]) -> list[str]:
+    """Labels as words of a build."""
+    return [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+
+
 def archive_words(
     request: Request, stack: Mapping[str, Any], labels: Mapping[str, str], archive: Path, *more: str
 ) -> list[str]:
-    """The build of the image: its result is an OCI archive whose bytes depend on the sources alone."""
+    """The build into an OCI archive whose bytes depend on the sources alone."""
     made = f"type=oci,dest={archive},name={request.name},rewrite-timestamp=true"
     made += f",compression={request.compression}"
-    given = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
-    return build_words(request, stack, request.target, *given, *more, "--output", made)
+    return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
 
 
 def facts_of(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -151,6 +156,28 @@ def read_stack(name: str) -> Any:
     return read_toml(ROOT / "stacks" / name / "stack.toml")
 
 
+def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the image holds.
+
+    Raises:
+        BadInputError: If that isn't the stack.
+    """
+    facts = facts_of(request, stack, folder)
+    wrong = mismatches(stack, facts, bool(request.stand_in))
+    if wrong:
+        raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
+    return facts
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for archives, where there is more room than in a /tmp in memory."""
+    with tempfile.TemporaryDirectory(
+        prefix="trainer-image-", dir=os.environ.get("TMPDIR", "/var/tmp")
+    ) as folder:
+        yield Path(folder)
+
+
 def build(request: Request) -> None:
     """Builds, loads and labels an image.
 
@@ -160,16 +187,11 @@ def build(request: Request) -> None:
     stack = read_stack(request.stack)
     check_engine(build=True)
     check_disk(BUILD_GB)
-    with tempfile.TemporaryDirectory(
-        prefix="trainer-image-", dir=os.environ.get("TMPDIR", "/var/tmp")
-    ) as folder:
-        facts = facts_of(request, stack, Path(folder))
-        wrong = mismatches(stack, facts, bool(request.stand_in))
-        if wrong:
-            raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
-        archive, labels = Path(folder) / "image.tar", labels_of(request, stack, facts, commit_of(ROOT))
-        run(*archive_words(request, stack, labels, archive))
-        run("docker", "load", "--quiet", "--input", archive)
+    with scratch() as folder:
+        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
+    # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
+    given = [*as_labels(labels), "--tag", request.name, "--load"]
+    run(*build_words(request, stack, request.target, *given))
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
     check_size(request, stack)
 
@@ -255,10 +277,8 @@ def verify(request: Request, above: bool) -> int:
     check_engine(build=True)
     check_disk(2 * BUILD_GB)
     again = ["--no-cache-filter=base,code,train,dev"] if above else ["--no-cache"]
-    with tempfile.TemporaryDirectory(
-        prefix="trainer-image-", dir=os.environ.get("TMPDIR", "/var/tmp")
-    ) as folder:
-        archives = [Path(folder) / f"{number}.tar" for number in (1, 2)]
+    with scratch() as folder:
+        archives = [folder / f"{number}.tar" for number in (1, 2)]
         for archive in archives:
             run(*archive_words(request, stack, {}, archive, *again))
         first, second = (read_layers(archive) for archive in archives)
@@ -276,10 +296,20 @@ def verify(request: Request, above: bool) -> int:
 
 
 def push(request: Request, registry: str) -> None:
-    """Pushes an image and says by which digest it can be pulled; signs it where cosign is."""
-    check_engine()
+    """Pushes the image that anybody can rebuild, and says its digest; signs it where cosign is.
+
+    Raises:
+        BadInputError: If it can't be built or pushed.
+    """
+    stack = read_stack(request.stack)
+    check_engine(build=True)
+    check_disk(BUILD_GB)
     remote = f"{registry}/{request.name}"
-    run("docker", "tag", request.name, remote)
+    with scratch() as folder:
+        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
+        remotely = request._replace(tag=remote, compression="zstd")
+        run(*archive_words(remotely, stack, labels, folder / "image.tar"))
+        run("docker", "load", "--quiet", "--input", folder / "image.tar")
     run("docker", "push", remote)
     found = call("docker", "image", "inspect", remote, "--format", "{{json .RepoDigests}}")
     digests = [one for one in json.loads(found.stdout) if one.startswith(f"{remote.rpartition(':')[0]}@")]
