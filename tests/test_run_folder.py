@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.forked import attempt, small
+from tests.forked import attempt, replace, small
 from tests.test_loader import make_folder
 from trainer import between_windows, start
 from trainer.checkpoint import files, store
@@ -31,6 +31,7 @@ from trainer.models import ModelConfig, build_model
 from trainer.observe.log import keep_rows
 from trainer.recipe import Recipe
 from trainer.resume import read_stored
+from trainer.run import make_task
 from trainer.run_folder import check_space, claim_folder, remove_unused, write_json
 from trainer.run_lock import lock
 
@@ -120,7 +121,7 @@ def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             print("refused")
 
-        module.__dict__["read_stored"] = refused
+        replace(module, "read_stored", refused)
 
     assert "refused" in attempt(folder, stop_at=1, before=look).said
 
@@ -158,14 +159,12 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
     def other_pixel() -> None:
         from trainer import attempt as module
 
-        make = module.make_task
-
         def task_of(recipe: Recipe) -> Any:
-            task = make(recipe)
-            task.evaluation_data.arrays["image"][3, 0, 0, 0] ^= 1  # type: ignore[index]
+            task: Any = make_task(recipe)
+            task.evaluation_data.arrays["image"][3, 0, 0, 0] ^= 1
             return task
 
-        module.make_task = task_of  # type: ignore[assignment]
+        replace(module, "make_task", task_of)
 
     refused = attempt(folder, before=other_pixel)
     assert refused.code == 2
@@ -189,7 +188,7 @@ def test_a_fingerprint_tells_arrays_apart() -> None:
     image, label = np.arange(4 * 3, dtype=np.uint8).reshape(4, 3), np.arange(4)
     own = ArrayDataset({"image": image, "label": label}).fingerprint()
     assert own == ArrayDataset({"label": label.copy(), "image": np.asfortranarray(image)}).fingerprint()
-    others = [
+    others: list[Any] = [
         {"image": image ^ 1, "label": label},
         {"image": image, "label": label[::-1]},
         {"image": image[:3], "label": label[:3]},
@@ -249,7 +248,7 @@ def failing(*steps: int, remove: int | None = None) -> Callable[[], None]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return commit(folder, step, *rest)
 
-        store.commit = faulty
+        replace(store, "commit", faulty)
 
     return put_in
 
@@ -322,7 +321,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(
         def broken(*_: Any) -> Any:
             raise OSError(number, os.strerror(number))
 
-        files.read_hashed = broken
+        replace(files, "read_hashed", broken)
 
     refused = attempt(folder, before=blind)
     assert refused.code == 2
@@ -379,9 +378,18 @@ def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path
     """The order in which files get their names, and that each was synced before, with its folder after."""
 
     def watch() -> None:
-        fsync, replace = os.fsync, Path.replace
-        os.fsync = lambda file: (print("sync", Path(f"/proc/self/fd/{file}").readlink().name), fsync(file))[1]
-        Path.replace = lambda a, b: (print("move", Path(b).name), replace(a, b))[1]  # type: ignore[method-assign, assignment]
+        fsync, move = os.fsync, Path.replace
+
+        def synced(file: int) -> None:
+            print("sync", Path(f"/proc/self/fd/{file}").readlink().name)
+            fsync(file)
+
+        def moved(path: Path, to: Path) -> Path:
+            print("move", to.name)
+            return move(path, to)
+
+        replace(os, "fsync", synced)
+        replace(Path, "replace", moved)
 
     folder = tmp_path / "run"
     said = attempt(folder, small(max_windows=2), before=watch).said
@@ -400,14 +408,14 @@ def test_a_start_that_is_killed_anywhere_can_be_repeated(tmp_path: Path) -> None
         folder = tmp_path / str(number)
 
         def kill(name: str = name) -> None:
-            replace = Path.replace
+            move = Path.replace
 
             def dying(self: Path, to: Path) -> Path:
                 if to.name == name:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return replace(self, to)
+                return move(self, to)
 
-            Path.replace = dying  # type: ignore[method-assign, assignment]
+            replace(Path, "replace", dying)
 
         assert attempt(folder, before=kill).code == -signal.SIGKILL
         if read_stored(folder) is None:
@@ -446,17 +454,21 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
             return lambda row: refuse() if row["window"] > 3 else write(row)
 
         jsonl_sink = log.jsonl_sink
-        run_folder.jsonl_sink = sink_of
+        replace(run_folder, "jsonl_sink", sink_of)
         window_done = between_windows.BetweenWindows.window_done
 
         def fills(self: Any, done: int) -> None:
             if done == 3:
-                RecordWriter.write = RecordWriter.flush = refuse
-                run_folder.write_json = refuse
-                store.commit = refuse  # type: ignore[assignment]
+                for thing, name in (
+                    (RecordWriter, "write"),
+                    (RecordWriter, "flush"),
+                    (run_folder, "write_json"),
+                    (store, "commit"),
+                ):
+                    replace(thing, name, refuse)
             window_done(self, done)
 
-        between_windows.BetweenWindows.window_done = fills  # type: ignore[method-assign]
+        replace(between_windows.BetweenWindows, "window_done", fills)
 
     recipe = small(log={"sinks": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
     folder = tmp_path / "run"
@@ -667,7 +679,7 @@ def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             return opened(path, flags, *rest, **names)
 
-        os.open = refuse
+        replace(os, "open", refuse)
 
     refused = attempt(folder, before=read_only)
     assert (refused.code, refused.said) == (2, "")
