@@ -196,7 +196,7 @@ def compare(data: str, mode: str, sections: dict[str, Any]) -> ByHand:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("mode", [pytest.param("fp64", marks=pytest.mark.compat), "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", DTYPES)
 @pytest.mark.parametrize("data", DATA)
 def test_two_hundred_losses_are_those_of_the_loop_by_hand(data: str, mode: str, part: str) -> None:
     hand = compare(data, mode, PARTS[part])
