@@ -15,6 +15,11 @@ class Wheel(NamedTuple):
     text: str
 
 
+def canonical(name: str) -> str:
+    """A package's name as wheels write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def read_lock(text: str) -> list[Wheel]:
     """Parses a lock: after the header, a `# groups: …` line before each requirement."""
     wheels = []
