@@ -230,7 +230,9 @@ def main() -> None:
     need = 8.0 if (platform.system(), platform.machine()) == ("Linux", "x86_64") else 2.0
     parser = argparse.ArgumentParser(description="Makes or updates the environment from a hash-checked lock.")
     add = parser.add_argument
-    add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path (%(default)s)")
+    add(
+        "--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path (%(default)s)"
+    )
     add("--groups", nargs="+", default=["train"], metavar="GROUP", help="of train, dev, test, bench, boot")
     add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="where (%(default)s)")
     add("--min-free", type=float, default=need, metavar="GB", help="disk space (%(default)s)")

@@ -94,6 +94,11 @@ def split(url: str) -> tuple[str, str, str]:
     return name, version, build
 
 
+def build_number(build: str) -> int:
+    """The number in a build string: its last part that is one, as in `h8ab3286_1_cpython`."""
+    return int(next((part for part in reversed(build.split("_")) if part.isdigit()), 0))
+
+
 def read_lock(text: str) -> list[tuple[str, str]]:
     """The address and the hash of each line of an explicit lock."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("#", "@"))]
@@ -141,14 +146,13 @@ def pooled(file: Path, channels: Sequence[str], md5_only: Sequence[str]) -> list
         if channel not in channels or subdir not in SUBDIRS or not known:
             continue
         name, version, build = split(filename)
-        numbers = [part for part in build.split("_") if part.isdigit()]
         found.append(
             Package(
                 url=f"{HOST}{key}",
                 name=name,
                 version=version,
                 build=build,
-                build_number=int(numbers[-1]) if numbers else 0,
+                build_number=build_number(build),
                 sha256=entry.get("sha256", ""),
                 md5="" if "sha256" in entry else entry["md5"],
                 size=int(entry.get("size", 0)),
@@ -217,6 +221,7 @@ def solve(
         Unsolved: There is no solution, or a channel cannot be reached; the message says why.
     """
     import rattler
+    from rattler.exceptions import GatewayError, SolverError
 
     generic = [
         rattler.GenericVirtualPackage(
@@ -233,22 +238,29 @@ def solve(
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        old = {record.url: record for part in opened([*kept, *fixed], folder / "old") for record in part.load_all_records()}
-        preferred = {
+        old = {
+            record.url: record
+            for part in opened([*kept, *fixed], folder / "old")
+            for record in part.load_all_records()
+        }
+        preferred: dict[str, Any] = {
             "locked_packages": [old[package.url] for package in kept],
             "pinned_packages": [old[package.url] for package in fixed],
             "virtual_packages": generic,
         }
         if packages is None:
-            answer = rattler.solve(channels, specs, platforms=SUBDIRS, **preferred)
+            platforms = [rattler.Subdir(name) for name in SUBDIRS]
+            answer = rattler.solve(channels, specs, platforms=platforms, **preferred)
         else:
             priority = rattler.ChannelPriority.Disabled
             sources = opened(packages, folder / "new")
-            answer = rattler.solve_with_sparse_repodata(specs, sources, channel_priority=priority, **preferred)
+            answer = rattler.solve_with_sparse_repodata(
+                specs, sources, channel_priority=priority, **preferred
+            )
         try:
             records = asyncio.run(answer)
-        except (rattler.exceptions.SolverError, rattler.exceptions.GatewayError) as error:
-            hint = " (--pool FILE solves without a network)" * isinstance(error, rattler.exceptions.GatewayError)
+        except (SolverError, GatewayError) as error:
+            hint = " (--pool FILE solves without a network)" * isinstance(error, GatewayError)
             raise Unsolved(" ".join(str(error).split()) + hint) from error
     found = {record.name.normalized: to_package(record) for record in records}
-    return [found[record.name.normalized] for record in rattler.PackageRecord.sort_topologically(records)]
+    return [found[record.name.normalized] for record in rattler.PackageRecord.sort_topologically([*records])]

@@ -87,6 +87,11 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     return (folder / "lock").read_text()
 
 
+def named(requirement: str) -> str:
+    """The package that a requirement is for."""
+    return canonical(re.split(r"[ =<>;\[]", requirement)[0])
+
+
 def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]) -> str:
     """Resolves all groups together, then asks which part each of them needs.
 
@@ -104,15 +109,16 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
     name = stack.name if stack.parent == ROOT / "stacks" else stack.relative_to(ROOT)
     held = {canonical(package.name): package.version for package in packages if package.python}
     if description["kind"] == "conda":
-        # By the names of PyPI; conda's own wheel-less builds of PyTorch count as what they are.
+        # Conda's names for these two are others.
         held |= {"torch": description["pins"]["torch"], "triton": description["brings"]["triton"]}
     pins = description["pins"] if description["kind"] == "wheels" else {}
     constraints = "".join(f"{name}=={version}\n" for name, version in {**held, **pins}.items())
     groups, old = wanted(project), stack / "wheels.lock"
     groups = {name: groups[name] for name in description.get("groups", groups)}
     if description["kind"] == "conda":
-        names = {line: canonical(re.split(r"[ =<>;\[]", line)[0]) for asked in groups.values() for line in asked}
-        groups = {group: [line for line in asked if names[line] not in held] for group, asked in groups.items()}
+        groups = {
+            group: [line for line in lines if named(line) not in held] for group, lines in groups.items()
+        }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {json.dumps(environments)}\n")
@@ -120,7 +126,11 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
             kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
             (folder / "lock").write_text(kept)
         everything = resolve(
-            uv, [line for group in groups.values() for line in group], constraints, folder, "--generate-hashes"
+            uv,
+            [line for group in groups.values() for line in group],
+            constraints,
+            folder,
+            "--generate-hashes",
         )
         needed = {}
         for group, asked in groups.items():
@@ -132,7 +142,7 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
     for block in re.split(r"\n(?=\S)", everything.strip()):
         requirement, hashes = block.split(" \\\n", 1)
         pin, _, marker = requirement.partition(" ; ")
-        if description["kind"] == "conda" and pin.partition("==")[0] in held:
+        if description["kind"] == "conda" and named(pin) in held:
             continue
         marker = shorten(marker, environments)
         names = " ".join(group for group in groups if pin in needed[group])
@@ -228,7 +238,9 @@ def main() -> int:
         description="Writes the locks of stacks/<name>/ from its stack.toml and pyproject.toml."
     )
     add = parser.add_argument
-    add("--stack", default=DEFAULT, metavar="NAME", help="folder of stacks/, or a path with a / (%(default)s)")
+    add(
+        "--stack", default=DEFAULT, metavar="NAME", help="folder of stacks/, or a path with a / (%(default)s)"
+    )
     add("--upgrade", action="store_true", help="take the newest versions; default: keep those locked")
     add("--only", choices=["conda", "wheels"], default="", help="lock one half")
     add("--pool", type=Path, metavar="FILE", help="solve conda's half from these records, without a network")

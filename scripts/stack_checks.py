@@ -97,7 +97,7 @@ def same_faults(name: str, text: str, expected: str) -> list[str]:
 
 
 def brings_faults(description: dict[str, Any], packages: Sequence[Package]) -> list[str]:
-    """Compares what stack.toml says with the packages: Python, and where conda brings them PyTorch and CUDA."""
+    """Compares stack.toml with the packages: Python, and where conda brings them PyTorch and CUDA."""
     held = {package.name: package for package in packages}
     said = {"python": (description["python"], held["python"].version.rpartition(".")[0])}
     if description["kind"] == "conda":
@@ -113,7 +113,7 @@ def brings_faults(description: dict[str, Any], packages: Sequence[Package]) -> l
 
 
 def twice_faults(packages: Sequence[Package], wheels: Sequence[Wheel], kind: str) -> list[str]:
-    """Finds Python packages that conda and a wheel would install in different versions, or at all for conda."""
+    """Finds Python packages that a wheel would install again in another version, or at all beside conda's."""
     held = {canonical(package.name): package.version for package in packages if package.python}
     held |= {"torch": "conda's", "triton": "conda's"} if kind == "conda" else {}
     return [
@@ -134,7 +134,9 @@ def stack_faults(folder: Path) -> list[str]:
     faults = [fault for text in texts.values() for fault in lock_faults(text, channels, md5_only)]
     for target, file in FILES.items():
         faults += same_faults(file, texts[target], write_lock(name, target, parts[target]))
-    faults += [f"{f}: no lock holds it" for f in sorted({p.url for p in packages} - urls["train"] - urls["dev"])]
+    faults += [
+        f"{f}: no lock holds it" for f in sorted({p.url for p in packages} - urls["train"] - urls["dev"])
+    ]
     faults += [f"{p.url}: its name differs" for p in packages if split(p.url) != (p.name, p.version, p.build)]
     faults += closure_faults(parts["train"], conda["train"])
     faults += closure_faults([*parts["train"], *parts["dev"]], [*conda["train"], *conda["dev"]])
@@ -143,7 +145,9 @@ def stack_faults(folder: Path) -> list[str]:
     paths += [top] if top.exists() and f"\nname: {name}\n" in top.read_text() else []
     for path in paths:
         where = str(path.relative_to(folder.parent.parent))
-        faults += same_faults(where, path.read_text(), write_environment(name, channels, parts["train"], where))
+        faults += same_faults(
+            where, path.read_text(), write_environment(name, channels, parts["train"], where)
+        )
     faults += brings_faults(description, packages)
     wheels = read_wheels((folder / "wheels.lock").read_text())
     faults += twice_faults(packages, wheels, description["kind"])
