@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
     )
-    train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
+    train.add_argument(
+        "--gpus", metavar="N|LIST", help="how many GPUs (2), or which (0,1 or id:1); default: all"
+    )
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )
