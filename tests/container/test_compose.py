@@ -1,4 +1,4 @@
-"""P2, P9: Compose and plain Docker train, show and stop; files are the caller's; nothing is open without a key.
+"""P2, P9: Compose and plain Docker train, show and stop; files are the caller's; nothing is open without key.
 
 The checkout is a copy that belongs to uid 12345, so that "the caller" isn't the image's user nor root.
 """
