@@ -218,6 +218,8 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
     assert ranks(None) == (3, {})
     assert ranks("2") == (2, {"CUDA_VISIBLE_DEVICES": "2,5"})
     assert ranks("0,2") == (2, {"CUDA_VISIBLE_DEVICES": "2,7"})
-    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", ""):
+    assert ranks("id:1") == (1, {"CUDA_VISIBLE_DEVICES": "5"})
+    assert ranks("id:2,0") == (2, {"CUDA_VISIBLE_DEVICES": "7,2"})
+    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", "", "id:", "id:3", "id:0,0", "id:x", "1,id:2"):
         with pytest.raises(BadInputError, match="--gpus"):
             ranks(wrong)

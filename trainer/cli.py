@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         help="how long ranks may take to stop after a signal, checkpoint included, before they are killed "
         "(default: 25)",
     )
-    train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
+    train.add_argument(
+        "--gpus", metavar="N|LIST", help="how many GPUs (2), or which (0,1 or id:1); default: all"
+    )
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )

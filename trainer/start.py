@@ -11,6 +11,7 @@ import torch
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
@@ -110,15 +111,10 @@ def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, 
         raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
     if options.gpus is None:
         return there, {}
-    wanted = options.gpus.split(",")
-    if not all(part.isdecimal() and len(part) < 5 for part in wanted):
-        raise BadInputError(f"--gpus {options.gpus}: give a count (2) or a list of indices (0,1)")
-    indices = [int(part) for part in wanted] if len(wanted) > 1 else list(range(int(wanted[0])))
-    if not indices or max(indices) >= there or len(set(indices)) < len(indices):
-        raise BadInputError(f"--gpus {options.gpus}: there are {there} GPUs here, numbered from 0")
     # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
-    return len(indices), {"CUDA_VISIBLE_DEVICES": ",".join(visible[index] for index in indices)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+    chosen = chosen_gpus(options.gpus, visible)
+    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
