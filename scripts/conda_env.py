@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Makes a conda environment from an explicit lock: every package by its hash, the same tree each time.
+
+conda checks no hash over file:// and asks channels for notices even for an explicit lock. So this fetches the
+packages and checks them itself; conda gets local files and no network. The standard library is enough.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from conda_lock import LockError, Package, parse_lock
+
+TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
+# With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.
+NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
+# Of a record: where it lay in this build.
+LOCAL = (
+    "extracted_package_dir",
+    "package_tarball_full_path",
+    "link",
+    "requested_spec",
+    "requested_specs",
+    "auth",
+)
+CONDARC = {
+    "channels": ["conda-forge"],
+    "default_channels": [],
+    "number_channel_notices": 0,
+    "notify_outdated_conda": False,
+    "offline": True,
+    "register_envs": False,
+    "report_errors": False,
+}
+
+
+class MakeError(RuntimeError):
+    """Fetching or making failed (exit code 1)."""
+
+
+def say(line: str) -> None:
+    """Reports progress, in order with what conda prints."""
+    print(f"conda_env: {line}", flush=True)
+
+
+def hash_of(file: Path, algorithm: str) -> str:
+    """The hash of a file's content."""
+    found = hashlib.new(algorithm, usedforsecurity=False)
+    with file.open("rb") as source:
+        while block := source.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def intact(file: Path, package: Package) -> bool:
+    """Whether the file is there with the package's hash."""
+    return file.is_file() and hash_of(file, package.algorithm) == package.digest
+
+
+class Source(NamedTuple):
+    """Where packages come from: a cache, then a mirror (a URL or a folder) or the lock's own URLs."""
+
+    cache: Path
+    mirror: str
+    offline: bool
+    backoff: float  # seconds before the first retry
+    stop: threading.Event  # set when another download failed
+
+
+def copy_body(url: str, target: Path, stop: threading.Event) -> None:
+    """Writes what an http(s) URL answers to a file.
+
+    Raises:
+        MakeError: an answer that a retry cannot change.
+        OSError: one that it can, such as a body cut short.
+    """
+    # A user agent of its own: some hosts refuse Python's.
+    request = urllib.request.Request(url, headers={"User-Agent": "conda_env"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, target.open("wb") as sink:
+            while block := answer.read1(1 << 18):
+                if stop.is_set():
+                    raise MakeError("stopped")
+                sink.write(block)
+            expected = answer.headers.get("Content-Length")
+    except urllib.error.HTTPError as error:
+        if error.code >= 500 or error.code in (408, 425, 429):
+            raise
+        raise MakeError(f"{url}: HTTP {error.code} {error.reason}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            why = error.reason.verify_message
+            raise MakeError(f"{url}: {why}; set SSL_CERT_FILE to the file of your CA") from None
+        raise
+    if expected is not None and target.stat().st_size != int(expected):
+        raise ConnectionError(f"cut short: {target.stat().st_size} of {expected} bytes")
+
+
+def download(url: str, target: Path, source: Source) -> None:
+    """Fetches a URL to a file; after a failure that may pass again, waiting twice as long each time."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            copy_body(url, target, source.stop)
+            break
+        except (OSError, http.client.HTTPException) as error:
+            if error.__class__ is OSError and error.errno:  # the disk, not the network
+                raise
+            if attempt == TRIES:
+                raise MakeError(f"{url}: {error} ({TRIES} attempts)") from None
+            wait = source.backoff * 2 ** (attempt - 1)
+            say(f"{url}: {error}; again in {wait:g} s")
+            source.stop.wait(wait)
+
+
+def fetch(package: Package, source: Source) -> bool:
+    """Puts a package into the cache, its hash checked; returns whether it was there already.
+
+    Raises:
+        MakeError: missing, or another file than the lock's.
+    """
+    target, mirror = source.cache / package.path, source.mirror
+    if intact(target, package):
+        return True
+    if target.exists():
+        say(f"{target} is corrupt: taking it again")
+        target.unlink()
+    remote = not mirror or mirror.startswith(("http:", "https:"))
+    if remote and source.offline:
+        raise MakeError(f"{target} is missing, and --offline forbids to fetch it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
+    os.close(handle)
+    part = Path(name)
+    try:
+        url = f"{mirror.rstrip('/')}/{package.path}" if mirror else package.url
+        if remote:
+            download(url, part, source)
+        else:
+            file = Path(unquote(urlsplit(url).path) if url.startswith("file:") else url)
+            if not file.is_file():
+                raise MakeError(f"{file} is missing in the mirror")
+            shutil.copyfile(file, part)
+        if not intact(part, package):
+            raise MakeError(f"{url}: another file than the lock's, its {package.algorithm} differs: refused")
+        part.chmod(0o644)
+        part.replace(target)  # whole or not at all: another build may share the cache
+    finally:
+        part.unlink(missing_ok=True)
+    return False
+
+
+def fetch_all(packages: list[Package], source: Source) -> None:
+    """Fetches the packages, a few at once; the first failure ends it."""
+    begun, held, size = time.monotonic(), 0, 0
+    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
+        waiting = {pool.submit(fetch, package, source): package for package in packages}
+        try:
+            for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
+                package, was_held = waiting[done], done.result()
+                held += was_held
+                size += (length := (source.cache / package.path).stat().st_size)
+                origin = "in the cache" if was_held else "fetched"
+                say(f"{number}/{len(packages)} {package.file} ({length / 1e6:.1f} MB, {origin})")
+        except BaseException:
+            source.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    seconds = time.monotonic() - begun
+    say(f"{len(packages)} packages, {size} bytes, {held} from the cache, hashes checked, {seconds:.1f} s")
+
+
+def create(conda: str, prefix: Path, packages: list[Package], cache: Path, work: Path) -> None:
+    """Lets conda link the checked files, without network, settings or caches of the machine.
+
+    Raises:
+        MakeError: conda failed.
+    """
+    lock, condarc = work / "lock.txt", work / "condarc"
+    lock.write_text("".join(["@EXPLICIT\n", *(f"file://{cache / one.path}\n" for one in packages)]))
+    condarc.write_text(json.dumps({**CONDARC, "pkgs_dirs": [str(work / "pkgs")]}))  # JSON is YAML
+    drop = ("CONDA_", "_CONDA_", "MAMBA_", "PYTHON", "XDG_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    env |= NO_NETWORK | {"CONDARC": str(condarc), "HOME": str(work), "PYTHONNOUSERSITE": "1"}
+    words = [conda, "create", "-y", "-p", str(prefix), "--offline", "--no-default-packages"]
+    words += ["--override-channels", "-c", "conda-forge", "--file", str(lock)]
+    with subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL) as child:
+        try:
+            code = child.wait()
+        except BaseException:
+            child.terminate()
+            raise
+    if code:
+        raise MakeError(f"conda create ended with exit code {code}: see its lines above")
+
+
+def tidy(prefix: Path, packages: list[Package]) -> None:
+    """Makes the tree the same each time: no times, no folders of this build, no bytecode.
+
+    Bytecode that conda makes holds the sources' times; the records no longer name it. Records get the lock's
+    URL and hash in place of the local file's, so that `conda list --explicit` tells the source, and for each
+    path its place in the prefix (conda leaves noarch packages' own) and a hash (entry points have none).
+    """
+    meta = prefix / "conda-meta"
+    # An empty one stays: without it conda takes the folder for none of its environments.
+    (meta / "history").write_text("")
+    (meta / "created_at").unlink(missing_ok=True)
+    for folder in sorted(prefix.rglob("__pycache__")):
+        shutil.rmtree(folder)
+    for package in packages:
+        file = meta / f"{package.record}.json"
+        record = json.loads(file.read_text())
+        for key in LOCAL:
+            record.pop(key, None)
+        record["url"], record["channel"] = package.url, package.url.rsplit("/", 2)[0]
+        record[package.algorithm] = package.digest
+        record["files"] = [path for path in record["files"] if "__pycache__/" not in path]
+        data = record.setdefault("paths_data", {"paths": [], "paths_version": 1})
+        data["paths"] = [path for path in data["paths"] if "__pycache__/" not in path["_path"]]
+        if len(data["paths"]) != len(record["files"]):
+            raise MakeError(f"{file.name} names other files in `files` than in `paths_data`")
+        for path, place in zip(data["paths"], record["files"], strict=True):
+            path["_path"] = place
+            if path["path_type"] != "softlink" and "sha256_in_prefix" not in path:
+                path["sha256_in_prefix"] = hash_of(prefix / place, "sha256")
+        file.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+def verify(prefix: Path, packages: list[Package]) -> None:
+    """Compares the prefix's records with the lock.
+
+    Raises:
+        MakeError: they differ.
+    """
+    found = {file.stem for file in (prefix / "conda-meta").glob("*.json")}
+    wanted = {package.record for package in packages}
+    if found != wanted:
+        differ = ", ".join(sorted(found ^ wanted))
+        raise MakeError(f"the records of {prefix} are not those of the lock: {differ}")
+
+
+def make(options: argparse.Namespace) -> None:
+    """Makes the environment, or leaves nothing at the prefix."""
+    prefix: Path = options.prefix.absolute()
+    try:
+        packages = parse_lock(options.lock.read_text(), frozenset(options.allow_md5))
+    except (LockError, OSError, UnicodeDecodeError) as error:
+        raise LockError(f"{options.lock}: {getattr(error, 'strerror', None) or error}") from None
+    if os.path.lexists(prefix) and (not prefix.is_dir() or any(prefix.iterdir())):
+        raise LockError(f"{prefix} is there already: delete it first, or name another folder")
+    conda = shutil.which(options.conda)
+    if not conda:
+        raise LockError(f"no {options.conda} on PATH: run this in the Miniconda stage, or give --conda")
+    certificates = os.environ.get("SSL_CERT_FILE")
+    if certificates and not Path(certificates).is_file():
+        raise LockError(f"SSL_CERT_FILE={certificates} is no file")
+    # conda unpacks x-1!2.0 only from a URL with a plain `!`, so that nothing in it can be quoted.
+    odd = set(f"{prefix}{options.cache or ''}") & set(" \t\n#%?")
+    if odd:
+        raise LockError(f"{prefix} or --cache has {sorted(odd)} in its path, which conda cannot read")
+    begun = time.monotonic()
+    os.umask(0o022)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the prefix: conda links files from its package folder where it can, instead of copying them.
+    with tempfile.TemporaryDirectory(prefix=".conda_env-", dir=prefix.parent) as folder:
+        work = Path(folder)
+        cache = options.cache.absolute() if options.cache else work / "packages"
+        source = Source(cache, options.mirror, options.offline, options.backoff, threading.Event())
+        fetch_all(packages, source)
+        try:
+            if prefix.exists():
+                prefix.rmdir()
+            create(conda, prefix, packages, cache, work)
+            verify(prefix, packages)
+            tidy(prefix, packages)
+        except BaseException:
+            shutil.rmtree(prefix, ignore_errors=True)
+            raise
+    version = subprocess.run([conda, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    say(f"{prefix}: {len(packages)} packages by {version} in {time.monotonic() - begun:.1f} s")
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description="Makes a conda environment from an explicit, hashed lock.")
+    add = parser.add_argument
+    add("lock", type=Path, metavar="LOCK", help="@EXPLICIT file of URL#<sha256> lines")
+    add("prefix", type=Path, metavar="PREFIX", help="where; a folder that does not exist yet, or is empty")
+    add("--mirror", default="", metavar="URL|DIR", help="stands for the host of the lock's URLs")
+    add("--cache", type=Path, metavar="DIR", help="keeps the packages, for the next time (default: not kept)")
+    add("--offline", action="store_true", help="only from the cache, or a mirror that is a folder")
+    add("--allow-md5", nargs="+", default=[], metavar="NAME", help="packages whose lock line has only an md5")
+    add("--conda", default="conda", metavar="FILE", help="the conda to use (%(default)s)")
+    add("--backoff", type=float, default=1.0, metavar="SECONDS", help="before the first retry (%(default)g)")
+    options = parser.parse_args()
+
+    def stop(line: object, code: int) -> NoReturn:
+        print(f"conda_env: {line}", file=sys.stderr)
+        sys.exit(code)
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        make(options)
+    except LockError as error:
+        stop(error, 2)
+    except (MakeError, OSError) as error:  # or a full disk, a folder of somebody else
+        stop(error, 1)
+    except KeyboardInterrupt as error:
+        stop("interrupted; nothing was left at the prefix", 128 + (error.args[0] if error.args else 2))
+
+
+if __name__ == "__main__":
+    main()
