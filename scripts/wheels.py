@@ -14,6 +14,16 @@ class Wheel(NamedTuple):
     groups: list[str]
     text: str
 
+    @property
+    def hashes(self) -> list[str]:
+        """The sha256 of each file that serves it."""
+        return re.findall(r"--hash=sha256:([0-9a-f]{64})", self.text)
+
+
+def canonical(name: str) -> str:
+    """A package's name as wheels write it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
 
 def read_lock(text: str) -> list[Wheel]:
     """Parses a lock: after the header, a `# groups: …` line before each requirement."""
