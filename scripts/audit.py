@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Matches a stack's locks against a local file of advisories (OSV's JSON), without a network.
 
-A waiver accepts one advisory for a reason and until a day; past it the audit fails. OSV knows no conda: conda's
-Python packages are matched with PyPI's advisories, its others with those whose ecosystem says conda.
+A waiver accepts one advisory for a reason and until a day; past it the audit fails. OSV knows no conda:
+conda's Python packages are matched with PyPI's advisories, its others with those whose ecosystem says conda.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def items(locked: Locked) -> list[Item]:
         version, build = one.record.removeprefix(f"{one.name}-").rsplit("-", 1)
         where = f"conda ({one.file})"
         found.append(Item("conda", one.name, version, where))
-        # Builds of Python packages begin with py: pyhd8ed1ab_0, py312h5f2e0a1_1, py3.12_cuda12.4_cudnn9.1.0_0.
+        # Builds of Python packages begin with py: pyhd8ed1ab_0, py312h5f2e0a1_1, py3.12_cuda12.4_cudnn9.1.0_0
         if build.startswith("py"):
             found.append(Item("pypi", canonical(ALIASES.get(one.name, one.name)), version, where))
     return list(dict.fromkeys(found))
@@ -189,7 +189,8 @@ def audit(
     """What fails and what is only said, a line each."""
     bad, said = [], []
     for one in match(found, advisories):
-        line = f"{one.ids[0]}: {one.item.name} {one.item.version} in {one.item.where}: {one.doubt or one.summary}"
+        item = one.item
+        line = f"{one.ids[0]}: {item.name} {item.version} in {item.where}: {one.doubt or one.summary}"
         also = f" (also {', '.join(one.ids[1:])})" * (len(one.ids) > 1)
         waiver = next(
             (waiver for waiver in waivers if waiver.id in one.ids and waiver.expires >= today), None
@@ -221,10 +222,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"audit: {line}")
     for line in bad:
         print(f"audit: {line}", file=sys.stderr)
-    packages = len(locked.conda) + len(locked.wheels)
-    print(
-        f"audit: {options.stack}: {packages} packages, {len(advisories)} advisories: {len(bad)} fail, {len(said)} waived"
-    )
+    packages = f"{len(locked.conda) + len(locked.wheels)} packages, {len(advisories)} advisories"
+    print(f"audit: {options.stack}: {packages}: {len(bad)} fail, {len(said)} waived")
     return 1 if bad else 0
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Finds the owner of every file of an image: the base, a conda record, a wheel's RECORD, or this repository.
 
-An image is a name that the engine knows or a tar file; it is read once, from outside, and needs nothing. A file
-that nobody owns, that differs from its record, or that a record names and is not there is a finding; so is what
-no image should hold (image_hazards.py). Of bytecode the header is checked, which names its source's hash, not the
-code. With --stack, the records must be those of the stack's locks.
+An image is a name that the engine knows or a tar file; it is read once, from outside, and needs nothing. A
+file that nobody owns, that differs from its record, or that a record names and is not there is a finding; so
+is what no image should hold (image_hazards.py). Of bytecode the header is checked, which names its source's
+hash, not the code. With --stack, the records must be those of the stack's locks.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from image_records import (
 )
 from image_tar import Entry, Files, Image, ImageError, opened, read_image
 from locked import Locked, read_locks
+from sbom import bill
 from wheels import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ SHOWN = 20  # findings of one kind on the terminal
 
 
 class Made(NamedTuple):
-    """A path that the Dockerfile makes: its content or target, a line added to the base's, or a file of ours."""
+    """A path that the Dockerfile makes: content or target, a line added to the base's, or a file of ours."""
 
     path: str  # a pattern
     text: str | None = None
@@ -219,8 +220,6 @@ def walk(options: argparse.Namespace) -> int:
         }
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.sbom:
-        from sbom import bill
-
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
         text = bill(options.image, image, dict(zip(options.base, bases, strict=True)), report, locked, epoch)
         options.sbom.write_text(json.dumps(text, indent=2) + "\n")

@@ -63,7 +63,7 @@ def same(one: Entry | None, other: Entry | None) -> bool:
 
 
 def conda_claims(files: Files) -> tuple[list[Component], Claims, dict[str, str]]:
-    """What conda's records own; and the hash that each file had in its package, before the prefix was put in."""
+    """What conda's records own; and each file's hash in its package, before the prefix was put in."""
     components, claims, original = [], Claims(), dict[str, str]()
     for place, entry in files.items():
         if (match := META.fullmatch(place)) and entry.kind == "file":

@@ -1,7 +1,7 @@
 """Reads an image as a stream, so that it needs nothing inside: every file's hash, of each layer and merged.
 
-An image is a name that the engine knows (`docker save`), or a tar file: an archive in OCI's or Docker's layout,
-or a file system as `docker export` writes it, which has no layers and no configuration.
+An image is a name that the engine knows (`docker save`), or a tar file: an archive in OCI's or Docker's
+layout, or a file system as `docker export` writes it, which has no layers and no configuration.
 """
 
 import _imp
@@ -48,8 +48,8 @@ class ImageError(RuntimeError):
 class Entry(NamedTuple):
     """One path of an image.
 
-    `digest` is a file's sha256 or a link's target; `sources` are the hashes of a .py file that bytecode of each
-    of MAGICS would hold; `content` is kept of the files asked for, of a .pyc only the 16 bytes of its header.
+    `digest` is a file's sha256 or a link's target; `sources` are the hashes of a .py file that bytecode of
+    each of MAGICS would hold; `content` is kept of the files asked for, of a .pyc only its header, 16 bytes.
     """
 
     kind: str  # file, link, folder, device

@@ -1,12 +1,11 @@
 """A bill of materials (CycloneDX 1.6, JSON) of the same walk that finds each file's owner."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
 
-from image_files import Report
 from image_records import Component
 from image_tar import Image
 from locked import Locked
@@ -32,7 +31,7 @@ def purl(one: Component) -> str:
 
 
 def hashes_of(one: Component, locked: Locked | None) -> list[dict[str, str]]:
-    """The hashes of a component's archive: conda's own, or all that the lock accepts for a wheel's version."""
+    """The hashes of a component's archive: conda's own, or all that the lock accepts for a wheel."""
     if one.kind == "conda":
         known = [("SHA-256", one.record.get("sha256")), ("MD5", one.record.get("md5"))]
         return [{"alg": name, "content": str(value)} for name, value in known if value][:1]
@@ -76,7 +75,7 @@ def bill(
     name: str,
     image: Image,
     bases: Mapping[str, Image],
-    report: Report,
+    packages: Sequence[Component],
     locked: Locked | None,
     epoch: str | None,
 ) -> dict[str, Any]:
@@ -84,16 +83,16 @@ def bill(
 
     Args:
         name: The image's.
-        image: What `report` is of.
+        image: What was walked over.
         bases: What it is built from, by name.
-        report: The walk's; its components are listed.
+        packages: What the walk found in it.
         locked: Where wheels' hashes come from.
         epoch: SOURCE_DATE_EPOCH, which gives the time; without it there is none.
     """
     contents = sorted((path, entry.kind, entry.digest) for path, entry in image.files.items())
     serial = uuid.uuid5(uuid.NAMESPACE_URL, image.digest or repr(contents))
     components = [container(base, of, f"base:{base}") for base, of in sorted(bases.items())]
-    components += [listed(one, locked) for one in report.components]
+    components += [listed(one, locked) for one in packages]
     metadata: dict[str, Any] = {"component": container(name, image, "image")}
     if epoch:
         metadata["timestamp"] = datetime.fromtimestamp(int(epoch), timezone.utc).strftime(
