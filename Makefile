@@ -25,7 +25,7 @@ runtime = $(if $(filter auto local,$(RUNTIME)),,$(error $(if $(filter container,
 	comes with the image; use RUNTIME=local,RUNTIME is auto, local or container, not '$(RUNTIME)')))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all chaos lint bench tensorboard venv lock clean-venv
+.PHONY: help train test compat compat-oldest compat-newest test-all chaos lint bench tensorboard venv lock clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -39,6 +39,16 @@ train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set da
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+# In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
+compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"
+
+compat-oldest: override STACK = tests/compat/torch2.5
+compat-newest: override STACK = torch2.14-cu130
+compat-oldest compat-newest: override VENV = build/compat/$(notdir $(STACK))
+compat-oldest compat-newest:
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest -m compat $(ARGS)
 
 test-all: ## run every test
 	$(call bootstrap,--groups train test)
@@ -69,9 +79,9 @@ venv: ## only make or update the environment; GROUPS="train dev test bench"
 
 # In an environment of its own: with a new STACK there is no lock yet, and .venv may hold another stack.
 lock: override VENV = build/lock
-lock: ## write stacks/STACK/wheels.lock; ARGS=--upgrade takes newer versions
-	$(call bootstrap,--stack torch2.9-cu128 --groups boot)
+lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels --pool FILE"
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
 
 clean-venv: ## delete the environments
-	rm -rf .venv build/lock
+	rm -rf .venv build/lock build/compat

@@ -186,7 +186,7 @@ class Venv:
 
 def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> None:
     """Brings the venv to what the lock says; at once if it is there already."""
-    lock = ROOT / "stacks" / stack / "wheels.lock"
+    lock = ROOT / (stack if "/" in stack else f"stacks/{stack}") / "wheels.lock"
     if not lock.exists():
         stop(f"no stack {stack!r}: {lock} is missing")
     wheels = read_lock(lock.read_text())
@@ -230,7 +230,9 @@ def main() -> None:
     need = 8.0 if (platform.system(), platform.machine()) == ("Linux", "x86_64") else 2.0
     parser = argparse.ArgumentParser(description="Makes or updates the environment from a hash-checked lock.")
     add = parser.add_argument
-    add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/ (%(default)s)")
+    add(
+        "--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/, or a path (%(default)s)"
+    )
     add("--groups", nargs="+", default=["train"], metavar="GROUP", help="of train, dev, test, bench, boot")
     add("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="where (%(default)s)")
     add("--min-free", type=float, default=need, metavar="GB", help="disk space (%(default)s)")

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from conda_lock import LockError, Package, parse_lock
+from explicit_lock import LockError, Package, parse_lock
 
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
 # With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.

@@ -1,104 +1,266 @@
-"""Reads a stack's `conda.lock`; shared by `conda_env.py`, which installs it, and the tests."""
+"""The conda half of a stack: solves it, writes its files, and reads them again.
 
+`conda.lock` is what the slim image and `environment.yml` hold, `conda-dev.lock` what the dev image adds; both
+are explicit, `url#sha256`, in the order of installation. `records.json` keeps what the solver was told about
+each package, so that the tests can solve again without a network. Only solving needs py-rattler.
+"""
+
+import asyncio
+import importlib
+import json
+import lzma
 import re
-from typing import NamedTuple
-from urllib.parse import urlsplit
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-FILE = re.compile(r"(?P<name>[a-z0-9_.][a-z0-9_.-]*)-[^-/]+-[^-/]+?(?:\.conda|\.tar\.bz2)")
-# Anaconda's `defaults`, which has commercial terms; its other hosts serve some of it under these names.
-DEFAULTS = re.compile(
-    r"https?://(repo\.anaconda\.com|repo\.continuum\.io)[/:]"
-    r"|https?://[^/]*anaconda[^/]*/(anaconda|defaults|free|main|msys2|r)/"
-    r"|https?://.*/pkgs/(free|main|mro|msys2|pro|r)/"
-)
+HOST = "https://conda.anaconda.org/"
+SUBDIRS = ("linux-64", "noarch")
+FILES = {"train": "conda.lock", "dev": "conda-dev.lock"}
+# What the machine brings: the oldest glibc that PyTorch's wheels run on.
+VIRTUAL = {"__unix": "0", "__linux": "4.18", "__glibc": "2.28", "__archspec": "1"}
+# NVIDIA has replaced these files in place: a hash of them holds until the next time.
+REPLACED = ("cuda-version-12.6-3", "cuda-version-12.5-3", "cuda-opencl-12.5.39-0")
+HEADER = """\
+# Made by `make lock STACK={stack}`; not to be edited.{more}
+# platform: linux-64
+@EXPLICIT
+"""
+ENVIRONMENT = """\
+# Made by `make lock STACK={stack}`; not to be edited. What conda.lock and wheels.lock hold, for Linux x86_64:
+# conda env create -f {path}
+name: {name}
+channels:
+{channels}
+  - nodefaults
+dependencies:
+{packages}
+  - pip:
+      - --require-hashes
+      - -r {wheels}
+"""
 
 
-class LockError(ValueError):
-    """The lock or an argument is wrong: nothing was tried (exit code 2)."""
+class Unsolved(Exception):  # noqa: N818
+    """No solution, and why."""
 
 
 class Package(NamedTuple):
-    """One line of a lock."""
+    """One conda package: its address, its hash, and what it needs.
 
-    name: str
+    `md5` is empty unless no sha256 is known; `size` is 0 where unknown (bytes of the archive).
+    """
+
     url: str
-    algorithm: str
-    digest: str
+    name: str
+    version: str
+    build: str
+    build_number: int
+    sha256: str
+    md5: str
+    size: int
+    license: str
+    depends: list[str]
+    constrains: list[str]
 
     @property
-    def path(self) -> str:
-        """Its place under a mirror or a cache: channel, platform, file."""
-        return urlsplit(self.url).path.lstrip("/")
+    def line(self) -> str:
+        """Its line of an explicit lock."""
+        return f"{self.url}#{self.sha256 or self.md5}"
 
     @property
-    def file(self) -> str:
-        """The package's file name."""
-        return self.url.rpartition("/")[2]
+    def channel(self) -> str:
+        """The address of its channel, without the platform."""
+        return self.url.rsplit("/", 2)[0].removeprefix(HOST)
 
     @property
-    def record(self) -> str:
-        """What conda calls its record, without `.json`: name-version-build."""
-        return self.file.removesuffix(".conda").removesuffix(".tar.bz2")
+    def python(self) -> bool:
+        """Whether it installs a Python package, which a wheel could install as well."""
+        return any(re.split(r"[ =<>]", line)[0] == "python" for line in self.depends)
 
 
-def parse_line(line: str, allow_md5: frozenset[str]) -> Package:
-    """Reads `URL#HASH`.
+def read_toml(path: Path) -> Any:
+    """Parses a TOML file."""
+    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(
+        path.read_text()
+    )
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """Name, version and build of a package's address or file name."""
+    name, version, build = re.sub(r"\.(conda|tar\.bz2)$", "", url.rsplit("/", 1)[-1]).rsplit("-", 2)
+    return name, version, build
+
+
+def build_number(build: str) -> int:
+    """The number in a build string: its last part that is one, as in `h8ab3286_1_cpython`."""
+    return int(next((part for part in reversed(build.split("_")) if part.isdigit()), 0))
+
+
+def read_lock(text: str) -> list[tuple[str, str]]:
+    """The address and the hash of each line of an explicit lock."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("#", "@"))]
+    return [(url, checksum) for url, _, checksum in (line.partition("#") for line in lines)]
+
+
+def read_records(text: str) -> list[Package]:
+    """Parses `records.json`."""
+    return [Package(**entry) for entry in json.loads(text)]
+
+
+def write_records(packages: Sequence[Package]) -> str:
+    """One line for each package, so that a change can be read."""
+    return "[\n" + ",\n".join(json.dumps(package._asdict()) for package in packages) + "\n]\n"
+
+
+def write_lock(stack: str, target: str, packages: Sequence[Package]) -> str:
+    """An explicit lock."""
+    more = " What the dev image adds to conda.lock." if target == "dev" else ""
+    return HEADER.format(stack=stack, more=more) + "".join(f"{package.line}\n" for package in packages)
+
+
+def write_environment(stack: str, channels: Sequence[str], packages: Sequence[Package], path: str) -> str:
+    """An `environment.yml` that pins version and build of what `conda.lock` holds; `path` is its own."""
+    return ENVIRONMENT.format(
+        stack=stack,
+        path=path,
+        name=stack,
+        channels="\n".join(f"  - {channel}" for channel in channels),
+        # With several channels each package names its own: a strict priority would look in the first only.
+        packages="\n".join(
+            f"  - {f'{p.channel}::' * (len(channels) > 1)}{p.name}={p.version}={p.build}" for p in packages
+        ),
+        wheels="wheels.lock" if "/" in path else f"stacks/{stack}/wheels.lock",
+    )
+
+
+def pooled(file: Path, channels: Sequence[str], md5_only: Sequence[str]) -> list[Package]:
+    """The usable records of a pool: those of the channels with a sha256 and known dependencies."""
+    pool = json.loads(lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes())
+    found = []
+    for key, entry in pool.items():
+        channel, subdir, filename = key.rsplit("/", 2)
+        known = "depends" in entry and ("sha256" in entry or filename in md5_only)
+        if channel not in channels or subdir not in SUBDIRS or not known:
+            continue
+        name, version, build = split(filename)
+        found.append(
+            Package(
+                url=f"{HOST}{key}",
+                name=name,
+                version=version,
+                build=build,
+                build_number=build_number(build),
+                sha256=entry.get("sha256", ""),
+                md5="" if "sha256" in entry else entry["md5"],
+                size=int(entry.get("size", 0)),
+                license=entry.get("license", ""),
+                depends=entry["depends"],
+                constrains=entry.get("constrains", []),
+            )
+        )
+    return found
+
+
+def write_repodata(packages: Sequence[Package], folder: Path) -> list[tuple[str, str, Path]]:
+    """Writes the records as channels do; returns channel, platform and file of each."""
+    files: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for package in packages:
+        _, subdir, filename = package.url.rsplit("/", 2)
+        entry = {key: value for key, value in package._asdict().items() if key != "url" and value != ""}
+        entry |= {"subdir": subdir, "size": package.size or None}
+        kind = "packages.conda" if filename.endswith(".conda") else "packages"
+        parts = files.setdefault((package.channel, subdir), {"packages": {}, "packages.conda": {}})
+        parts[kind][filename] = entry
+    written = []
+    for (channel, subdir), parts in files.items():
+        path = folder / channel / subdir / "repodata.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"info": {"subdir": subdir}, **parts}))
+        written.append((channel, subdir, path))
+    return written
+
+
+def to_package(record: Any) -> Package:
+    """A record of py-rattler as ours."""
+    sha256 = (record.sha256 or b"").hex()
+    return Package(
+        url=record.url,
+        name=record.name.normalized,
+        version=str(record.version),
+        build=str(record.build),
+        build_number=record.build_number,
+        sha256=sha256,
+        md5="" if sha256 else (record.md5 or b"").hex(),
+        size=record.size or 0,
+        license=record.license or "",
+        depends=list(record.depends),
+        constrains=list(record.constrains),
+    )
+
+
+def solve(
+    specs: Sequence[str],
+    channels: Sequence[str],
+    packages: Sequence[Package] | None = None,
+    kept: Sequence[Package] = (),
+    fixed: Sequence[Package] = (),
+) -> list[Package]:
+    """Solves specs, in the order of installation.
+
+    Args:
+        specs: What is asked for, as conda match specs.
+        channels: Names or addresses of channels; the first one that has a package wins.
+        packages: The records to choose from; None asks the channels.
+        kept: Records that are preferred where they still fit.
+        fixed: Records that stay.
 
     Raises:
-        ValueError: what is wrong with it.
+        Unsolved: There is no solution, or a channel cannot be reached; the message says why.
     """
-    url, _, given = line.partition("#")
-    parts = urlsplit(url)
-    *folders, file = parts.path.lstrip("/").split("/")
-    match = FILE.fullmatch(file)
-    if parts.scheme not in ("http", "https") or not parts.hostname or len(folders) < 2 or parts.query:
-        raise LockError(f"{url} is not http(s)://host/channel/platform/file")
-    if not match:
-        raise LockError(f"{file} is not name-version-build.conda or .tar.bz2")
-    if parts.username or folders[0] == "t":
-        raise LockError(f"{file} has a password or a token in its URL: use the channel's plain URL")
-    if "%" in parts.path or any(part in ("", ".", "..") for part in folders):
-        raise LockError(f"{url} has an odd folder or a % in it: use the channel's plain URL")
-    if DEFAULTS.match(url):
-        raise LockError(f"{url} is of Anaconda's defaults channel (commercial terms): use conda-forge")
-    name, value = match["name"], given.lower()
-    sha256 = value.removeprefix("sha256:")
-    if re.fullmatch(r"[0-9a-f]{64}", sha256):
-        return Package(name, url, "sha256", sha256)
-    if not re.fullmatch(r"[0-9a-f]{32}", value):
-        raise LockError(f"{name} has no valid hash ({given or 'none'}): write URL#<sha256>")
-    if name not in allow_md5:
-        raise LockError(f"{name} has only an md5: lock its sha256, or accept it with --allow-md5 {name}")
-    return Package(name, url, "md5", value)
+    import rattler
+    from rattler.exceptions import GatewayError, SolverError
 
+    generic = [
+        rattler.GenericVirtualPackage(
+            rattler.PackageName(name), rattler.Version(version), rattler.BuildString("0")
+        )
+        for name, version in VIRTUAL.items()
+    ]
 
-def parse_lock(text: str, allow_md5: frozenset[str] = frozenset()) -> list[Package]:
-    """Reads an `@EXPLICIT` lock.
+    def opened(some: Sequence[Package], folder: Path) -> list[rattler.SparseRepoData]:
+        return [
+            rattler.SparseRepoData(rattler.Channel(f"{HOST}{channel}"), subdir, str(path))
+            for channel, subdir, path in write_repodata(some, folder)
+        ]
 
-    Raises:
-        LockError: with the line's number, what is wrong.
-    """
-    packages: dict[str, Package] = {}
-    explicit = False
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        if line == "@EXPLICIT":
-            explicit = True
-            continue
-        if not explicit:
-            raise LockError(f"line {number}: {line!r} comes before @EXPLICIT")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        old = {
+            record.url: record
+            for part in opened([*kept, *fixed], folder / "old")
+            for record in part.load_all_records()
+        }
+        preferred: dict[str, Any] = {
+            "locked_packages": [old[package.url] for package in kept],
+            "pinned_packages": [old[package.url] for package in fixed],
+            "virtual_packages": generic,
+        }
+        if packages is None:
+            platforms = [rattler.Subdir(name) for name in SUBDIRS]
+            answer = rattler.solve(channels, specs, platforms=platforms, **preferred)
+        else:
+            priority = rattler.ChannelPriority.Disabled
+            sources = opened(packages, folder / "new")
+            answer = rattler.solve_with_sparse_repodata(
+                specs, sources, channel_priority=priority, **preferred
+            )
         try:
-            package = parse_line(line, allow_md5)
-        except ValueError as error:  # LockError, and urlsplit's own
-            raise LockError(f"line {number}: {error}") from None
-        if package.name in packages:
-            raise LockError(f"line {number}: {package.name} is there twice")
-        packages[package.name] = package
-    if not packages:
-        raise LockError("no packages after a line @EXPLICIT")
-    unused = allow_md5 - {package.name for package in packages.values() if package.algorithm == "md5"}
-    if unused:
-        raise LockError(f"--allow-md5 {' '.join(sorted(unused))}: no md5-only package of that name")
-    return list(packages.values())
+            records = asyncio.run(answer)
+        except (SolverError, GatewayError) as error:
+            hint = " (--pool FILE solves without a network)" * isinstance(error, GatewayError)
+            raise Unsolved(" ".join(str(error).split()) + hint) from error
+    found = {record.name.normalized: to_package(record) for record in records}
+    return [found[record.name.normalized] for record in rattler.PackageRecord.sort_topologically([*records])]

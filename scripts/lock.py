@@ -1,43 +1,46 @@
 #!/usr/bin/env python3
-"""Writes a stack's `wheels.lock`: one resolution for every supported Python and platform, in groups, by hash.
+"""Writes the locks of a stack from its `stack.toml` and pyproject.toml: first conda's, then the wheels'.
 
-The groups are `train` (the project's dependencies and what its editable install needs), each optional
-dependency of the project, and `boot` (the tools that `bootstrap.py` and this file need).
+`wheels.lock` is one resolution for every supported Python and platform, in groups, by hash. The groups are
+`train` (the project's dependencies and what its editable install needs), each optional dependency of the
+project, `boot` (the tools that `bootstrap.py` and this file need) and `image` (what only the image adds).
+What conda's part of the stack installs keeps conda's version, so that no file is written twice; where conda
+brings PyTorch, the lock holds only what conda lacks. The conda half is described in `conda_lock.py`.
 """
 
 import argparse
-import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wheels import read_lock
+import conda_lock
+from conda_lock import FILES, Package, read_toml
+from wheels import canonical, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT = "torch2.9-cu128"
 BOOT = ["uv", "tomli ; python_version < '3.11'"]
+# What the image adds: its init, as a wheel with the binary in it.
+IMAGE = ["dumb-init ; sys_platform == 'linux'"]
 HEADER = """\
-# Made by `make lock STACK={stack}`; not to be edited. Wheels for CPython 3.10 to 3.13 on the platforms that
-# pyproject.toml names. Each requirement follows the groups that need it.
+# Made by `make lock STACK={stack}`; not to be edited. Wheels for {serves}.
+# Each requirement follows the groups that need it.
 --only-binary :all:
 """
-
-
-def read_toml(path: Path) -> Any:
-    """Parses a TOML file."""
-    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(
-        path.read_text()
-    )
 
 
 def wanted(project: dict[str, Any]) -> dict[str, list[str]]:
     """What each group asks for, before resolution."""
     train = project["project"]["dependencies"] + project["build-system"]["requires"]
-    return {"train": train, **project["project"]["optional-dependencies"], "boot": BOOT}
+    return {"train": train, **project["project"]["optional-dependencies"], "boot": BOOT, "image": IMAGE}
 
 
 def shorten(marker: str, environments: list[str]) -> str:
@@ -78,24 +81,56 @@ def resolve(uv: str, asked: list[str], constraints: str, folder: Path, *options:
     command = [uv, "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--only-binary=:all:"]
     command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", *options]
     command += ["--constraints", str(folder / "constraints.txt"), "--output-file", str(folder / "lock")]
-    # In the repository: uv takes the environments from pyproject.toml.
+    # In the folder: uv takes the environments from the pyproject.toml there.
     environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
-    subprocess.run([*command, str(folder / "asked.in")], cwd=ROOT, env=environment, check=True)
+    subprocess.run([*command, str(folder / "asked.in")], cwd=folder, env=environment, check=True)
     return (folder / "lock").read_text()
 
 
-def lock(uv: str, stack: Path, upgrade: bool) -> str:
-    """Resolves all groups together, then asks which part each of them needs."""
+def named(requirement: str) -> str:
+    """The package that a requirement is for."""
+    return canonical(re.split(r"[ =<>;\[]", requirement)[0])
+
+
+def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]) -> str:
+    """Resolves all groups together, then asks which part each of them needs.
+
+    Args:
+        uv: The program.
+        stack: Folder of the stack.
+        upgrade: Whether newer versions replace those of the present lock.
+        packages: What conda installs.
+    """
     description, project = read_toml(stack / "stack.toml"), read_toml(ROOT / "pyproject.toml")
-    pins = "".join(f"{name}=={version}\n" for name, version in description["pins"].items())
+    environments = description.get("environments", project["tool"]["uv"]["environments"])
+    serves = "the platforms and Pythons that pyproject.toml names"
+    if "environments" in description:
+        serves = "the environments that stack.toml names"
+    name = stack.name if stack.parent == ROOT / "stacks" else stack.relative_to(ROOT)
+    held = {canonical(package.name): package.version for package in packages if package.python}
+    if description["kind"] == "conda":
+        # Conda's names for these two are others.
+        held |= {"torch": description["pins"]["torch"], "triton": description["brings"]["triton"]}
+    pins = description["pins"] if description["kind"] == "wheels" else {}
+    constraints = "".join(f"{name}=={version}\n" for name, version in {**held, **pins}.items())
     groups, old = wanted(project), stack / "wheels.lock"
+    groups = {name: groups[name] for name in description.get("groups", groups)}
+    if description["kind"] == "conda":
+        groups = {
+            group: [line for line in lines if named(line) not in held] for group, lines in groups.items()
+        }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        (folder / "pyproject.toml").write_text(f"[tool.uv]\nenvironments = {json.dumps(environments)}\n")
         if old.exists() and not upgrade:
             kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
             (folder / "lock").write_text(kept)
         everything = resolve(
-            uv, [line for group in groups.values() for line in group], pins, folder, "--generate-hashes"
+            uv,
+            [line for group in groups.values() for line in group],
+            constraints,
+            folder,
+            "--generate-hashes",
         )
         needed = {}
         for group, asked in groups.items():
@@ -103,42 +138,119 @@ def lock(uv: str, stack: Path, upgrade: bool) -> str:
             needed[group] = set(
                 re.findall(r"^(\S+==\S+)", resolve(uv, asked, everything, folder), re.MULTILINE)
             )
-    text = HEADER.format(stack=stack.name)
+    text = HEADER.format(stack=name, serves=serves)
     for block in re.split(r"\n(?=\S)", everything.strip()):
         requirement, hashes = block.split(" \\\n", 1)
         pin, _, marker = requirement.partition(" ; ")
-        marker = shorten(marker, project["tool"]["uv"]["environments"])
+        if description["kind"] == "conda" and named(pin) in held:
+            continue
+        marker = shorten(marker, environments)
         names = " ".join(group for group in groups if pin in needed[group])
         text += f"# groups: {names}\n{pin}{' ; ' * bool(marker)}{marker} \\\n{hashes}\n"
     return text
 
 
-def main() -> int:
-    """Reads the arguments; the lock is replaced whole or not at all."""
-    parser = argparse.ArgumentParser(
-        description="Writes stacks/<name>/wheels.lock from its stack.toml and pyproject.toml."
-    )
-    parser.add_argument(
-        "--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/ (%(default)s)"
-    )
-    parser.add_argument(
-        "--upgrade", action="store_true", help="take the newest versions; default: keep those locked"
-    )
-    options = parser.parse_args()
-    stack = ROOT / "stacks" / options.stack
+def lock_conda(stack: Path, pool: Path | None, upgrade: bool) -> dict[Path, str]:
+    """Solves the conda half; returns the text of each file.
+
+    The dev image is solved with the slim one fixed, so that it only adds packages.
+    """
+    description = read_toml(stack / "stack.toml")
+    conda = description["conda"]
+    channels, replaced = conda["channels"], conda_lock.REPLACED
+    records = None
+    if pool is not None:
+        records = conda_lock.pooled(pool, channels, conda.get("md5_only", []))
+        records = [one for one in records if not one.url.rsplit("/", 1)[1].startswith(replaced)]
+    file = stack / "records.json"
+    kept = conda_lock.read_records(file.read_text()) if file.exists() and not upgrade else []
+    train = conda_lock.solve(conda["train"], channels, records, kept)
+    names = {package.name for package in train}
+    kept = [package for package in kept if package.name not in names]
+    whole = conda_lock.solve([*conda["dev"], *conda["train"]], channels, records, kept, fixed=train)
+    dev = [package for package in whole if package.name not in names]
+    texts = {
+        file: conda_lock.write_records([*train, *dev]),
+        stack / FILES["train"]: conda_lock.write_lock(stack.name, "train", train),
+        stack / FILES["dev"]: conda_lock.write_lock(stack.name, "dev", dev),
+        stack / "environment.yml": conda_lock.write_environment(
+            stack.name, channels, train, f"stacks/{stack.name}/environment.yml"
+        ),
+    }
+    if stack.name == DEFAULT:
+        top = ROOT / "environment.yml"
+        texts[top] = conda_lock.write_environment(stack.name, channels, train, top.name)
+    return texts
+
+
+def replace(texts: dict[Path, str], stack: Path, today: int) -> list[str]:
+    """Replaces each file whole; where one changed, the stack's `source_date_epoch` becomes today's."""
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in changed:
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(texts[path])
+        new.replace(path)
+    about = stack / "stack.toml"
+    if changed:
+        dated = re.sub(r"(?m)^(source_date_epoch = )\d+", rf"\g<1>{today}", about.read_text())
+        about.write_text(dated)
+    return [str(path.relative_to(ROOT)) for path in changed]
+
+
+def run(stack: Path, only: str, pool: Path | None, upgrade: bool) -> int:
+    """Locks a stack; returns the exit code."""
+    conda = only != "wheels" and "conda" in read_toml(stack / "stack.toml")
     uv = shutil.which("uv", path=Path(sys.prefix) / "bin") or shutil.which("uv")
-    if uv is None or not (stack / "stack.toml").exists():
-        print(f"lock: {'no uv' if uv is None else f'no {stack}/stack.toml'}", file=sys.stderr)
-        return 2
-    try:
-        text = lock(uv, stack, options.upgrade)
-    except subprocess.CalledProcessError:
-        print("lock: uv found no solution (above); the lock is unchanged", file=sys.stderr)
-        return 1
-    (stack / "wheels.lock.new").write_text(text)
-    (stack / "wheels.lock.new").replace(stack / "wheels.lock")
-    print(f"lock: {stack / 'wheels.lock'} has {len(read_lock(text))} requirements")
+    if uv is None and only != "conda":
+        return stop("no uv", 2)
+    texts: dict[Path, str] = {}
+    if conda:
+        try:
+            texts |= lock_conda(stack, pool, upgrade)
+        except ImportError:
+            return stop("py-rattler is missing: run this as make lock", 2)
+        except conda_lock.Unsolved as error:
+            return stop(f"conda: {error}; nothing is changed", 1)
+    if only != "conda":
+        records = texts.get(stack / "records.json") or (
+            (stack / "records.json").read_text() if (stack / "records.json").exists() else "[]"
+        )
+        try:
+            texts[stack / "wheels.lock"] = lock_wheels(
+                str(uv), stack, upgrade, conda_lock.read_records(records)
+            )
+        except subprocess.CalledProcessError:
+            return stop("uv found no solution (above); nothing is changed", 1)
+    today = int(time.time()) // 86400 * 86400
+    print(f"lock: {stack.name}: changed {', '.join(replace(texts, stack, today)) or 'nothing'}")
     return 0
+
+
+def stop(line: str, code: int) -> int:
+    """Says in one line why it ends."""
+    print(f"lock: {line}", file=sys.stderr)
+    return code
+
+
+def main() -> int:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(
+        description="Writes the locks of stacks/<name>/ from its stack.toml and pyproject.toml."
+    )
+    add = parser.add_argument
+    add(
+        "--stack", default=DEFAULT, metavar="NAME", help="folder of stacks/, or a path with a / (%(default)s)"
+    )
+    add("--upgrade", action="store_true", help="take the newest versions; default: keep those locked")
+    add("--only", choices=["conda", "wheels"], default="", help="lock one half")
+    add("--pool", type=Path, metavar="FILE", help="solve conda's half from these records, without a network")
+    options = parser.parse_args()
+    stack = ROOT / (options.stack if "/" in options.stack else f"stacks/{options.stack}")
+    if not (stack / "stack.toml").exists():
+        return stop(f"no {stack}/stack.toml", 2)
+    if options.pool is not None and not options.pool.is_file():
+        return stop(f"no pool {options.pool}", 2)
+    return run(stack, options.only, options.pool, options.upgrade)
 
 
 if __name__ == "__main__":

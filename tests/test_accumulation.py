@@ -105,6 +105,7 @@ def initial_model(task: TokenTask) -> torch.nn.Module:
     return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.model
 
 
+@pytest.mark.compat
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_every_window_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
@@ -125,6 +126,7 @@ def test_every_window_is_the_concatenated_batch(ranks: Ranks, case: Case) -> Non
             assert error <= 1e-12, f"window {number}: relative error {error}"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_logged_loss_is_the_mean_over_each_window(ranks: Ranks, ragged: bool) -> None:
     case = Case(20, 2, 2, 2, "weighted", 1, ragged, True)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conda_lock import LockError, parse_lock
+from explicit_lock import LockError, parse_lock
 
 from tests.container.stand_in_conda import raw_zstd, unraw_zstd
 

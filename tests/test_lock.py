@@ -1,11 +1,13 @@
 """P1, pinned by hash: the lock names every wheel of every supported Python and platform by its hash."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bootstrap import NEWEST, OLDEST, PLATFORMS
-from lock import read_toml, shorten, wanted
+from conda_lock import read_toml
+from lock import shorten, wanted
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -14,7 +16,8 @@ from wheels import Wheel, read_lock
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = read_toml(ROOT / "pyproject.toml")
 GROUPS = wanted(PROJECT)
-LOCKS = sorted(ROOT.glob("stacks/*/wheels.lock"))
+LOCKS = sorted([*ROOT.glob("stacks/*/wheels.lock"), *ROOT.glob("tests/compat/*/wheels.lock")])
+STACKS = {path: read_toml(path.parent / "stack.toml") for path in LOCKS}
 PYTHONS = [f"3.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
 HOST = re.compile(r"://|[a-z0-9-]+\.(org|com|io|net|dev)\b|--(extra-)?index-url|--find-links")
 
@@ -41,6 +44,20 @@ def installed(wheels: list[Wheel], group: str, where: dict[str, str]) -> dict[st
     return found
 
 
+def served(path: Path) -> Iterator[tuple[Path, str, dict[str, str]]]:
+    """Each group and environment that a lock of wheels is for."""
+    stack = STACKS[path]
+    markers = [Marker(text) for text in stack.get("environments", PROJECT["tool"]["uv"]["environments"])]
+    for group in sorted(stack.get("groups", GROUPS)):
+        for platform in sorted(PLATFORMS):
+            for where in (environment(python, platform) for python in PYTHONS):
+                if any(marker.evaluate(where) for marker in markers):
+                    yield path, group, where
+
+
+SERVED = [one for path in LOCKS if STACKS[path]["kind"] == "wheels" for one in served(path)]
+
+
 @pytest.fixture(scope="module", params=LOCKS, ids=lambda path: path.parent.name)
 def lock(request: pytest.FixtureRequest) -> Path:
     path: Path = request.param
@@ -54,6 +71,9 @@ def wheels(lock: Path) -> list[Wheel]:
 
 def test_there_is_a_lock() -> None:
     assert LOCKS
+    for path in LOCKS:
+        whole = len(GROUPS) * len(PLATFORMS) * len(PYTHONS)
+        assert len(list(served(path))) == whole or "environments" in STACKS[path]
 
 
 def test_every_requirement_is_pinned_and_hashed(wheels: list[Wheel]) -> None:
@@ -76,38 +96,52 @@ def test_nothing_else_is_in_the_lock(lock: Path, wheels: list[Wheel]) -> None:
     assert not HOST.search(re.sub(r"==\S+", "", text)), "an address"
 
 
-def test_groups_are_those_of_the_project(wheels: list[Wheel]) -> None:
-    assert {group for wheel in wheels for group in wheel.groups} == set(GROUPS)
+def test_groups_are_those_of_the_project(lock: Path, wheels: list[Wheel]) -> None:
+    found, asked = {group for wheel in wheels for group in wheel.groups}, STACKS[lock].get("groups", GROUPS)
+    # Of a group that conda holds whole, nothing is left.
+    assert found == set(asked) if STACKS[lock]["kind"] == "wheels" else found <= set(asked)
     assert all(wheel.groups for wheel in wheels)
 
 
 def test_the_pins_are_those_of_the_stack(lock: Path, wheels: list[Wheel]) -> None:
-    stack = read_toml(lock.parent / "stack.toml")
+    stack = STACKS[lock]
     assert stack["name"] == lock.parent.name
+    if stack["kind"] == "conda":  # whose packages test_stacks.py compares
+        return
     linux = installed(wheels, "train", environment(PYTHONS[0], ("Linux", "x86_64")))
     assert {name: linux[name] for name in ("torch", "torchvision", "torchaudio")} == stack["pins"]
+    if lock.is_relative_to(ROOT / "tests"):
+        return
     brings = stack["brings"]
     assert linux["triton"] == brings["triton"]
     cuda = brings["cuda"].split(".")[0]
     assert linux[f"nvidia-cudnn-cu{cuda}"] == brings["cudnn"]
     assert linux[f"nvidia-nccl-cu{cuda}"] == brings["nccl"]
-    assert linux[f"nvidia-cuda-runtime-cu{cuda}"].startswith(f"{brings['cuda']}.")
+    # From CUDA 13 on the toolkit's wheels carry no suffix.
+    runtime = linux.get(f"nvidia-cuda-runtime-cu{cuda}") or linux["nvidia-cuda-runtime"]
+    assert runtime.startswith(f"{brings['cuda']}.")
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("platform", sorted(PLATFORMS), ids="-".join)
-@pytest.mark.parametrize("group", sorted(GROUPS))
-def test_one_lock_serves_every_python_and_platform(
-    wheels: list[Wheel], group: str, python: str, platform: tuple[str, str]
-) -> None:
-    where = environment(python, platform)
-    here = installed(wheels, group, where)
+@pytest.mark.parametrize(
+    ("path", "group", "where"),
+    SERVED,
+    ids=[
+        f"{p.parent.name}-{g}-{w['sys_platform']}-{w['platform_machine']}-{w['python_version']}"
+        for p, g, w in SERVED
+    ],
+)
+def test_one_lock_serves_every_python_and_platform(path: Path, group: str, where: dict[str, str]) -> None:
+    here = installed(read_lock(path.read_text()), group, where)
     for line in GROUPS[group]:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate(where):
             assert requirement.specifier.contains(here[canonicalize_name(requirement.name)])
     cuda = [name for name in here if name.startswith("nvidia-") and "-cu1" in name]
-    assert bool(cuda) == (platform == ("Linux", "x86_64") and group in ("train", "bench"))
+    # PyTorch's wheels for Linux on Arm carry CUDA from 2.11 on.
+    arm = int(STACKS[path]["pins"]["torch"].split(".")[1]) >= 11
+    machines = {"x86_64", "aarch64"} if arm else {"x86_64"}
+    carries = where["sys_platform"] == "linux" and where["platform_machine"] in machines
+    assert bool(cuda) == (carries and group in ("train", "bench"))
 
 
 def test_the_project_and_bootstrap_name_the_same_platforms() -> None:

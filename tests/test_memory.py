@@ -19,6 +19,8 @@ from trainer.prepare import blank_batch
 from trainer.run import make_task
 from trainer.step import train_window
 
+pytestmark = pytest.mark.compat
+
 SMALL: dict[str, Any] = {
     "max_windows": 5,
     "data": {"global_batch": 32, "micro_batch": 16, "augment": "flip"},

@@ -21,6 +21,8 @@ from trainer.parallel import World
 from trainer.run import make_task
 from trainer.step import train_window
 
+pytestmark = pytest.mark.compat
+
 CPU = torch.device("cpu")
 
 

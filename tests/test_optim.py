@@ -19,6 +19,8 @@ from trainer.optim import (
     schedule,
 )
 
+pytestmark = pytest.mark.compat
+
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,8 @@ from trainer.parallel import ParallelConfig, World, replicate
 from trainer.run import check_request, make_task
 from trainer.sync_batchnorm import synchronise_batchnorm
 
+pytestmark = pytest.mark.compat
+
 CPU = torch.device("cpu")
 
 

@@ -8,6 +8,8 @@ from trainer.errors import BadInputError
 from trainer.keyed_rng import key, keys, permuted, uniforms
 from trainer.plan import Last, Plan, Share, evaluation_share
 
+pytestmark = pytest.mark.compat
+
 lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
 
 

@@ -22,6 +22,8 @@ from trainer.run import check_request, make_task
 from trainer.step import take_figures, train_window
 from trainer.tasks.classification import Classification, affine
 
+pytestmark = pytest.mark.compat
+
 
 class Overflowing(TokenTask):
     """Its loss is infinite in one window."""

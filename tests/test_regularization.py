@@ -22,6 +22,8 @@ from trainer.step import train_window
 from trainer.stochastic_depth import add_stochastic_depth
 from trainer.tasks.classification import Classification
 
+pytestmark = pytest.mark.compat
+
 
 def images(count: int, side: int = 16) -> torch.Tensor:
     """Each image is its number all over, so that one can see how much of which is where."""

@@ -112,6 +112,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.compat
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     """By SIGTERM, then by SIGUSR1; the third attempt comes to the end, and the fourth finds nothing to do."""
     folder = tmp_path / "cut"
@@ -294,6 +295,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())
 
 
+@pytest.mark.compat
 def test_a_model_file_of_a_checkpoint_is_plain_safetensors(tmp_path: Path) -> None:
     recipe = make_recipe(model={"width": 8, "channels_last": True})
     t = assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0).training

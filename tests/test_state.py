@@ -10,6 +10,8 @@ from trainer.run import Parts, make_task
 from trainer.state import load_tensors, tensors_of
 from trainer.step import train_window
 
+pytestmark = pytest.mark.compat
+
 RUN: dict[str, Any] = {
     "max_windows": 12,
     "data": {"global_batch": 32, "micro_batch": 16, "augment": "affine"},

@@ -19,6 +19,8 @@ from trainer.run import assemble, check_request, make_task
 from trainer.run_folder import save_weights
 from trainer.weights import load_initial
 
+pytestmark = pytest.mark.compat
+
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
     torch.manual_seed(5)

@@ -64,10 +64,10 @@ start() {
 }
 
 stand_in() {
-    local tag=$1 here tree
+    local tag=$1 here
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
     tree=$(mktemp -d)
-    trap 'rm -rf "$tree"' EXIT
+    trap 'rm -rf "$tree"' EXIT  # not a local: the trap runs outside
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python3-dev,g++,git,openssh-server \
         bookworm "$tree" "$(debian_mirror)" >&2
     rm -rf "$tree"/var/cache/apt "$tree"/var/lib/apt/lists/* "$tree"/var/log/* "$tree"/var/cache/ldconfig

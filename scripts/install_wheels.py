@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Installs groups of a wheels.lock into an environment of the image, each wheel by its hash; the same each time.
+
+Runs while the image is built, with any Python that has pip or is given uv. The standard library is enough.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from prune_env import prune
+from wheels import read_lock, select
+
+
+def canonical(name: str) -> str:
+    """A project's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def install_uv(lock: Path, folder: Path) -> None:
+    """Puts uv into a folder, with pip."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
+        listed.write(select(read_lock(lock.read_text()), ["boot"]))
+        listed.flush()
+        words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "install"]
+        words += ["--require-hashes", "--no-deps", "--no-compile", "--target", str(folder), "-r", listed.name]
+        subprocess.run(words, check=True)
+
+
+def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
+    """Installs the groups."""
+    environment = {
+        **os.environ,
+        "UV_PYTHON_DOWNLOADS": "never",
+        "UV_NO_INSTALLER_METADATA": "1",  # says when and from where it was installed
+        "UV_LINK_MODE": "copy",
+        "UV_NO_PROGRESS": "1",
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
+        listed.write(select(read_lock(lock.read_text()), groups))
+        listed.flush()
+        words = [uv, "pip", "install", "--python", python, "--require-hashes", "--no-deps", "-r", listed.name]
+        subprocess.run([str(word) for word in words], env=environment, check=True)
+
+
+def drop_records(prefix: Path, installed: set[str]) -> None:
+    """Removes conda's records of what a wheel has replaced (setuptools, packaging), which are no longer true."""
+    for file in (prefix / "conda-meta").glob("*.json"):
+        record = json.loads(file.read_text())
+        if canonical(record["name"]) in installed and any("site-packages/" in path for path in record["files"]):
+            file.unlink()
+
+
+def compile_all(python: Path, paths: list[Path]) -> None:
+    """Writes bytecode that holds its source's hash instead of a time, and is never checked against it.
+
+    Without it each process of a user who can't write here would compile torch anew. Two processes with fixed
+    shares: what one writes depends on what it compiled before (marshal's flags follow reference counts).
+    """
+    words = [python, "-m", "compileall", "-qq", "-j1", "--invalidation-mode", "unchecked-hash"]
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""}
+    torch = [path for path in paths if path.name == "torch"]
+    shares = [share for share in (torch, [path for path in paths if path not in torch]) if share]
+    running = [
+        subprocess.Popen([str(word) for word in [*words, *sorted(share)]], env=environment) for share in shares
+    ]
+    for process in running:
+        process.wait()  # its exit code counts files that no Python 3 can compile: templates, say
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lock", type=Path, help="wheels.lock of a stack")
+    parser.add_argument("prefix", type=Path, help="the environment")
+    parser.add_argument("--groups", nargs="+", required=True, help="groups of the lock")
+    parser.add_argument("--uv", type=Path, required=True, help="folder of uv; made with pip if it isn't there")
+    parser.add_argument("--prune", type=Path, metavar="LIST", help="remove what isn't needed; write this list")
+    options = parser.parse_args()
+    if not options.uv.exists():
+        install_uv(options.lock, options.uv)
+    python = options.prefix / "bin" / "python"
+    (site,) = options.prefix.glob("lib/python3.*/site-packages") or [None]
+    before = set(site.iterdir()) if options.prune is None else set()
+    install(options.lock, python, options.groups, options.uv / "bin" / "uv")
+    wheels = [wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)]
+    drop_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
+    if options.prune is not None:
+        options.prune.parent.mkdir(parents=True, exist_ok=True)
+        options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
+    compile_all(python, sorted(set(site.iterdir()) - before))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What an image goes without: only what the rules name, every file accounted for, nothing imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prune_env import DUPLICATES, RULES
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = "lib/python3.12/site-packages"
+LIBRARY = os.urandom(1 << 20)
+GONE = [
+    f"{SITE}/nvidia/cusolver/lib/libcusolverMg.so.11",
+    f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.alt.so.12",
+    f"{SITE}/nvidia/nvshmem/lib/libnvshmem_device.a",
+    f"{SITE}/nvidia/cuda_cupti/include/cupti.h",
+    f"{SITE}/triton/backends/amd/include/hip/hip.h",
+    f"{SITE}/triton/instrumentation/libTest.so",
+    f"{SITE}/sympy/core/tests/test_x.py",
+    f"{SITE}/sympy/core/tests/tests/test_x.py",
+    "lib/python3.12/test/test_os.py",
+    "lib/python3.12/config-3.12-x86_64-linux-gnu/libpython3.12.a",
+]
+KEPT = [
+    f"{SITE}/nvidia/cusolver/lib/libcusolver.so.11",
+    f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    f"{SITE}/nvidia/cuda_runtime/include/cuda_runtime.h",
+    f"{SITE}/triton/backends/nvidia/include/cuda.h",
+    f"{SITE}/torch/include/ATen/ATen.h",
+    f"{SITE}/torch/testing/__init__.py",
+    f"{SITE}/torch/_C/_VariableFunctions.pyi",
+    f"{SITE}/numpy/testing/__init__.py",
+    f"{SITE}/numpy/_core/include/numpy/arrayobject.h",
+    f"{SITE}/jinja2/tests.py",
+    f"{SITE}/mpmath/tests/__init__.py",
+    f"{SITE}/sympy/core/latest.py",
+    "lib/python3.12/unittest/__init__.py",
+    "include/python3.12/Python.h",
+    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libgcc.a",
+    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libstdc++.a",
+    "x86_64-conda-linux-gnu/sysroot/usr/lib64/libc_nonshared.a",
+]
+FIRST, COPY = (
+    f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
+    f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
+)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Path:
+    prefix = tmp_path / "env"
+    for path in [*GONE, *KEPT, FIRST, COPY]:
+        (prefix / path).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
+    return prefix
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "prune_env.py", *words]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+
+
+def files(prefix: Path) -> list[str]:
+    return sorted(str(path.relative_to(prefix)) for path in prefix.rglob("*") if not path.is_dir())
+
+
+def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "removed.json"
+    done = run(env, listed)
+    assert done.returncode == 0, done.stderr
+    assert files(env) == sorted([*KEPT, FIRST, COPY])
+    said = json.loads(listed.read_text())
+    assert said["removed"] == sorted(GONE)
+    assert said["linked"] == {COPY: os.path.relpath(FIRST, Path(COPY).parent)}
+    assert (env / COPY).readlink() == Path(said["linked"][COPY])
+    assert (env / COPY).read_bytes() == LIBRARY  # so that its RECORD's hash still holds
+    assert {rule["rule"] for rule in said["rules"]} == {rule.name for rule in (*RULES, DUPLICATES)}
+    assert sum(rule["bytes"] for rule in said["rules"]) == len(LIBRARY) + sum(map(len, GONE))
+    for rule in said["rules"]:
+        assert rule["files"] > 0, f"{rule['rule']} found nothing"
+        assert f": {rule['rule']} (" in done.stdout
+
+
+def test_a_dry_run_removes_nothing_and_lists_the_same(env: Path, tmp_path: Path) -> None:
+    dry, real = tmp_path / "dry.json", tmp_path / "real.json"
+    before = files(env)
+    assert run(env, dry, "--dry-run").returncode == 0
+    assert files(env) == before
+    assert not (env / COPY).is_symlink()
+    assert run(env, real).returncode == 0
+    assert dry.read_bytes() == real.read_bytes()
+
+
+def test_the_account_of_a_first_run_is_not_overwritten(env: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "removed.json"
+    assert run(env, listed).returncode == 0
+    before = listed.read_bytes()
+    again = run(env, listed)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert listed.read_bytes() == before
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, tmp_path / "removed.json")
+    assert done.returncode == 2
+    assert "is no environment" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_installed_imports_the_tests_that_go() -> None:
+    """Of the environment that runs this: what it names as prunable, no module outside names in an import."""
+    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
+    packages = [
+        pattern.split("/")[3] for rule in RULES for pattern in rule.patterns if pattern.endswith("/tests")
+    ]
+    assert len(packages) > 5
+    # Scripts of developers, which fail without pytest in any case.
+    scripts = {"scipy/special/_precompute/hyp2f1_data.py"}
+    found = []
+    for package in packages:
+        for file in (site / package).rglob("*.py"):
+            path = file.relative_to(site)
+            if {"tests", "test", "testing", "conftest.py"} & set(path.parts) or str(path) in scripts:
+                continue
+            for line in file.read_text(errors="replace").splitlines():
+                words = line.split()
+                if (
+                    len(words) > 1
+                    and words[0] in ("from", "import")
+                    and {"tests", "test"} & set(words[1].split("."))
+                ):
+                    found.append(f"{path}: {line.strip()}")
+    assert not found
