@@ -14,8 +14,9 @@ from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conda_lock import LockError
-from locked import Locked, read_locks, read_toml
+from conda_lock import read_toml
+from explicit_lock import LockError
+from locked import Locked, read_locks
 from packaging.version import InvalidVersion, Version
 from wheels import canonical
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from conda_lock import LockError
+from explicit_lock import LockError
 from image_hazards import Finding, hazards
 from image_records import (
     BYTECODE,
@@ -26,6 +26,7 @@ from image_records import (
     NOTHING,
     RECORD,
     REMOVED,
+    Claim,
     Component,
     conda_claims,
     fits,
@@ -119,6 +120,20 @@ def unlocked(components: list[Component], locked: Locked) -> list[Finding]:
     return found
 
 
+def owner_of(
+    path: str, entry: Entry, before: Entry | None, claims: list[Claim], made: Sequence[Made], root: Path
+) -> str | Finding:
+    """The owner of a path that fits no claim: this repository, or what is wrong with it."""
+    if claims:
+        return Finding("changed", path, f"not what the record of {claims[0].component.name} says")
+    if rule := next((one for one in made if fnmatch.fnmatch(path, one.path)), None):
+        why = wrong_made(rule, entry, before, root)
+        return Finding("changed", path, why) if why else "repository"
+    if before:
+        return Finding("changed", path, "not what the base image holds")
+    return Finding("unowned", path, "in no record")
+
+
 def account(
     image: Image,
     bases: Sequence[Image],
@@ -135,61 +150,52 @@ def account(
         root: The repository, for `Made.like`.
         locked: What the records must be of; None checks none.
     """
-    files = image.files
-    owners = {
-        path: "base" for path, entry in files.items() if any(same(entry, b.files.get(path)) for b in bases)
-    }
-    found_conda, claims, original = conda_claims(files)
-    found_wheels, more = wheel_claims(files, {path for path in claims if path in files} | owners.keys())
+    files = {path: entry for path, entry in image.files.items() if entry.kind != "folder"}
+    owners = {path: "base" for path, one in files.items() if any(same(one, b.files.get(path)) for b in bases)}
+    before = {path: entry for base in bases for path, entry in base.files.items()}
+    components, claims, original = conda_claims(files, owners)
+    wheels, more = wheel_claims(files, {path for path in claims if path in files} | owners.keys())
     for path, some in more.items():
         claims.setdefault(path, []).extend(some)
-    components = [one for one in [*found_conda, *found_wheels] if one.place not in owners]
+    components = sorted(components + wheels, key=place)
     removed, linked = pruned(files)
     findings = unlocked(components, locked) if locked else []
     for path, some in claims.items():
-        mine = [claim for claim in some if claim.component.place not in owners]
-        if path not in files and path not in removed and mine:
-            findings.append(Finding("missing", path, f"{mine[0].component.name}'s record names it"))
-    before = {path: entry for base in bases for path, entry in base.files.items()}
-    for path, entry in files.items():
-        if path in owners or entry.kind == "folder" or BYTECODE.fullmatch(path):
+        if path not in files and path not in removed:
+            findings.append(Finding("missing", path, f"the record of {some[0].component.name} names it"))
+    for path in files.keys() - owners.keys():
+        if BYTECODE.fullmatch(path):
             continue
         some = claims.get(path, [])
         own = next((claim for claim in some if fits(path, claim, files, original, linked)), None)
-        rule = next((one for one in made if fnmatch.fnmatch(path, one.path)), None)
-        if own:
-            owners[path] = own.component.kind
-        elif some:
-            findings.append(Finding("changed", path, f"not what {some[0].component.name}'s record says"))
-        elif rule and (why := wrong_made(rule, entry, before.get(path), root)):
-            findings.append(Finding("changed", path, why))
-        elif rule:
-            owners[path] = "repository"
-        elif path in before:
-            findings.append(Finding("changed", path, "not what the base image holds"))
+        found = owner_of(path, files[path], before.get(path), some, made, root)
+        if own or not isinstance(found, Finding):
+            owners[path] = own.component.kind if own else str(found)
         else:
-            findings.append(Finding("unowned", path, "in no record"))
-    for path in files:
-        if BYTECODE.fullmatch(path) and path not in owners:
-            if why := wrong_bytecode(path, files, owners):
-                findings.append(Finding("unowned", path, why))
-            else:
-                owners[path] = "bytecode"
-    public = {entry.digest for base in bases for entry in base.files.values()} | {NOTHING}
-    public |= {
-        claim.digest for some in claims.values() for claim in some if claim.component.kind != "trainer"
+            findings.append(found)
+    bytecode = {
+        path: wrong_bytecode(path, files, owners)
+        for path in files.keys() - owners.keys()
+        if BYTECODE.fullmatch(path)
     }
-    findings += hazards(image, public - {""}, before)
-    return Report(owners, sorted(components, key=lambda one: one.place), sorted(findings))
+    owners |= {path: "bytecode" for path, why in bytecode.items() if not why}
+    findings += [Finding("unowned", path, why) for path, why in bytecode.items() if why]
+    claimed = {one.digest for some in claims.values() for one in some if one.component.kind != "trainer"}
+    public = {NOTHING, *claimed, *(entry.digest for entry in before.values())} - {""}
+    return Report(owners, components, sorted({*findings, *hazards(image, public, before)}))
+
+
+def place(one: Component) -> str:
+    """Where its record lies, to sort by."""
+    return one.place
 
 
 def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
     """Files and bytes of each owner."""
     found: dict[str, tuple[int, int]] = {}
     for path, owner in report.owners.items():
-        if files[path].kind != "folder":
-            number, size = found.get(owner, (0, 0))
-            found[owner] = (number + 1, size + files[path].size)
+        number, size = found.get(owner, (0, 0))
+        found[owner] = (number + 1, size + files[path].size)
     return found
 
 
@@ -207,21 +213,19 @@ def walk(options: argparse.Namespace) -> int:
     report = account(image, bases, locked=locked)
     sums = totals(report, image.files)
     if options.json:
-        listed = {
-            path: {"owner": owner, **shown(image.files[path])}
-            for path, owner in sorted(report.owners.items())
-        }
+        owned = sorted(report.owners.items())
         whole = {
             "image": options.image,
             "digest": image.digest,
             "owners": {owner: {"files": n, "bytes": size} for owner, (n, size) in sorted(sums.items())},
             "findings": [finding._asdict() for finding in report.findings],
-            "files": {path: entry for path, entry in listed.items() if entry["kind"] != "folder"},
+            "files": {path: {"owner": owner, **shown(image.files[path])} for path, owner in owned},
         }
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.sbom:
+        named = dict(zip(options.base, bases, strict=True))
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
-        text = bill(options.image, image, dict(zip(options.base, bases, strict=True)), report, locked, epoch)
+        text = bill(options.image, image, named, report.components, locked, epoch)
         options.sbom.write_text(json.dumps(text, indent=2) + "\n")
     for owner, (number, size) in sorted(sums.items()):
         print(f"image_files: {owner}: {number} files, {size / 1e6:.1f} MB")
@@ -247,24 +251,11 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description="Finds the owner of every file of an image.")
     add = parser.add_argument
-    add(
-        "image",
-        metavar="IMAGE",
-        help="a name that the engine knows, or a tar file of an image or file system",
-    )
-    add(
-        "--base",
-        action="append",
-        default=[],
-        required=True,
-        metavar="IMAGE",
-        help="what it is built from; repeatable",
-    )
+    add("image", metavar="IMAGE", help="a name that the engine knows, or a tar file of an image or file system")
+    add("--base", nargs="+", required=True, metavar="IMAGE", help="what it is built from or copies from")
     add("--stack", default="", metavar="NAME", help="the records must be of this stack's locks")
     add("--stacks", type=Path, default=ROOT / "stacks", metavar="DIR", help="where stacks are (%(default)s)")
-    add(
-        "--json", type=Path, metavar="FILE", help="write every path with its owner and hash, and the findings"
-    )
+    add("--json", type=Path, metavar="FILE", help="write every path with owner and hash, and the findings")
     add("--sbom", type=Path, metavar="FILE", help="write a bill of materials (CycloneDX 1.6)")
     try:
         sys.exit(walk(parser.parse_args()))

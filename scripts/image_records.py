@@ -6,9 +6,10 @@ import hashlib
 import json
 import posixpath
 import re
+from collections.abc import Container
 from typing import Any, NamedTuple
 
-from image_tar import MAGICS, Entry, Files
+from image_tar import MAGICS, Entry, Files, ImageError
 from wheels import canonical
 
 NOTHING = hashlib.sha256(b"").hexdigest()
@@ -62,27 +63,33 @@ def same(one: Entry | None, other: Entry | None) -> bool:
     return bool(one and other and (one.kind, one.digest) == (other.kind, other.digest))
 
 
-def conda_claims(files: Files) -> tuple[list[Component], Claims, dict[str, str]]:
-    """What conda's records own; and each file's hash in its package, before the prefix was put in."""
+def conda_claims(files: Files, known: Container[str]) -> tuple[list[Component], Claims, dict[str, str]]:
+    """What conda's records own; and each file's hash in its package, before the prefix was put in.
+
+    Raises:
+        ImageError: a record that is not `known` (of the base) cannot be read.
+    """
     components, claims, original = [], Claims(), dict[str, str]()
     for place, entry in files.items():
-        if (match := META.fullmatch(place)) and entry.kind == "file":
-            record = json.loads(entry.content)
-            component = Component("conda", record["name"], record["version"], place, record)
+        if (match := META.fullmatch(place)) and place not in known and entry.kind == "file":
+            try:
+                record = json.loads(entry.content)
+                component = Component("conda", record["name"], record["version"], place, record)
+                paths = [(one["_path"], one["path_type"], one) for one in record["paths_data"]["paths"]]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ImageError(f"/{place} is no record of conda's: {error!r}") from None
             components.append(component)
             claims[place] = [Claim(component, entry.digest)]
-            for one in record.get("paths_data", {}).get("paths", []):
-                path, soft = posixpath.join(match["prefix"], one["_path"]), one["path_type"] == "softlink"
-                digest = (
-                    one.get("sha256", "") if soft else one.get("sha256_in_prefix") or one.get("sha256", "")
-                )
+            for listed, kind, one in paths:
+                path, soft = posixpath.join(match["prefix"], listed), kind == "softlink"
                 original[path] = one.get("sha256", "")
-                if one["path_type"] != "directory":
+                digest = original[path] if soft else one.get("sha256_in_prefix", original[path])
+                if kind != "directory":
                     claims.setdefault(path, []).append(Claim(component, digest, soft))
     return components, claims, original
 
 
-def wheel_claims(files: Files, known: set[str]) -> tuple[list[Component], Claims]:
+def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], Claims]:
     """What the RECORDs own that are not `known`: conda's packages and the base bring RECORDs, too."""
     components, claims = [], Claims()
     for place, entry in files.items():
@@ -94,28 +101,44 @@ def wheel_claims(files: Files, known: set[str]) -> tuple[list[Component], Claims
         component = Component(kind, name, match["version"], place, {})
         components.append(component)
         claims.setdefault(place, []).append(Claim(component, entry.digest))
-        for row in csv.reader(entry.content.decode().splitlines()):
-            listed, digest = row[0], row[1] if len(row) > 1 else ""
+        for row in csv.reader(entry.content.decode(errors="replace").splitlines()):
+            listed, digest = [*row, "", ""][:2]
             path = posixpath.normpath(f"/{site}/{listed}").lstrip("/")
             if listed.startswith("../") and posixpath.basename(site) != "site-packages":
                 # With --target pip writes as if the scripts lay two folders up.
                 path = posixpath.join(site, listed.lstrip("./"))
             if listed.endswith(".pyc") or path == place:
                 continue
-            algorithm, _, value = digest.partition("=")
-            content = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
-            claims.setdefault(path, []).append(Claim(component, content if algorithm == "sha256" else ""))
+            claims.setdefault(path, []).append(Claim(component, unpacked(digest)))
     return components, claims
 
 
+def unpacked(digest: str) -> str:
+    """A RECORD's `sha256=…` in hexadecimal; "" for another one or none."""
+    algorithm, _, value = digest.partition("=")
+    try:
+        return base64.b64decode(value + "=" * (-len(value) % 4), b"-_").hex() if algorithm == "sha256" else ""
+    except ValueError:
+        return ""
+
+
 def pruned(files: Files) -> tuple[set[str], dict[str, str]]:
-    """What prune_env.py took away, and the links that it made of copies, by path."""
+    """What prune_env.py took away, and the links that it made of copies, by path.
+
+    Raises:
+        ImageError: the list cannot be read.
+    """
     entry = files.get(REMOVED)
-    listed = json.loads(entry.content) if entry and entry.content else {"removed": [], "linked": {}}
-    return (
-        {posixpath.join(PRUNED, path) for path in listed["removed"]},
-        {posixpath.join(PRUNED, path): target for path, target in listed["linked"].items()},
-    )
+    if not entry:
+        return set(), {}
+    try:
+        listed = json.loads(entry.content)
+        return (
+            {posixpath.join(PRUNED, path) for path in listed["removed"]},
+            {posixpath.join(PRUNED, path): target for path, target in listed["linked"].items()},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ImageError(f"/{REMOVED} is not prune_env.py's list: {error!r}") from None
 
 
 def fits(path: str, claim: Claim, files: Files, original: dict[str, str], linked: dict[str, str]) -> bool:

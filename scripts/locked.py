@@ -1,11 +1,10 @@
 """What a stack's locks hold, for the walk over its image, its bill of materials and its audit."""
 
-import importlib
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from conda_lock import LockError, Package, parse_lock
+from conda_lock import read_toml
+from explicit_lock import LockError, Package, parse_lock
 from wheels import Wheel, read_lock
 
 
@@ -14,13 +13,6 @@ class Locked(NamedTuple):
 
     conda: list[Package]
     wheels: list[Wheel]
-
-
-def read_toml(path: Path) -> Any:
-    """Parses a TOML file."""
-    return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(
-        path.read_text()
-    )
 
 
 def read_locks(folder: Path) -> Locked:

@@ -25,11 +25,6 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def canonical(name: str) -> str:
-    """A package's name as wheels write it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def read_lock(text: str) -> list[Wheel]:
     """Parses a lock: after the header, a `# groups: …` line before each requirement."""
     wheels = []
