@@ -251,7 +251,11 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description="Finds the owner of every file of an image.")
     add = parser.add_argument
-    add("image", metavar="IMAGE", help="a name that the engine knows, or a tar file of an image or file system")
+    add(
+        "image",
+        metavar="IMAGE",
+        help="a name that the engine knows, or a tar file of an image or file system",
+    )
     add("--base", nargs="+", required=True, metavar="IMAGE", help="what it is built from or copies from")
     add("--stack", default="", metavar="NAME", help="the records must be of this stack's locks")
     add("--stacks", type=Path, default=ROOT / "stacks", metavar="DIR", help="where stacks are (%(default)s)")
