@@ -9,8 +9,10 @@ from image_tar import SECRET, Entry, Files, Image, secrets_in
 
 # Folders that anybody may write to; all have the sticky bit or are the user's own.
 OPEN = {"tmp", "var/tmp", "cache", "home/trainer", "run/lock", "dev/shm", "dev/mqueue"}
-# Of each library one real file, or a process may load two.
-LIBRARY = re.compile(r"(?:^|/)(libcudnn|libcublas|libnccl|libcudart)(?:[.-][0-9a-f]{8})?\.so(?:\.\d+)*")
+# Of each library one real file, or a process may load two; also under the names that auditwheel gives copies.
+LIBRARY = re.compile(r"(?:^|/)(libcudnn|libcublas|libnccl|libcudart)(?:[.-][0-9a-f]{8})?\.so(?:\.\d+)*$")
+# torchvision's wheel has a copy of its own, under a name of its own; to remove it would change the wheel.
+PRIVATE = re.compile(r"(?:^|/)torchvision\.libs/libcudart\.[0-9a-f]{8}\.so\.\d+")
 NAMES = (
     ("history", r"\.(?:ash|bash|sh|zsh|python|node_repl|sqlite|psql|mysql)_?history|\.lesshst|\.viminfo"),
     ("history", r"\.ipython/.*/history\.sqlite|fish_history|\.wget-hsts"),
@@ -54,7 +56,7 @@ def libraries(files: Files) -> Iterator[Finding]:
     found: dict[str, list[str]] = {}
     for path, entry in files.items():
         match = LIBRARY.search(path)
-        if match and match.end() == len(path) and entry.kind == "file" and not entry.hard:
+        if match and entry.kind == "file" and not entry.hard and not PRIVATE.search(path):
             found.setdefault(match[1], []).append(path)
     for name, paths in found.items():
         for path in sorted(paths)[1:] if len(paths) > 1 else []:

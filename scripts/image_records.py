@@ -90,17 +90,20 @@ def conda_claims(files: Files, known: Container[str]) -> tuple[list[Component], 
 
 
 def wheel_claims(files: Files, known: Container[str]) -> tuple[list[Component], Claims]:
-    """What the RECORDs own that are not `known`: conda's packages and the base bring RECORDs, too."""
+    """What the RECORDs own that are not `known`: conda's packages and the base bring RECORDs, too.
+
+    Nor do those count that another RECORD names: of packages inside it, whose scripts were never installed.
+    """
     components, claims = [], Claims()
-    for place, entry in files.items():
-        match = RECORD.fullmatch(place)
-        if not match or place in known or entry.kind != "file":
+    for place in sorted(files, key=lambda path: (path.count("/"), path)):
+        entry, match = files[place], RECORD.fullmatch(place)
+        if not match or place in known or place in claims or entry.kind != "file":
             continue
         site, name = match["site"], canonical(match["name"])
         kind = "trainer" if (site, name) == ("opt/trainer", "trainer") else "wheel"
         component = Component(kind, name, match["version"], place, {})
         components.append(component)
-        claims.setdefault(place, []).append(Claim(component, entry.digest))
+        claims[place] = [Claim(component, entry.digest)]
         for row in csv.reader(entry.content.decode(errors="replace").splitlines()):
             listed, digest = [*row, "", ""][:2]
             path = posixpath.normpath(f"/{site}/{listed}").lstrip("/")

@@ -319,6 +319,28 @@ def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
     assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
 
 
+def test_a_record_inside_a_package_is_none(tmp_path: Path) -> None:
+    """setuptools brings packages with their RECORDs, which name scripts that nobody installed."""
+    tree = clean(tmp_path)
+    inner, place = f"{SITE}/lib_y/_vendor/dep-3.0.dist-info/RECORD", "lib_y-1.0.dist-info/RECORD"
+    tree[inner] = b"../../bin/dep,sha256=abc,1\n"
+    tree[f"{SITE}/{place}"] = record(tree, {inner.removeprefix(f"{SITE}/"): inner}, place)
+    seen = report(tree, tmp_path)
+    assert found(seen) == [("unlocked", f"{SITE}/{place}")]
+    assert "dep" not in {one.name for one in seen.components}
+
+
+def test_torchvisions_own_libcudart_is_no_second_one(tmp_path: Path) -> None:
+    tree = {
+        **clean(tmp_path),
+        "opt/a/libcudart.so.12": b"1",
+        "opt/torchvision.libs/libcudart.e8e8b82a.so.12": b"2",
+    }
+    assert {kind for kind, _ in found(report(tree, tmp_path))} == {"unowned"}
+    tree["opt/b/libcudart.e8e8b82a.so.12"] = b"3"
+    assert ("library", "opt/b/libcudart.e8e8b82a.so.12") in found(report(tree, tmp_path))
+
+
 def test_other_names_of_a_library_are_no_second_one(tmp_path: Path) -> None:
     hard = {f"{SITE}/lib_x/libcudnn.so.9.1": f"{SITE}/lib_x/libcudnn.so.9"}
     tree = {**clean(tmp_path), f"{SITE}/lib_x/libcudnn.so": "libcudnn.so.9"}
