@@ -351,6 +351,9 @@ def main() -> int:
         if name == "push":
             command.add_argument("--registry", required=True, help="host[:port][/path]")
     options = parser.parse_args()
+    if sys.version_info < (3, 11):
+        print("image: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
+        return 2
     request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
     try:
         if options.command == "verify":

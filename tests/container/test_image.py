@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from image import Request, commit_of, labels_of, mismatches, read_stack
+
 from tests.container.run import engine
 
 pytestmark = pytest.mark.container
