@@ -1,44 +1,18 @@
 #!/usr/bin/env python3
 """Installs groups of a wheels.lock into an environment of the image, each by its hash, the same each time.
 
-Runs while the image is built, with any Python that has pip or is given uv. The standard library is enough.
+Runs while the image is built. The standard library is enough.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from prune_env import prune
-from wheels import read_lock, select
-
-
-def canonical(name: str) -> str:
-    """A project's name as indexes compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def install_uv(lock: Path, folder: Path) -> None:
-    """Puts uv into a folder, with pip."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write(select(read_lock(lock.read_text()), ["boot"]))
-        listed.flush()
-        words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "install"]
-        words += [
-            "--progress-bar=off",
-            "--require-hashes",
-            "--no-deps",
-            "--no-compile",
-            "--target",
-            str(folder),
-            "-r",
-            listed.name,
-        ]
-        subprocess.run(words, check=True)
+from wheels import canonical, read_lock, select
 
 
 def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
@@ -105,8 +79,6 @@ def main() -> None:
         "--prune", type=Path, metavar="LIST", help="remove what isn't needed; write this list"
     )
     options = parser.parse_args()
-    if not options.uv.exists():
-        install_uv(options.lock, options.uv)
     python = options.prefix / "bin" / "python"
     asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.check_output([python, "-c", asked], text=True).strip())
@@ -115,7 +87,7 @@ def main() -> None:
         wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)
     ]
     if wheels:  # a stack whose dev tools come from conda has none in that group
-        install(options.lock, python, options.groups, options.uv / "bin" / "uv")
+        install(options.lock, python, options.groups, options.uv)
     drop_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 import hashlib
 import re
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -44,3 +46,7 @@ def select(wheels: list[Wheel], groups: list[str]) -> str:
 def digest(wheels: list[Wheel], groups: list[str]) -> dict[str, str]:
     """The hash of what each group needs."""
     return {group: hashlib.sha256(select(wheels, [group]).encode()).hexdigest() for group in groups}
+
+
+if __name__ == "__main__":  # wheels.py LOCK GROUP…: their requirements, for pip
+    print(select(read_lock(Path(sys.argv[1]).read_text()), sys.argv[2:]), end="")
