@@ -113,7 +113,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.compat
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     """By SIGTERM, then by SIGUSR1; the third attempt comes to the end, and the fourth finds nothing to do."""
     folder = tmp_path / "cut"
@@ -200,6 +199,7 @@ def cut_in(world: World, folder: str, windows: range) -> tuple[list[float], list
     return losses, t.share.plan.read(numbers).sample.tolist()
 
 
+@pytest.mark.compat
 def test_another_number_of_ranks_goes_on_with_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     mixed = tmp_path / "mixed"
