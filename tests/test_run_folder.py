@@ -1,6 +1,7 @@
 """Promise: whatever was done to a run folder, the next attempt goes on to the same bits or says why not."""
 
 import argparse
+import contextlib
 import errno
 import hashlib
 import json
@@ -11,7 +12,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,36 +73,41 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # One run at a time.
 
 
-def held(folder: Path) -> Any:
-    """A process that holds a folder's lock, with a child of its own that outlives it."""
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Any]:
+    """A process that holds a folder's lock, and has a child of its own that outlives it."""
 
     def hold(ready: Any) -> None:
         lock(folder)
-        if os.fork() == 0:
-            time.sleep(5)
+        if (child := os.fork()) == 0:
+            time.sleep(600)
             os._exit(0)
-        ready.send(os.getpid())
-        time.sleep(60)
+        ready.send(child)
+        time.sleep(600)
 
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
     process.start()
-    ours.recv()
-    return process
+    child = ours.recv()
+    try:
+        yield process
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
 
 
 def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
     """And the lock goes with its process, not with what that process forked."""
     folder = tmp_path / "run"
     folder.mkdir()
-    holder = held(folder)
-    second = attempt(folder)
-    assert second.code == 2
-    assert f"a run is going on there (process {holder.pid} on " in second.line
-    assert [path.name for path in folder.iterdir()] == [".lock"], "nothing was written"
-    holder.kill()
-    holder.join()
-    assert attempt(folder, stop_at=1).code == 75
+    with held(folder) as holder:
+        second = attempt(folder)
+        assert second.code == 2
+        assert f"a run is going on there (process {holder.pid} on " in second.line
+        assert [path.name for path in folder.iterdir()] == [".lock"], "nothing was written"
+        holder.kill()
+        holder.join()
+        assert attempt(folder, stop_at=1).code == 75
 
 
 def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
@@ -136,13 +142,11 @@ def test_what_a_killed_start_left_is_no_hindrance(tmp_path: Path) -> None:
     remove_unused(tmp_path)
     assert (tmp_path / "mine").exists()
     (tmp_path / "mine").unlink()
-    holder = held(tmp_path)
-    remove_unused(tmp_path)
-    assert tmp_path.exists(), "somebody is about to begin there"
-    holder.kill()
-    holder.join()
-    remove_unused(tmp_path)
-    assert not tmp_path.exists()
+    with held(tmp_path):
+        remove_unused(tmp_path)
+        assert tmp_path.exists(), "somebody is about to begin there"
+    while tmp_path.exists():  # it takes a moment to end
+        remove_unused(tmp_path)
 
 
 # The data and the device are part of a run.
@@ -266,6 +270,8 @@ def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: 
 
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
     """Neither where nothing could be written, nor where what was there at the start is gone."""
+    ended = attempt(tmp_path / "gone", stop_at=8, before=failing(8, remove=5))
+    assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
     ended = attempt(tmp_path / "new", stop_at=8, before=failing(5, 8))
     assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
     folder = changed(tmp_path / "run", stopped)
