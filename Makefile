@@ -12,6 +12,8 @@ IMAGE   =
 DATA    =
 REGISTRY =
 RUN     = runs
+BASE    =
+ADVISORIES =
 VENV    = .venv
 
 # The first of these that runs and is in range; a pyenv shim can be on PATH and fail. The environment's own
@@ -30,7 +32,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
-	chaos lint bench tensorboard venv lock clean-venv
+	chaos lint bench tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -110,6 +112,17 @@ lock: override VENV = build/lock
 lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels --pool FILE"
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
+
+audit: ## match the locks of STACK with ADVISORIES=FILE (a JSON list of OSV records); waivers: stacks/waivers.toml
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
+
+sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …", and write build/sbom/: bill and files
+	$(if $(and $(IMAGE),$(BASE)),,$(error make sbom needs IMAGE= and BASE=, names or tar files of images))
+	$(call bootstrap,--groups train test)
+	@mkdir -p build/sbom
+	$(VENV)/bin/python scripts/image_files.py $(IMAGE) --base $(BASE) --stack $(STACK) \
+		--sbom build/sbom/sbom.cdx.json --json build/sbom/files.json $(ARGS)
 
 clean-venv: ## delete the environments
 	rm -rf .venv build/lock build/compat

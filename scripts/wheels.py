@@ -14,6 +14,11 @@ class Wheel(NamedTuple):
     groups: list[str]
     text: str
 
+    @property
+    def hashes(self) -> list[str]:
+        """The sha256 of each file that serves it."""
+        return re.findall(r"--hash=sha256:([0-9a-f]{64})", self.text)
+
 
 def canonical(name: str) -> str:
     """A package's name as wheels write it."""

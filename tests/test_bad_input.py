@@ -80,6 +80,9 @@ CASES = [
     (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
     (["train", "digits", "--ranks", "3"], "x 3 ranks"),
     (["train", "digits", "--ranks", "0"], "--ranks 0"),
+    (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
+    (["train", "digits", "--grace", "nan"], "--grace nan"),
+    (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
     (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
     (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
     (
@@ -187,6 +190,19 @@ def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytes
     assert main(["train", "digits", "--out", "mine"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def launch(*_: Any, grace_seconds: float, **__: Any) -> int:
+        given.append(grace_seconds)
+        return 2
+
+    monkeypatch.setattr(start, "launch", launch)
+    main(["train", "digits"])
+    main(["train", "digits", "--grace", "7.5"])
+    assert given == [25.0, 7.5]
 
 
 def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
