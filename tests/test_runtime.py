@@ -3,6 +3,7 @@
 The engine and nvidia-smi are small programs: they answer what a test tells them, and note the question.
 """
 
+import ast
 import json
 import os
 import shutil
@@ -577,6 +578,26 @@ def test_make_passes_everything_on(machine: Machine) -> None:
     ]
     assert "there/x:1" in machine.asked()[-1]
     assert make("shell", "STACK=torch2.6-cu124", "ARGS=id")[-2:] == ["trainer:torch2.6-cu124-dev", "id"]
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_no_python_is_one_line(machine: Machine) -> None:
+    shutil.copy(ROOT / "Makefile", machine.root)
+    assert MAKE
+    done = subprocess.run(
+        [MAKE, "train"], cwd=machine.root, env=machine.env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    first, _ = done.stderr.split("\n", 1)
+    assert first == (
+        "make: no Python from 3.9 on here: name one with PYTHON=…, or use "
+        "docker compose run --rm train digits, which needs none"
+    )
+
+
+def test_an_old_python_can_read_the_scripts() -> None:
+    for name in ("scripts/runtime.py", "scripts/engine_checks.py", "trainer/gpus.py", "trainer/suggest.py"):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 9))
 
 
 # The entrypoint, without a container: as uid 1000, on programs that say what they were given.
