@@ -26,7 +26,10 @@ find-python = for python in $(or $(PYTHON),$(VENV)/bin/python $(PYTHONS)); do \
 bootstrap = @$(find-python) "$${python:-$(or $(PYTHON),python3)}" scripts/bootstrap.py --stack $(STACK) --venv $(VENV) $(1)
 
 # $(call script,SCRIPT ARGUMENTS): runs a script that needs no environment; it prints what it runs.
-script = @$(find-python) "$${python:-$(or $(PYTHON),python3)}" scripts/$(1)
+script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null || { echo 'make: no Python from 3.9 on \
+	here: name one with PYTHON=…, or use docker compose run --rm train $(RECIPE), which needs none' >&2; exit 2; }; \
+	"$$python" scripts/$(1)
 # What scripts/runtime.py is told by every target.
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 

@@ -3,6 +3,7 @@
 The engine and nvidia-smi are small programs: they answer what a test tells them, and note the question.
 """
 
+import ast
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from engine_checks import Gpu, Stack, check_driver, check_ports, check_stack, parse_gpus, read_stacks
-from runtime import Facts, decide, gpu_words, outside, visible_gpus
+from runtime import Facts, decide, docker_words, gpu_words, outside, visible_gpus
 
 from trainer.errors import BadInputError
 
@@ -244,11 +245,21 @@ def test_in_the_container(machine: Machine) -> None:
     assert user == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "0:0")
 
 
-def test_a_rootless_engine_has_this_user_as_its_root(machine: Machine) -> None:
+def test_whose_files_they_are(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.engine(info=(0, '["name=seccomp,profile=builtin","name=rootless"]', ""))
     machine.run("train", "--", "digits")
     words = machine.asked()[-1]
     assert words[words.index("--user") + 1] == "0:0"
+
+    def user(caller: int, rootless: bool) -> tuple[str, bool]:
+        monkeypatch.setattr(os, "getuid", lambda: caller)
+        monkeypatch.setattr(os, "getgid", lambda: 50)
+        words = docker_words("image", [], rootless=rootless)
+        return words[words.index("--user") + 1], "--cap-add=SETUID" in words
+
+    assert user(1000, rootless=False) == ("1000:50", False)
+    assert user(1000, rootless=True) == ("0:0", True)  # the container's root is the caller
+    assert user(0, rootless=False) == ("0:0", True)  # the entrypoint becomes the checkout's owner
 
 
 def test_in_venv(machine: Machine) -> None:
@@ -437,6 +448,9 @@ def test_which_stack_fits_a_driver() -> None:
     assert "STACK=torch2.6-cu124 fits it" in line("torch2.14-cu130", "570.26", "sm_61")  # Pascal
     assert "no stack fits it" in line("torch2.9-cu128", "470.82", "sm_120")  # Blackwell can't run CUDA 11.8
     assert "no stack fits it" in line("torch2.9-cu128", "418.67")
+    assert line("torch2.9-cu128", "1000.1") == ""
+    stacks["next"] = Stack("next", False, "3.0", "600", frozenset({"sm_90"}))
+    assert "STACK=torch2.14-cu130 fits it" in line("next", "590.1", "sm_90")  # the newest, 2.14 not 2.9
 
 
 def test_an_architecture_runs_code_of_its_generation_only() -> None:
@@ -445,6 +459,7 @@ def test_an_architecture_runs_code_of_its_generation_only() -> None:
     assert not stack.runs("500.1", ["sm_75"])
     assert not stack.runs("500.1", ["sm_120"])
     assert not stack.runs("499.9", [])
+    assert stack.runs("1000.1", [])
 
 
 def test_stacks_are_read_as_a_toml_parser_does() -> None:
@@ -563,6 +578,26 @@ def test_make_passes_everything_on(machine: Machine) -> None:
     ]
     assert "there/x:1" in machine.asked()[-1]
     assert make("shell", "STACK=torch2.6-cu124", "ARGS=id")[-2:] == ["trainer:torch2.6-cu124-dev", "id"]
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_no_python_is_one_line(machine: Machine) -> None:
+    shutil.copy(ROOT / "Makefile", machine.root)
+    assert MAKE
+    done = subprocess.run(
+        [MAKE, "train"], cwd=machine.root, env=machine.env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    first, _ = done.stderr.split("\n", 1)
+    assert first == (
+        "make: no Python from 3.9 on here: name one with PYTHON=…, or use "
+        "docker compose run --rm train digits, which needs none"
+    )
+
+
+def test_an_old_python_can_read_the_scripts() -> None:
+    for name in ("scripts/runtime.py", "scripts/engine_checks.py", "trainer/gpus.py", "trainer/suggest.py"):
+        ast.parse((ROOT / name).read_text(), feature_version=(3, 9))
 
 
 # The entrypoint, without a container: as uid 1000, on programs that say what they were given.
