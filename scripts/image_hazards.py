@@ -74,7 +74,7 @@ def named(path: str) -> tuple[str, str] | None:
 def left_behind(layers: Iterable[Files], public: set[str], base: Files) -> Iterator[Finding]:
     """Secrets, histories and caches, also those that a later layer hides.
 
-    What a package brings anybody can read: a file of `public`'s hashes is no secret.
+    A file of `public`'s hashes, or unchanged from the base, is no secret.
     """
     layers = list(layers)
     places: dict[tuple[str, str, int], list[Entry]] = {}
@@ -108,6 +108,6 @@ def configured(image: Image) -> Iterator[Finding]:
 
 
 def hazards(image: Image, public: set[str], base: Files) -> list[Finding]:
-    """Everything of these kinds; `public` are the hashes of packages' and the base's files."""
+    """Everything of these kinds; `public` are the hashes of packages' files, `base` the base's."""
     found = [*modes(image.files, base), *libraries(image.files), *configured(image)]
     return sorted({*found, *left_behind(image.layers, public, base)})

@@ -138,6 +138,7 @@ def clean(folder: Path) -> Tree:
     tree |= {"opt/env/bin/tool": b"#!/opt/env/bin/sh", "opt/env/lib/libtool.so.1": b"\x7fELF tool"}
     tree |= {"opt/env/lib/libtool.so": "libtool.so.1", "opt/env/bin/tool-1": "tool", "opt/env/lib64": "lib"}
     tree |= {"opt/env/lib/libgone.so": "libgone.so.9", "opt/env/conda-meta/history": b""}
+    tree |= {"opt/env/lib/libother.so": "libtool.so.1"}  # of another package: not there when it was built
     packaged = b"#!/placeholder/bin/sh"
     paths: list[dict[str, Any]] = [
         {"_path": "bin/tool", "path_type": "hardlink", "sha256": sha256(packaged)},
@@ -146,6 +147,7 @@ def clean(folder: Path) -> Tree:
         {"_path": "bin/tool-1", "path_type": "softlink", "sha256": sha256(packaged)},
         {"_path": "lib64", "path_type": "softlink", "sha256": sha256(b"")},
         {"_path": "lib/libgone.so", "path_type": "softlink", "sha256": sha256(b"")},
+        {"_path": "lib/libother.so", "path_type": "softlink", "sha256": sha256(b"")},
         {"_path": "lib/libtool.a", "path_type": "hardlink", "sha256": "e" * 64},  # pruned
         {"_path": "empty", "path_type": "directory"},
     ]
@@ -221,7 +223,7 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
         "opt/image/entrypoint",
         "opt/image/removed.json",
     ]
-    assert len(owners["conda"]) == 7 and len(owners["wheel"]) == 7 and len(owners["trainer"]) == 3
+    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 7 and len(owners["trainer"]) == 3
     assert len(owners.get("bytecode", [])) == NEW
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
@@ -317,6 +319,19 @@ def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree[f"{SITE}/lib_x/two.so"] = "libcudnn.so.9"
     assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')
+    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+
+
+def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
+    place = "trainer-0.1.0.dist-info/RECORD"
+    names = ("trainer/__init__.py", "bin/trainer")
+    tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
+    assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]
 
 
 def test_a_record_inside_a_package_is_none(tmp_path: Path) -> None:
