@@ -8,8 +8,10 @@ STACK   = torch2.9-cu128
 GROUPS  = train
 PYTHON  =
 RUNTIME = auto
-RUN     = runs
 IMAGE   =
+DATA    =
+REGISTRY =
+RUN     = runs
 BASE    =
 ADVISORIES =
 VENV    = .venv
@@ -19,29 +21,54 @@ VENV    = .venv
 PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
 CHECK   := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 # $(call bootstrap,ARGUMENTS): makes or updates an environment; at once if there is nothing to do.
-bootstrap = @for python in $(or $(PYTHON),$(VENV)/bin/python $(PYTHONS)); do \
-		"$$python" -c '$(CHECK)' 2>/dev/null && break; python=; done; \
-	"$${python:-$(or $(PYTHON),python3)}" scripts/bootstrap.py --stack $(STACK) --venv $(VENV) $(1)
+find-python = for python in $(or $(PYTHON),$(VENV)/bin/python $(PYTHONS)); do \
+		"$$python" -c '$(CHECK)' 2>/dev/null && break; python=; done;
+bootstrap = @$(find-python) "$${python:-$(or $(PYTHON),python3)}" scripts/bootstrap.py --stack $(STACK) --venv $(VENV) $(1)
 
-# For the recipes that train: empty, or the end with one line.
-runtime = $(if $(filter auto local,$(RUNTIME)),,$(error $(if $(filter container,$(RUNTIME)),RUNTIME=container \
-	comes with the image; use RUNTIME=local,RUNTIME is auto, local or container, not '$(RUNTIME)')))
+# $(call script,SCRIPT ARGUMENTS): runs a script that needs no environment; it prints what it runs.
+script = @$(find-python) "$${python:-$(or $(PYTHON),python3)}" scripts/$(1)
+# What scripts/runtime.py is told by every target.
+where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train test compat compat-oldest compat-newest test-all chaos lint bench tensorboard venv lock audit sbom clean-venv
+.PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
+	chaos lint bench tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
-	@echo '  variables: RECIPE=$(RECIPE) GPUS= OUT= ARGS= STACK=$(STACK) PYTHON= RUNTIME=$(RUNTIME) GROUPS= RUN='
+	@echo '  variables: RECIPE=$(RECIPE) GPUS= OUT= ARGS= STACK=$(STACK) PYTHON= GROUPS= RUN='
+	@echo '  container: RUNTIME=$(RUNTIME) (auto, local, container) IMAGE= DATA=folder outside this one REGISTRY='
 
 train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch=64"
-	$(runtime)$(call bootstrap,--groups train)
-	$(VENV)/bin/trainer $(strip train $(RECIPE) $(if $(GPUS),--gpus $(GPUS)) $(if $(OUT),--out "$(OUT)") \
-		$(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
+	$(call script,runtime.py train --runtime $(RUNTIME) $(where) --venv $(VENV) $(if $(GPUS),--gpus $(GPUS)) \
+		-- $(RECIPE) $(if $(OUT),--out "$(OUT)") $(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
+
+image: ## build the images of STACK, train and dev
+	$(call script,image.py build --stack $(STACK) --target train $(ARGS))
+	$(call script,image.py build --stack $(STACK) --target dev $(ARGS))
+
+verify-image: ## build STACK twice without cache and compare the bytes
+	$(call script,image.py verify --stack $(STACK) $(ARGS))
+
+push: ## push the images of STACK to REGISTRY=host/path and print their digests
+	$(call script,image.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
+
+shell: ## open a shell in the image; ARGS="command" runs that instead
+	$(call script,runtime.py shell $(where) -- $(ARGS))
+
+up: ## start JupyterLab and TensorBoard in the image; JUPYTER_PORT=8888 TENSORBOARD_PORT=6006
+	$(call script,runtime.py up $(where) -- $(ARGS))
+
+down: ## stop them; caches stay
+	docker compose --profile train --profile ssh down $(ARGS)
+
+image-test: ## run the tests that need a container engine and the images
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m pytest tests/container $(ARGS)
 
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow and not container" $(ARGS)
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
 compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"

@@ -186,8 +186,10 @@ def fetch_all(packages: list[Package], source: Source) -> None:
     say(f"{len(packages)} packages, {size} bytes, {held} from the cache, hashes checked, {seconds:.1f} s")
 
 
-def create(conda: str, prefix: Path, packages: list[Package], cache: Path, work: Path) -> None:
-    """Lets conda link the checked files, without network, settings or caches of the machine.
+def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Path, work: Path) -> None:
+    """Lets conda link the checked files by `create`, or by `install` into what is there.
+
+    It gets no network, and no settings or caches of the machine.
 
     Raises:
         MakeError: conda failed.
@@ -198,8 +200,8 @@ def create(conda: str, prefix: Path, packages: list[Package], cache: Path, work:
     drop = ("CONDA_", "_CONDA_", "MAMBA_", "PYTHON", "XDG_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
     env |= NO_NETWORK | {"CONDARC": str(condarc), "HOME": str(work), "PYTHONNOUSERSITE": "1"}
-    words = [conda, "create", "-y", "-p", str(prefix), "--offline", "--no-default-packages"]
-    words += ["--override-channels", "-c", "conda-forge", "--file", str(lock)]
+    words = [conda, verb, "-y", "-p", str(prefix), "--offline", "--override-channels", "-c", "conda-forge"]
+    words += ["--no-default-packages"] * (verb == "create") + ["--file", str(lock)]
     with subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL) as child:
         try:
             code = child.wait()
@@ -207,10 +209,15 @@ def create(conda: str, prefix: Path, packages: list[Package], cache: Path, work:
             child.terminate()
             raise
     if code:
-        raise MakeError(f"conda create ended with exit code {code}: see its lines above")
+        raise MakeError(f"conda {verb} ended with exit code {code}: see its lines above")
 
 
-def tidy(prefix: Path, packages: list[Package]) -> None:
+def bytecode(prefix: Path) -> set[Path]:
+    """The folders of bytecode."""
+    return set(prefix.rglob("__pycache__"))
+
+
+def tidy(prefix: Path, packages: list[Package], keep: set[Path]) -> None:
     """Makes the tree the same each time: no times, no folders of this build, no bytecode.
 
     Bytecode that conda makes holds the sources' times; the records no longer name it. Records get the lock's
@@ -221,7 +228,7 @@ def tidy(prefix: Path, packages: list[Package]) -> None:
     # An empty one stays: without it conda takes the folder for none of its environments.
     (meta / "history").write_text("")
     (meta / "created_at").unlink(missing_ok=True)
-    for folder in sorted(prefix.rglob("__pycache__")):
+    for folder in sorted(bytecode(prefix) - keep):
         shutil.rmtree(folder)
     for package in packages:
         file = meta / f"{package.record}.json"
@@ -242,14 +249,19 @@ def tidy(prefix: Path, packages: list[Package]) -> None:
         file.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
-def verify(prefix: Path, packages: list[Package]) -> None:
+def records(prefix: Path) -> set[str]:
+    """What conda's records say is installed."""
+    return {file.stem for file in (prefix / "conda-meta").glob("*.json")}
+
+
+def verify(prefix: Path, packages: list[Package], before: set[str]) -> None:
     """Compares the prefix's records with the lock.
 
     Raises:
         MakeError: they differ.
     """
-    found = {file.stem for file in (prefix / "conda-meta").glob("*.json")}
-    wanted = {package.record for package in packages}
+    found = records(prefix)
+    wanted = before | {package.record for package in packages}
     if found != wanted:
         differ = ", ".join(sorted(found ^ wanted))
         raise MakeError(f"the records of {prefix} are not those of the lock: {differ}")
@@ -262,7 +274,9 @@ def make(options: argparse.Namespace) -> None:
         packages = parse_lock(options.lock.read_text(), frozenset(options.allow_md5))
     except (LockError, OSError, UnicodeDecodeError) as error:
         raise LockError(f"{options.lock}: {getattr(error, 'strerror', None) or error}") from None
-    if os.path.lexists(prefix) and (not prefix.is_dir() or any(prefix.iterdir())):
+    if options.add and not (prefix / "conda-meta").is_dir():
+        raise LockError(f"{prefix} is no conda environment: nothing can be added to it")
+    if not options.add and os.path.lexists(prefix) and (not prefix.is_dir() or any(prefix.iterdir())):
         raise LockError(f"{prefix} is there already: delete it first, or name another folder")
     conda = shutil.which(options.conda)
     if not conda:
@@ -283,12 +297,18 @@ def make(options: argparse.Namespace) -> None:
         cache = options.cache.absolute() if options.cache else work / "packages"
         source = Source(cache, options.mirror, options.offline, options.backoff, threading.Event())
         fetch_all(packages, source)
+        if options.add:  # a failure may leave it half done; a stage of an image is thrown away then
+            before, keep = records(prefix), bytecode(prefix)
+            link(conda, "install", prefix, packages, cache, work)
+            verify(prefix, packages, before)
+            tidy(prefix, packages, keep)
+            return
         try:
             if prefix.exists():
                 prefix.rmdir()
-            create(conda, prefix, packages, cache, work)
-            verify(prefix, packages)
-            tidy(prefix, packages)
+            link(conda, "create", prefix, packages, cache, work)
+            verify(prefix, packages, set())
+            tidy(prefix, packages, set())
         except BaseException:
             shutil.rmtree(prefix, ignore_errors=True)
             raise
@@ -302,6 +322,7 @@ def main() -> None:
     add = parser.add_argument
     add("lock", type=Path, metavar="LOCK", help="@EXPLICIT file of URL#<sha256> lines")
     add("prefix", type=Path, metavar="PREFIX", help="where; a folder that does not exist yet, or is empty")
+    add("--add", action="store_true", help="add the lock's packages to the environment that PREFIX is")
     add("--mirror", default="", metavar="URL|DIR", help="stands for the host of the lock's URLs")
     add("--cache", type=Path, metavar="DIR", help="keeps the packages, for the next time (default: not kept)")
     add("--offline", action="store_true", help="only from the cache, or a mirror that is a folder")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from image_tar import SECRET, Entry, Files, Image, secrets_in
 
 # Folders that anybody may write to; all have the sticky bit or are the user's own.
-OPEN = {"tmp", "var/tmp", "cache", "home/trainer", "run/lock", "dev/shm", "dev/mqueue"}
+OPEN = {"tmp", "var/tmp", "cache", "home/trainer", "workspace", "run/lock", "dev/shm", "dev/mqueue"}
 # Of each library one real file, or a process may load two; also under the names that auditwheel gives copies.
 LIBRARY = re.compile(r"(?:^|/)(libcudnn|libcublas|libnccl|libcudart)(?:[.-][0-9a-f]{8})?\.so(?:\.\d+)*$")
 # torchvision's wheel has a copy of its own, under a name of its own; to remove it would change the wheel.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs groups of a wheels.lock into an environment of the image, each wheel by its hash; the same each time.
+"""Installs groups of a wheels.lock into an environment of the image, each by its hash, the same each time.
 
 Runs while the image is built, with any Python that has pip or is given uv. The standard library is enough.
 """
@@ -28,7 +28,16 @@ def install_uv(lock: Path, folder: Path) -> None:
         listed.write(select(read_lock(lock.read_text()), ["boot"]))
         listed.flush()
         words = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "install"]
-        words += ["--require-hashes", "--no-deps", "--no-compile", "--target", str(folder), "-r", listed.name]
+        words += [
+            "--progress-bar=off",
+            "--require-hashes",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(folder),
+            "-r",
+            listed.name,
+        ]
         subprocess.run(words, check=True)
 
 
@@ -49,10 +58,12 @@ def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
 
 
 def drop_records(prefix: Path, installed: set[str]) -> None:
-    """Removes conda's records of what a wheel has replaced (setuptools, packaging), which are no longer true."""
+    """Removes conda's records of what a wheel has replaced (setuptools, packaging): no longer true."""
     for file in (prefix / "conda-meta").glob("*.json"):
         record = json.loads(file.read_text())
-        if canonical(record["name"]) in installed and any("site-packages/" in path for path in record["files"]):
+        if canonical(record["name"]) in installed and any(
+            "site-packages/" in path for path in record["files"]
+        ):
             file.unlink()
 
 
@@ -67,10 +78,18 @@ def compile_all(python: Path, paths: list[Path]) -> None:
     torch = [path for path in paths if path.name == "torch"]
     shares = [share for share in (torch, [path for path in paths if path not in torch]) if share]
     running = [
-        subprocess.Popen([str(word) for word in [*words, *sorted(share)]], env=environment) for share in shares
+        subprocess.Popen([str(word) for word in [*words, *sorted(share)]], env=environment)
+        for share in shares
     ]
     for process in running:
         process.wait()  # its exit code counts files that no Python 3 can compile: templates, say
+
+
+def has_bytecode(path: Path) -> bool:
+    """Whether a package or module of site-packages was compiled before: in a layer below."""
+    if path.is_dir():
+        return any(path.rglob("*.pyc"))
+    return any((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
 
 
 def main() -> None:
@@ -79,21 +98,29 @@ def main() -> None:
     parser.add_argument("lock", type=Path, help="wheels.lock of a stack")
     parser.add_argument("prefix", type=Path, help="the environment")
     parser.add_argument("--groups", nargs="+", required=True, help="groups of the lock")
-    parser.add_argument("--uv", type=Path, required=True, help="folder of uv; made with pip if it isn't there")
-    parser.add_argument("--prune", type=Path, metavar="LIST", help="remove what isn't needed; write this list")
+    parser.add_argument(
+        "--uv", type=Path, required=True, help="folder of uv; made with pip if it isn't there"
+    )
+    parser.add_argument(
+        "--prune", type=Path, metavar="LIST", help="remove what isn't needed; write this list"
+    )
     options = parser.parse_args()
     if not options.uv.exists():
         install_uv(options.lock, options.uv)
     python = options.prefix / "bin" / "python"
-    (site,) = options.prefix.glob("lib/python3.*/site-packages") or [None]
-    before = set(site.iterdir()) if options.prune is None else set()
-    install(options.lock, python, options.groups, options.uv / "bin" / "uv")
-    wheels = [wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)]
+    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.check_output([python, "-c", asked], text=True).strip())
+    site.mkdir(parents=True, exist_ok=True)
+    wheels = [
+        wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)
+    ]
+    if wheels:  # a stack whose dev tools come from conda has none in that group
+        install(options.lock, python, options.groups, options.uv / "bin" / "uv")
     drop_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
         options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
-    compile_all(python, sorted(set(site.iterdir()) - before))
+    compile_all(python, [path for path in sorted(site.iterdir()) if not has_bytecode(path)])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class Disk:
         self.dead = False
         self._open: set[int] = set()
         self._unsynced: set[int] = set()
-        self._made: list[Path] = []
+        # New names, each with the folder it is in: a folder that is moved takes them along.
+        self._made: list[tuple[int, str]] = []
         self._renames: list[tuple[Path, Path]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -48,12 +49,14 @@ class Disk:
             return None
         if name == "write":
             time.sleep(self.slow)
+        gone = Path(args[0]).stat().st_ino if name == "rmdir" else None  # its number may be given to another
         result = real(*args, **kwargs)
+        self._made = [(inode, made) for inode, made in self._made if inode != gone]
         if name == "open":
             self._open.add(result)
             if args[1] & os.O_CREAT:
                 self._unsynced.add(os.fstat(result).st_ino)
-                self._made.append(Path(args[0]))
+                self._made.append((Path(args[0]).parent.stat().st_ino, Path(args[0]).name))
         elif name == "close":
             self._open.discard(*args)
         elif name == "rename":
@@ -63,18 +66,17 @@ class Disk:
     def _synced(self, file: int) -> None:
         inode = os.fstat(file).st_ino
         self._unsynced.discard(inode)
-        self._made = [
-            path for path in self._made if path.parent.exists() and path.parent.stat().st_ino != inode
-        ]
+        self._made = [(folder, name) for folder, name in self._made if folder != inode]
         self._renames = [(was, now) for was, now in self._renames if now.parent.stat().st_ino != inode]
 
     def cut_power(self, folder: Path, random: random.Random) -> None:
         """Loses what nobody synced: some renames and new files, and the ends of files."""
         for file in self._open:
             os.close(file)
-        for path in self._made:
-            if random.random() < 0.5:
-                path.unlink(missing_ok=True)
+        folders = {path.stat().st_ino: path for path in (folder, *folder.rglob("*")) if path.is_dir()}
+        for inode, name in self._made:
+            if inode in folders and random.random() < 0.5:
+                (folders[inode] / name).unlink(missing_ok=True)
         for was, now in reversed(self._renames):
             if now.exists() and not was.exists() and random.random() < 0.5:
                 now.rename(was)

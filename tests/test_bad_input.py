@@ -80,6 +80,9 @@ CASES = [
     (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
     (["train", "digits", "--ranks", "3"], "x 3 ranks"),
     (["train", "digits", "--ranks", "0"], "--ranks 0"),
+    (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
+    (["train", "digits", "--grace", "nan"], "--grace nan"),
+    (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
     (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
     (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
     (
@@ -189,6 +192,19 @@ def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytes
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def launch(*_: Any, grace_seconds: float, **__: Any) -> int:
+        given.append(grace_seconds)
+        return 2
+
+    monkeypatch.setattr(start, "launch", launch)
+    main(["train", "digits"])
+    main(["train", "digits", "--grace", "7.5"])
+    assert given == [25.0, 7.5]
+
+
 def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "device_kind", lambda _: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -202,6 +218,8 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
     assert ranks(None) == (3, {})
     assert ranks("2") == (2, {"CUDA_VISIBLE_DEVICES": "2,5"})
     assert ranks("0,2") == (2, {"CUDA_VISIBLE_DEVICES": "2,7"})
-    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", ""):
+    assert ranks("id:1") == (1, {"CUDA_VISIBLE_DEVICES": "5"})
+    assert ranks("id:2,0") == (2, {"CUDA_VISIBLE_DEVICES": "7,2"})
+    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", "", "id:", "id:3", "id:0,0", "id:x", "1,id:2"):
         with pytest.raises(BadInputError, match="--gpus"):
             ranks(wrong)

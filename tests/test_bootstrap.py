@@ -356,20 +356,6 @@ class TestMake:
         for target in ("train", "test", "test-all", "lint", "lock", "bench", "clean-venv"):
             assert f"make {target} " in self.make("help")
 
-    def test_variables_reach_the_trainer(self) -> None:
-        arguments = ["RECIPE=resnet50-synthetic", "GPUS=2", "ARGS=--set data.micro_batch=64"]
-        plan = self.make("-n", "train", *arguments)
-        last = plan.splitlines()[-1]
-        assert last == ".venv/bin/trainer train resnet50-synthetic --gpus 2 --set data.micro_batch=64"
-        assert '--out "my runs/a"' in self.make("-n", "train", "OUT=my runs/a")
-        assert "--groups train\n" in plan
-
-    def test_the_container_is_announced_in_one_line(self) -> None:
-        output = self.make("train", "RUNTIME=container", code=2)
-        assert "RUNTIME=container comes with the image" in output
-        assert output.count("\n") == 1
-        assert "auto, local or container" in self.make("train", "RUNTIME=podman", code=2)
-
     def test_a_shim_that_fails_is_skipped(self, with_uv: Project, tools: Path) -> None:
         shutil.copy(ROOT / "Makefile", with_uv.root)
         (tools / "python3").write_text("#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")

@@ -26,7 +26,7 @@ from hypothesis import given, settings, strategies as st
 from tests.faulty_disk import Disk, Killed
 from trainer.checkpoint import files, strict_json, tensor_file
 from trainer.checkpoint.background import BackgroundWriter, stage
-from trainer.checkpoint.folder import Damaged, problem, read, verify
+from trainer.checkpoint.folder import Damaged, Unreadable, problem, read, verify
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
 
@@ -663,9 +663,10 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     disk = Broken("", lambda: None)
     setattr(disk, call, disk._call)
     monkeypatch.setattr(files, "os", disk)
-    checkpoint, skipped = newest_good(tmp_path)
-    assert checkpoint is not None and checkpoint.step == 1
-    assert "can't be read (Input/output error)" in skipped[0]
+    with pytest.raises(Unreadable, match=r"step-00000002: .* can't be read now \(Input/output error\)"):
+        newest_good(tmp_path)
+    assert "can't be read now" in str(listing(tmp_path, verify=True)[0].problem)
+    assert prune(tmp_path, keep_last=1) == [], "what can't be read doesn't count as good"
 
 
 GOOD = b"".join(tensor_file.encode({"a": torch.arange(6).view(2, 3), "b": torch.tensor(1.5).half()}))

@@ -44,6 +44,9 @@ class Numbers:
     def __len__(self) -> int:
         return self.samples
 
+    def fingerprint(self) -> str:
+        return f"{self.samples} samples"
+
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
         if self.fail_at in samples:
             raise BadInputError(f"sample {self.fail_at}: torn")

@@ -1,5 +1,6 @@
 """Promise: what DDP is told changes how gradients travel, not what they are; BatchNorm can span ranks."""
 
+import warnings
 from typing import Any, Literal
 
 import pytest
@@ -78,14 +79,16 @@ def test_a_static_graph_with_accumulation_is_refused() -> None:
     check_request(recipe, make_task(recipe), 4)
 
 
-def told(world: World) -> tuple[bool, bool]:
+def told(world: World) -> tuple[bool, bool, bool]:
     config = ParallelConfig(static_graph=True)
-    replica: Any = replicate(nn.Linear(2, 2), world.group, config, CPU)
-    return replica.static_graph, replica.find_unused_parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a newer torch, about an argument's name
+        replica: Any = replicate(nn.Linear(2, 2), world.group, config, CPU)
+    return replica.static_graph, replica.find_unused_parameters, replica.broadcast_buffers
 
 
 def test_ddp_is_told(ranks: Ranks) -> None:
-    assert ranks.run(2, told) == [(True, False)] * 2
+    assert ranks.run(2, told) == [(True, False, False)] * 2
     with pytest.raises(ValueError, match="set one"):
         ParallelConfig(static_graph=True, find_unused_parameters=True)
 

@@ -195,7 +195,6 @@ def compare(data: str, mode: str, sections: dict[str, Any]) -> ByHand:
     return hand
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("mode", DTYPES)
 @pytest.mark.parametrize("data", DATA)

@@ -30,13 +30,14 @@ from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.plan import Share
 from trainer.rank import children
-from trainer.resume import check_not_running, check_resumable, differences, newest_run, read_stored
+from trainer.resume import check_resumable, differences, newest_run, read_stored
 from trainer.run import assemble, make_task
 from trainer.run_folder import make_manifest, write_json
 from trainer.state import tensors_of
 from trainer.step import train_window
 
 ROOT = Path(__file__).parents[1]
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
 RUN = ["train", "digits", "--set", "epochs=20", "--set", "log.every=7", "--set", "evaluate_every=4"]
 
 
@@ -218,29 +219,8 @@ def a_run(folder: Path, **changes: Any) -> Path:
     task = make_task(recipe)
     plan = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.share.plan
     world = World(0, 1, 0, torch.device("cpu"), None)
-    write_json(folder / "manifest.json", make_manifest(recipe, "digits", world, plan, 1, {}, []))
+    write_json(folder / "manifest.json", make_manifest(recipe, "digits", world, plan, 1, {}, {}, []))
     return folder
-
-
-def test_two_never_train_in_one_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*RUN, "--out", str(folder)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        while not (folder / "manifest.json").exists():
-            time.sleep(0.05)
-            assert process.poll() is None
-        stored = read_stored(folder)
-        assert stored is not None
-        with pytest.raises(BadInputError, match="a run is going on there"):
-            check_not_running(folder, stored)
-    finally:
-        process.kill()
-        process.wait()
-    while Path(f"/proc/{stored.pid}").exists():
-        time.sleep(0.05)
-    check_not_running(folder, stored)
 
 
 def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
@@ -252,11 +232,11 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     with pytest.raises(
         BadInputError, match=r"another configuration \(optim\.lr: 0\.001, now 0\.5\); .* force"
     ):
-        check_resumable(folder, stored, changed, "auto")
-    check_resumable(folder, stored, changed, "force")
+        check_resumable(folder, stored, changed, "cpu", {}, "auto")
+    check_resumable(folder, stored, changed, "cpu", {}, "force")
     with pytest.raises(BadInputError, match="holds a run already"):
-        check_resumable(folder, stored, stored.config, "never")
-    check_resumable(folder, stored, stored.config, "auto")
+        check_resumable(folder, stored, stored.config, "cpu", {}, "never")
+    check_resumable(folder, stored, stored.config, "cpu", {}, "auto")
 
 
 def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:
@@ -384,8 +364,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(tm
     for path in (folder / "checkpoints").glob("step-*"):
         (path / "model.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"none .* can be trusted \(step-\d+: model.safetensors .* force"):
-        _newest(folder, "auto")
-    assert _newest(folder, "force")[0] is None
+        _newest(folder, "auto", ALONE)
+    assert _newest(folder, "force", ALONE)[0] is None
 
 
 def jumping() -> float:

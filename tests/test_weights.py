@@ -19,8 +19,6 @@ from trainer.run import assemble, check_request, make_task
 from trainer.run_folder import save_weights
 from trainer.weights import load_initial
 
-pytestmark = pytest.mark.compat
-
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
     torch.manual_seed(5)
@@ -28,6 +26,7 @@ def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
     return folder / "start.safetensors"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> None:
     file = saved(tmp_path)
@@ -50,6 +49,7 @@ def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
     assert main(again) == 0
 
 
+@pytest.mark.compat
 def test_a_new_head_on_old_weights(tmp_path: Path) -> None:
     file = saved(tmp_path, classes=7)
     model = build_model(ModelConfig(width=8), 1, 10)
@@ -101,6 +101,7 @@ def test_weights_in_a_format_that_cannot_be_meant_are_refused(tmp_path: Path, dt
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "odd.safetensors", ())
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = safetensors.torch.load_file(saved(tmp_path))
@@ -146,6 +147,7 @@ def test_a_run_folder_is_no_file(tmp_path: Path) -> None:
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path, ())
 
 
+@pytest.mark.compat
 def test_nothing_is_taken_over_in_part(tmp_path: Path) -> None:
     model = build_model(ModelConfig(width=8), 1, 10)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

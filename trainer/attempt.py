@@ -1,7 +1,6 @@
 """One attempt at a run: from joining the other ranks to the summary, or to a checkpoint to go on from."""
 
 import contextlib
-import json
 import math
 import os
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.between_windows import BetweenWindows, Progress, Requeue
+from trainer.between_windows import BetweenWindows, Requeue
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
-from trainer.checkpoint.folder import Checkpoint
+from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
@@ -20,10 +19,12 @@ from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.observe.console import warn
 from trainer.observe.log import Meter, Sink
 from trainer.parallel import World, check_agreement, joined_world
+from trainer.progress import Progress, from_state
 from trainer.recipe import Recipe
-from trainer.resume import Mode, Stored, check_resumable, read_stored
-from trainer.run import assemble, check_request, device_kind, make_task
-from trainer.run_folder import check_space, make_manifest, open_folder, write_json
+from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
+from trainer.run import assemble, check_request, data_of, device_kind, make_task
+from trainer.run_folder import check_space, make_manifest, open_folder, set_status
+from trainer.run_lock import lock
 from trainer.state import load_tensors
 from trainer.step import Training, take_figures
 from trainer.summary import finish, introduce
@@ -42,28 +43,26 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         0 done, 75 stopped by a signal with a checkpoint to go on from.
 
     Raises:
-        BadInputError: If the recipe can't be trained here.
+        BadInputError: If the recipe can't be trained here, or another process trains in the folder.
         Stopped: If a signal stopped it and there is no checkpoint.
     """
+    if _is_first():
+        lock(folder)  # until this process ends
     # Before the ranks meet, and so before rank 0 writes the manifest anew.
     stored = read_stored(folder)
-    if stored is not None:
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), mode)
-    kind = device_kind(recipe)
+    kind, task = device_kind(recipe), make_task(recipe)
+    data = data_of(task)
+    if stored is not None and _is_through(folder, stored, recipe, kind, data, mode):
+        return EXIT_DONE
     with joined_world(kind, recipe.parallel.timeout_s) as world, contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limits = read_limits()
         threads = _threads(recipe, stored, mode, local_size)
         torch.set_num_threads(threads)
-        task = make_task(recipe)
         check_request(recipe, task, world.size)
-        if world.rank == 0:
-            remove_leftovers(folder / FOLDER)
-        found, skipped = _newest(folder, mode)
+        found, skipped = _newest(folder, mode, world)
         at = found.step if found else 0
-        check_agreement(
-            f"{config_hash(recipe)} {len(task.train_data)} {len(task.evaluation_data)} from {at}", world
-        )
+        check_agreement(f"{config_hash(recipe)} {data} from {at}", world)
         parts = assemble(recipe, task, world, workers_per_rank(limits, local_size))
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
@@ -72,9 +71,10 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world)]
         writer = display = None
         sinks: list[Sink] = []
+        manifest: dict[str, Any] = {}
         if world.rank == 0:
             manifest = make_manifest(
-                recipe, recipe_name, world, t.share.plan, threads, task.describe(), notes
+                recipe, recipe_name, world, t.share.plan, threads, task.describe(), data, notes
             )
             check_space(folder, t.model, copies=_copies(recipe))
             sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
@@ -83,24 +83,38 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
             sinks.append(display)
             if t.nonfinite is not None:
                 sinks.append(t.nonfinite.explain)
-            writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn)
+            writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, found and found.step)
             stack.callback(writer.abandon)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
         meter.go_on(progress.row, progress.seconds, progress.samples)
-        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display)
+        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data)
         try:
             between.train()
         except Requeue as requeue:
             if display is not None:
                 display.close()
                 display.say(f"  {requeue}")
-                _set_status(folder, "stopped", str(requeue))
+                set_status(folder, manifest, "stopped", str(requeue))
             return EXIT_REQUEUE
-        if world.rank == 0:
-            if writer is not None:
-                writer.finish()
-            finish(folder, t, meter, task.metric, progress.figures, display)
+        if writer is not None:
+            writer.finish()
+            finish(folder, manifest, t, meter, task.metric, progress.figures, display)
     return EXIT_DONE
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _is_through(
+    folder: Path, stored: Stored, recipe: Recipe, kind: str, data: dict[str, str], mode: Mode
+) -> bool:
+    """Whether the run in the folder has come to its end, which is told; if not, it may be gone on with."""
+    check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data, mode)
+    over = ended(folder, stored)
+    if over and _is_first():
+        print(over, flush=True)
+    return over is not None
 
 
 def _copies(recipe: Recipe) -> int:
@@ -111,8 +125,20 @@ def _copies(recipe: Recipe) -> int:
     return (1 + averages) + kept * (1 + averages + moments)
 
 
-def _newest(folder: Path, mode: Mode) -> tuple[Checkpoint | None, list[str]]:
-    found, skipped = newest_good(folder / FOLDER)
+def _newest(folder: Path, mode: Mode, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and why newer ones were left out."""
+    try:
+        if world.rank == 0:
+            remove_leftovers(folder / FOLDER)
+        found, skipped = newest_good(folder / FOLDER)
+    except OSError as error:
+        raise BadInputError(
+            f"{folder / FOLDER} can't be used ({error.strerror}); mend that, or give another --out"
+        ) from error
+    except Unreadable as error:
+        raise BadInputError(
+            f"{folder / FOLDER}: {error}; mend that, or move it away to go on from the one before"
+        ) from error
     if skipped and found is None and mode != "force":
         raise BadInputError(
             f"{folder}: none of its checkpoints can be trusted ({skipped[0]}); bring one back, give another "
@@ -135,19 +161,15 @@ def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
     """Puts a checkpoint into the run."""
     if found is None:
         return Progress()
-    state = found.state
-    try:
-        progress = Progress(
-            found.step,
-            int(state["row"]),
-            [float(loss) for loss in state["losses"]],
-            float(state["seconds"]),
-            int(state["samples"]),
-            {str(name): _number(figure) for name, figure in state["figures"].items()},
-            (float(state["best"][0]), int(state["best"][1])) if state["best"] else None,
+    if found.step >= t.share.plan.windows:
+        raise BadInputError(
+            f"{found.path} is of window {found.step}, and this configuration ends at {t.share.plan.windows}: "
+            "nothing is left to train; raise epochs or max_windows, or give another --out"
         )
+    try:
+        progress = from_state(found.step, found.state)
         load_tensors(t, found.step, found.tensors)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         raise BadInputError(
             f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
         ) from error
@@ -171,12 +193,3 @@ def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progres
             "but sums in another order"
         )
     return notes
-
-
-def _number(figure: Any) -> float:
-    return math.nan if figure is None else float(figure)
-
-
-def _set_status(folder: Path, status: str, reason: str) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})

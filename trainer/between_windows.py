@@ -3,8 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import distributed as dist
@@ -19,6 +18,7 @@ from trainer.observe.log import Meter
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
+from trainer.progress import Progress, to_state
 from trainer.recipe import Recipe
 from trainer.run import Parts
 from trainer.state import tensors_of
@@ -26,29 +26,6 @@ from trainer.state import tensors_of
 
 class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error)
     """A signal stopped this run, and it can be gone on with."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come, besides its tensors: what a checkpoint keeps as JSON.
-
-    Attributes:
-        window: Windows done.
-        row: Windows at the last row of figures.
-        losses: Of each rank, the sum of losses since then.
-        seconds: Time of the windows that were timed.
-        samples: Samples in them.
-        figures: The last evaluation.
-        best: The best evaluation's metric, and its window.
-    """
-
-    window: int = 0
-    row: int = 0
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    samples: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
-    best: tuple[float, int] | None = None
 
 
 class BetweenWindows:
@@ -63,9 +40,10 @@ class BetweenWindows:
         progress: Progress,
         writer: BackgroundWriter | None,
         display: Display | None,
+        data: Mapping[str, str],
     ) -> None:
-        """Starts at the progress; rank 0 has the writer and the display."""
-        self._recipe, self._world, self._parts = recipe, world, parts
+        """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
+        self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
         self._agreement = Agreement(world.control or world.group, progress.window)
@@ -74,7 +52,6 @@ class BetweenWindows:
         self._began = time.monotonic()
         self._set_due()
         self._start = progress.window
-        self._durable = progress.window > 0
         self._is_best = False
 
     def train(self) -> None:
@@ -154,34 +131,36 @@ class BetweenWindows:
         if self._writer is None:
             return
         meter.deliver()
+        now = Progress(
+            done,
+            meter.window,
+            losses.tolist(),
+            meter.busy_seconds,
+            meter.timed_samples,
+            self._progress.figures,
+            self._progress.best,
+        )
         state = {
-            "row": meter.window,
-            "losses": losses.tolist(),
-            "seconds": meter.busy_seconds,
-            "samples": meter.timed_samples,
-            "figures": _finite(self._progress.figures),
-            "best": list(self._progress.best) if self._progress.best else None,
+            **to_state(now),
             "config_hash": config_hash(self._recipe),
             "world_size": self._world.size,
             "threads": torch.get_num_threads(),
+            "fingerprint": dict(self._data),
         }
         best = self._progress.best[1] if self._progress.best and self._recipe.checkpoint.best else None
         self._writer.submit(done, stage(tensors_of(t)), state, best)
 
     def _stop(self, number: int, done: int) -> None:
-        written = self._writer is not None and self._writer.finish() == done
-        kept = torch.tensor([float(written)])
+        """Ends this attempt by what is on the disk, whenever it was written."""
+        newest = self._writer.newest() if self._writer is not None else None
+        kept = torch.tensor([0 if newest is None else newest + 1])
         if self._world.control is not None or self._world.group is not None:
             dist.all_reduce(kept, group=self._world.control or self._world.group)
-        name = signal.Signals(number)
-        if not bool(kept) and not self._durable:
+        name, window = signal.Signals(number), int(kept) - 1
+        if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on from there")
-
-
-def _finite(figures: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no word for what isn't finite."""
-    return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
+        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
+        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}")
 
 
 def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:

@@ -66,7 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
     )
-    train.add_argument("--gpus", metavar="N|LIST", help="how many GPUs, or which (0,1); default: all")
+    train.add_argument(
+        "--grace",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="how long ranks may take to stop after a signal, checkpoint included, before they are killed "
+        "(default: 25)",
+    )
+    train.add_argument(
+        "--gpus", metavar="N|LIST", help="how many GPUs (2), or which (0,1 or id:1); default: all"
+    )
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )

@@ -1,6 +1,7 @@
 """Several processes, one model: process group, DDP and the sum that makes ranks agree."""
 
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,15 @@ def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
     return tensor
 
 
+# torch 2.13 renamed the argument and warns of the old name. The new one keeps the broadcast at the start, of
+# buffers that are equal on all ranks anyway.
+_WITHOUT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+
+
 def replicate(
     model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
 ) -> nn.Module:
@@ -170,11 +180,11 @@ def replicate(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
-        broadcast_buffers=False,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused_parameters,
+        **_WITHOUT_BUFFERS,
     )
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
     return replica

@@ -1,15 +1,15 @@
 """Whether a run goes on where one stopped: what may differ, and what a run folder says about it."""
 
 import json
-import platform
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from trainer import checkpoint
+from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.errors import BadInputError
 
@@ -42,26 +42,30 @@ class CheckpointConfig(Section):
     best: bool = Field(True, description="keep the one with the best evaluation, too")
 
 
-class Stored(NamedTuple):
-    """What an earlier attempt left in a run folder.
+class _Device(BaseModel):
+    kind: Literal["cpu", "cuda"]
+
+
+class Stored(BaseModel):
+    """What an earlier attempt left in a run folder: of its manifest, what decides how to go on.
 
     Attributes:
         config: Its resolved configuration.
         threads: Intra-op threads per rank; part of the arithmetic on a CPU.
-        device: cpu or cuda.
+        device: Its kind: part of the arithmetic, too.
         world_size: Number of ranks.
-        status: running, stopped, failed, finished or diverged.
-        host: Where its rank 0 ran.
-        pid: The process of its rank 0.
+        status: How it ended; running also if it was killed.
+        fingerprint: What its data was, see `trainer.run.data_of`.
     """
 
-    config: Mapping[str, Any]
-    threads: int
-    device: str
-    world_size: int
-    status: str
-    host: str
-    pid: int
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    config: dict[str, Any]
+    threads: int = Field(ge=1, le=1 << 16)
+    device: _Device
+    world_size: int = Field(ge=1, le=1 << 20)
+    status: Literal["running", "stopped", "failed", "finished", "diverged"]
+    fingerprint: dict[str, str] = {}
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -72,40 +76,12 @@ def read_stored(folder: Path) -> Stored | None:
     """
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text())
-        return Stored(
-            manifest["config"],
-            int(manifest["threads"]),
-            str(manifest["device"]["kind"]),
-            int(manifest["world_size"]),
-            str(manifest["status"]),
-            str(manifest.get("host", "")),
-            int(manifest.get("pid", 0)),
-        )
+        return Stored.model_validate(strict_json.parse(path.read_bytes()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInputError(f"{path} can't be read as a run's manifest; give another --out") from error
-
-
-def check_not_running(folder: Path, stored: Stored) -> None:
-    """Makes sure that nobody trains in this folder now, as far as this host can tell.
-
-    Raises:
-        BadInputError: If its process is still there.
-    """
-    if stored.status != "running" or stored.host != platform.node():
-        return
-    try:
-        words = Path(f"/proc/{stored.pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return
-    # Another program may have been given the number since.
-    if b"trainer" in words and b"train" in words:
-        raise BadInputError(
-            f"--out {folder}: a run is going on there (process {stored.pid}); wait for it, stop it, or give "
-            "another --out"
-        )
+    except (OSError, ValueError) as error:  # pydantic's, too
+        what = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise BadInputError(f"{path} can't be read as a run's manifest{what}; give another --out") from error
 
 
 def newest_run(root: Path, recipe: str) -> Path:
@@ -139,21 +115,43 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_resumable(folder: Path, stored: Stored, config: Mapping[str, Any], mode: Mode) -> None:
-    """Makes sure that a folder's run may be gone on with by this configuration.
+def check_resumable(
+    folder: Path, stored: Stored, config: Mapping[str, Any], device: str, data: Mapping[str, str], mode: Mode
+) -> None:
+    """Makes sure that a folder's run may be gone on with by this configuration, on this device and data.
+
+    Args:
+        folder: The run folder.
+        stored: What it holds.
+        config: The resolved configuration.
+        device: cpu or cuda.
+        data: From `trainer.run.data_of`.
+        mode: What the user allows.
 
     Raises:
-        BadInputError: If the user forbade it, or the configurations differ and that wasn't forced.
+        BadInputError: If the user forbade it, or something differs and that wasn't forced.
     """
     if mode == "never":
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
     differing = differences(stored.config, config)
+    if stored.device.kind != device:
+        differing.append(f"trained on {stored.device.kind}, now {device}")
+    differing += [
+        f"{name}: {before}, now {data.get(name)}"
+        for name, before in stored.fingerprint.items()
+        if before != data.get(name)
+    ]
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(
             f"--out {folder}: holds a run with another configuration ({'; '.join(differing[:_SHOWN])}{more});"
             " give another --out, or go on with the changed one by --resume force"
         )
+
+
+def ended(folder: Path, stored: Stored) -> str | None:
+    """What to say of a run that is through; None if it can be gone on with."""
+    return f"{folder} is {stored.status} already; nothing to do" if stored.status in ENDED else None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,6 +28,14 @@ def make_task(recipe: Recipe) -> Task:
     return Classification(recipe.data, recipe.model, recipe.regularization, recipe.seed)
 
 
+def data_of(task: Task) -> dict[str, str]:
+    """What the data is, for comparison with that of another attempt."""
+    return {
+        "training data": task.train_data.fingerprint(),
+        "evaluation data": task.evaluation_data.fingerprint(),
+    }
+
+
 def make_plan(recipe: Recipe, task: Task) -> Plan:
     """The order of a run."""
     return Plan(

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,21 @@ import yaml
 from torch import nn
 
 import trainer
+from trainer import checkpoint
+from trainer.checkpoint.files import sync_folder
 from trainer.config import config_hash
 from trainer.errors import BadInputError
+from trainer.observe.console import warn
 from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.preempt import Stopped
 from trainer.recipe import Recipe
+from trainer.run_lock import LOCK, lock
+
+_PROBE = ".writable"
+# What a start leaves that was killed before there was a manifest.
+_LEFTOVERS = {LOCK, _PROBE, "manifest.tmp"}
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
@@ -55,7 +63,7 @@ def shown(path: Path) -> Path:
 
 
 def claim_folder(folder: Path) -> bool:
-    """Makes sure that a folder the user named can be written and is empty.
+    """Makes sure that a folder the user named can be written and is empty, but for what a killed start left.
 
     Returns:
         True if it was made by this call.
@@ -66,7 +74,7 @@ def claim_folder(folder: Path) -> bool:
     try:
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
+        probe = folder / _PROBE
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -75,9 +83,18 @@ def claim_folder(folder: Path) -> bool:
         ) from error
     if (folder / "manifest.json").exists():
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
-    if any(folder.iterdir()):
+    if any(path.name not in _LEFTOVERS for path in folder.iterdir()):
         raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
     return made
+
+
+def remove_unused(folder: Path) -> None:
+    """Removes a run folder in which no run has begun, nor is about to."""
+    with contextlib.suppress(OSError, BadInputError):
+        if all(path.name in _LEFTOVERS for path in folder.iterdir()):
+            file = lock(folder)
+            shutil.rmtree(folder)
+            os.close(file)
 
 
 def make_manifest(
@@ -87,6 +104,7 @@ def make_manifest(
     plan: Plan,
     threads: int,
     data: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """What this run is, for people and for machines."""
@@ -111,6 +129,7 @@ def make_manifest(
         },
         "device": {"kind": world.device.type, "name": device},
         "data": data,
+        "fingerprint": dict(fingerprint),
         "host": platform.node(),
         "pid": os.getpid(),
         "world_size": world.size,
@@ -137,42 +156,82 @@ def _commit() -> str | None:
 def open_folder(
     folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0
 ) -> Iterator[list[Sink]]:
-    """Writes configuration and manifest, and opens the sinks that write to the folder.
+    """Writes manifest and configuration, and opens the sinks that write to the folder.
 
     Args:
         folder: The run folder.
         recipe: The configuration.
         manifest: From `make_manifest`.
         window: Windows that were done before: rows of later ones, from an attempt that was lost, go.
+
+    Raises:
+        BadInputError: If the folder can't be written.
     """
-    if not window:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for file in (folder / "metrics.jsonl", *folder.glob("*.csv")):
-        keep_rows(file, window)
-    (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
-    write_json(folder / "manifest.json", manifest)
     with contextlib.ExitStack() as closing:
-        sinks: list[Sink] = []
-        if "jsonl" in recipe.log.sinks:
-            sinks.append(jsonl_sink(closing.enter_context((folder / "metrics.jsonl").open("a"))))
-        if "csv" in recipe.log.sinks:
-            sinks.append(csv_sink(folder))
-        if "tensorboard" in recipe.log.sinks:
-            to_board, close_board = tensorboard_sink(folder / "tensorboard", window)
-            closing.callback(close_board)
-            sinks.append(to_board)
+        try:
+            sinks = _open(folder, recipe, manifest, window, closing)
+        except OSError as error:
+            raise BadInputError(
+                f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
+                "--out"
+            ) from error
         try:
             yield sinks
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
             status = "stopped" if isinstance(error, Stopped) else "failed"
-            with contextlib.suppress(OSError):  # a full disk, say: the error itself matters more
-                write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
+            set_status(folder, manifest, status, f"{type(error).__name__}: {error}")
             raise
 
 
+def _open(
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int, closing: contextlib.ExitStack
+) -> list[Sink]:
+    if not window:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for file in (folder / "metrics.jsonl", *folder.glob("*.csv")):
+        if cut := keep_rows(file, window):
+            warn(f"{file}: {cut} lines that can't be read were removed")
+    write_json(folder / "manifest.json", manifest)
+    with _beside(folder / "config.yaml") as beside:
+        beside.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    sinks: list[Sink] = []
+    if "jsonl" in recipe.log.sinks:
+        rows = (folder / "metrics.jsonl").open("a")
+        closing.callback(_despite_the_disk(rows.close))
+        sinks.append(jsonl_sink(rows))
+    if "csv" in recipe.log.sinks:
+        sinks.append(csv_sink(folder))
+    if "tensorboard" in recipe.log.sinks:
+        to_board, close_board = tensorboard_sink(folder / "tensorboard", window)
+        closing.callback(_despite_the_disk(close_board))
+        sinks.append(to_board)
+    return [_despite_the_disk(sink) for sink in sinks]
+
+
+def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
+    """Rows and the closing of their file are not worth a training: the first fault of a disk is told."""
+    told = False
+
+    def written(*row: Any) -> None:
+        nonlocal told
+        try:
+            write(*row)
+        except OSError as error:
+            if row and not told:
+                warn(f"rows of figures are lost ({error.strerror}); the training goes on")
+            told = True
+
+    return written
+
+
+def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
+    """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
+    with contextlib.suppress(OSError):
+        write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file in one move."""
+    """Replaces a JSON file in one move, for good when it returns."""
     with _beside(path) as beside:
         beside.write_text(json.dumps(value, indent=2) + "\n")
 
@@ -189,13 +248,16 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A name to write to; moved to `path` when all is written, removed when something went wrong."""
+    """A name to write to; moved to `path` when all is on the disk, removed when something went wrong."""
     beside = path.with_suffix(".tmp")
     try:
         yield beside
         # safetensors makes files for the owner only.
         beside.chmod(0o666 & ~_umask())
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
         beside.replace(path)
+        sync_folder(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -209,11 +271,15 @@ def _umask() -> int:
 def check_space(folder: Path, model: nn.Module, copies: int) -> None:
     """Makes sure that the weights will fit on the disk at the end.
 
+    What earlier attempts left of checkpoints and weights counts as free: it is replaced.
+
     Raises:
         BadInputError: If they won't.
     """
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free
+    ours = [*(folder / checkpoint.FOLDER).rglob("*"), *folder.glob("*.safetensors")]
+    taken = sum(path.lstat().st_size for path in ours if path.is_file())
+    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free + taken
     if free < wanted:
         raise BadInputError(
             f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB; "

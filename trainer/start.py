@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 
@@ -10,14 +11,15 @@ import torch
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
-from trainer.resume import ENDED, RUNS, check_not_running, check_resumable, newest_run, read_stored
-from trainer.run import check_request, device_kind, make_task
-from trainer.run_folder import claim_folder, new_folder, shown
+from trainer.resume import RUNS, check_resumable, ended, newest_run, read_stored
+from trainer.run import check_request, data_of, device_kind, make_task
+from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -46,20 +48,23 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
 
 def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     ranks, environment = _ranks(options, recipe)
-    check_request(recipe, make_task(recipe), ranks)
+    task = make_task(recipe)
+    check_request(recipe, task, ranks)
     if options.max_restarts < 0:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
+    if not 0 < options.grace < math.inf:
+        raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = False
     wanted = options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
     if wanted is not None and (stored := read_stored(wanted)) is not None:
         folder = wanted
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), options.resume)
-        if stored.status in ENDED:
-            print(f"{shown(folder)} is {stored.status} already; nothing to do")
+        kind = device_kind(recipe)
+        check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
+        if over := ended(shown(folder), stored):
+            print(over)
             return EXIT_DONE
-        check_not_running(folder, stored)
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
@@ -82,10 +87,11 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
             threads=threads,
             environment=environment,
             max_restarts=options.max_restarts,
+            grace_seconds=options.grace,
         )
     finally:
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
+        if made:
+            remove_unused(folder)
 
 
 def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, str]]:
@@ -105,15 +111,10 @@ def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, 
         raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
     if options.gpus is None:
         return there, {}
-    wanted = options.gpus.split(",")
-    if not all(part.isdecimal() and len(part) < 5 for part in wanted):
-        raise BadInputError(f"--gpus {options.gpus}: give a count (2) or a list of indices (0,1)")
-    indices = [int(part) for part in wanted] if len(wanted) > 1 else list(range(int(wanted[0])))
-    if not indices or max(indices) >= there or len(set(indices)) < len(indices):
-        raise BadInputError(f"--gpus {options.gpus}: there are {there} GPUs here, numbered from 0")
     # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
-    return len(indices), {"CUDA_VISIBLE_DEVICES": ",".join(visible[index] for index in indices)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+    chosen = chosen_gpus(options.gpus, visible)
+    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
@@ -125,12 +126,14 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
         if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:
             claim_folder(options.out)
         return Path(options.out)
-    if os.environ["RANK"] != "0":
-        return RUNS  # only rank 0 writes
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     marker = RUNS / f".{Path(options.recipe).stem}-{config_hash(recipe)[:8]}-{run_id}"
     if restarted and marker.exists():
         return Path(marker.read_text())
+    if options.resume == "newest":
+        return newest_run(RUNS, options.recipe)
+    if os.environ["RANK"] != "0":
+        return RUNS  # only rank 0 writes
     folder = new_folder(RUNS, options.recipe, recipe)
     marker.write_text(str(folder))
     return folder

@@ -12,6 +12,7 @@ from trainer.step import Training
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _SCALER = ("_scale", "_growth_tracker")
 
 
@@ -34,16 +35,18 @@ def load_tensors(t: Training, window: int, saved: Mapping[str, Mapping[str, torc
         saved: As `tensors_of` gave them, with any strides.
 
     Raises:
-        ValueError: If names or shapes aren't those of this run; nothing has been changed then.
+        ValueError: If names, shapes or types aren't those of this run; no tensor has been changed then.
     """
     _make_optimizer_state(t, saved["optimizer"])
     targets = tensors_of(t)
     for kind, tensors in targets.items():
         given = saved.get(kind, {})
         odd = tensors.keys() ^ given.keys()
-        odd |= {name for name in tensors.keys() & given.keys() if tensors[name].shape != given[name].shape}
+        odd |= {name for name in tensors.keys() & given.keys() if _type(tensors[name]) != _type(given[name])}
         if odd:
             raise ValueError(f"{kind}: {sorted(odd)[0]} isn't the same in the checkpoint and in the model")
+    if not 0 <= int(saved["optimizer"]["applied"]) <= window:
+        raise ValueError(f"optimizer: more updates were applied than the {window} windows that were done")
     with torch.no_grad():
         for kind, tensors in targets.items():
             for name, target in tensors.items():
@@ -52,6 +55,10 @@ def load_tensors(t: Training, window: int, saved: Mapping[str, Mapping[str, torc
         t.average.go_on(window)
     t.rates.look_up()
     t.statistics.reload()
+
+
+def _type(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _optimizer_tensors(t: Training) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,10 +84,15 @@ def _of_scaler(t: Training, name: str) -> torch.Tensor:
 def _make_optimizer_state(t: Training, saved: Mapping[str, torch.Tensor]) -> None:
     """Makes the state that torch's AdamW would make at its first step, so that there is a place for it."""
     parameters = dict(t.model.named_parameters())
+    missing = []
     for key, value in saved.items():
         name, slash, slot = key.rpartition("/")
-        if slash and name in parameters and slot not in t.optimizer.state[parameters[name]]:
-            parameter = parameters[name]
-            like = parameter if value.shape == parameter.shape else value
-            made = torch.zeros_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False)
-            t.optimizer.state[parameter][slot] = made
+        if slash and name in parameters and slot not in t.optimizer.state.get(parameters[name], {}):
+            # The other optimisers here have theirs from the beginning.
+            if not isinstance(t.optimizer, torch.optim.AdamW) or slot not in _ADAMW:
+                raise ValueError(f"optimizer: {key} isn't what {type(t.optimizer).__name__} keeps")
+            missing.append((parameters[name], slot, value))
+    for parameter, slot, value in missing:
+        like = parameter if value.shape == parameter.shape else value
+        made = torch.zeros_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False)
+        t.optimizer.state[parameter][slot] = made

@@ -1,6 +1,5 @@
 """What a run says at its start and at its end, and what it leaves then."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter
 from trainer.parallel import World
 from trainer.plan import Plan
+from trainer.progress import finite
 from trainer.run import Parts
 from trainer.run_folder import save_weights, shown, write_json
 from trainer.step import Training
@@ -28,7 +28,13 @@ def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path
 
 
 def finish(
-    folder: Path, t: Training, meter: Meter, metric: str, figures: dict[str, float], display: Display | None
+    folder: Path,
+    manifest: dict[str, Any],
+    t: Training,
+    meter: Meter,
+    metric: str,
+    figures: dict[str, float],
+    display: Display | None,
 ) -> None:
     """Writes the weights and the summary, and tells it."""
     save_weights(t.model, folder / "model.safetensors")
@@ -38,10 +44,9 @@ def finish(
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     meter.emit({"kind": "end", "window": plan.windows, **summary})
-    manifest = json.loads((folder / "manifest.json").read_text())
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
-    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": summary})
+    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": finite(summary)})
     if diverged:
         warn(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "

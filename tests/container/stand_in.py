@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Makes a Debian tree stand in for the image's two bases: `conda` in /opt/conda, and packages that it can install.
+"""Makes a Debian tree stand in for the image's two bases: `conda` in /opt/conda, and packages for it.
 
-What stands in for conda's Python is a virtual environment of Debian's, packed as a conda package with its hash in a
-lock: so the image's own scripts fetch, check and install it as they do with the real ones.
+What stands in for conda's Python is a virtual environment of Debian's, packed as a conda package with its
+hash in a lock: so the image's own scripts fetch, check and install it as they do with the real ones.
 """
 
 import argparse

@@ -150,13 +150,14 @@ def main() -> None:
     """Reads the arguments, as far as conda_env.py gives them."""
     parser = argparse.ArgumentParser(description=__doc__, prog="conda")
     parser.add_argument("-V", "--version", action="version", version=f"conda {VERSION}")
-    create = parser.add_subparsers(dest="command", required=True).add_parser("create")
-    for flag in ("-y", "--no-default-packages", "--override-channels"):
-        create.add_argument(flag, action="store_true")
-    create.add_argument("--offline", action="store_true", required=True)
-    create.add_argument("-c", "--channel")
-    create.add_argument("-p", "--prefix", type=Path, required=True)
-    create.add_argument("--file", type=Path, required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in (commands.add_parser("create"), commands.add_parser("install")):
+        for flag in ("-y", "--no-default-packages", "--override-channels"):
+            command.add_argument(flag, action="store_true")
+        command.add_argument("--offline", action="store_true", required=True)
+        command.add_argument("-c", "--channel")
+        command.add_argument("-p", "--prefix", type=Path, required=True)
+        command.add_argument("--file", type=Path, required=True)
     options = parser.parse_args()
     lines = [line for line in options.file.read_text().splitlines() if line and line[0] not in "#@"]
     urls = [urlsplit(line.partition("#")[0]) for line in lines]
@@ -164,10 +165,10 @@ def main() -> None:
         sys.exit("stand-in conda: only file:// packages")
     files = [Path(unquote(url.path)) for url in urls]
     meta = options.prefix / "conda-meta"
-    meta.mkdir(parents=True)
+    meta.mkdir(parents=True, exist_ok=options.command == "install")
     # As in conda: python first, for the noarch packages that need it.
     names = {file: file.name.rsplit("-", 2)[0] for file in files}
-    python = ""
+    python = next((path.stem.split("-")[1].rpartition(".")[0] for path in meta.glob("python-*.json")), "")
     for file in sorted(files, key=lambda file: names[file] != "python"):
         record = install(file, options.prefix, python)
         if record["name"] == "python":

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import trainer
 from trainer.bench.against import chosen, version
 from trainer.bench.conditions import conditions
-from trainer.between_windows import BetweenWindows, Progress
+from trainer.between_windows import BetweenWindows
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
@@ -35,6 +35,7 @@ from trainer.loop import train
 from trainer.observe.log import Meter, jsonl_sink, tensorboard_sink
 from trainer.optim import OptimConfig, clip_gradients
 from trainer.parallel import World
+from trainer.progress import Progress
 from trainer.recipe import Recipe
 from trainer.run import assemble
 from trainer.step import take_figures
@@ -183,7 +184,7 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=BetweenWindows(recipe, world, parts, meter, Progress(), None, None).window_done,
+            window_done=BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}).window_done,
         )
         return time.perf_counter() - start
 

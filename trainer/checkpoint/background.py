@@ -46,19 +46,22 @@ class BackgroundWriter:
         written: The last step that was written, None before the first.
     """
 
-    def __init__(self, folder: Path, keep_last: int, on_problem: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int, on_problem: Callable[[str], None], good: int | None = None
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             folder: Of the checkpoints; its parent must exist.
             keep_last: How many good checkpoints to keep, besides the best.
             on_problem: Takes a line for people; called on the writing thread.
+            good: A step that was read already and found good.
         """
         self.written: int | None = None
         self._folder = folder
         self._keep_last = keep_last
         self._on_problem = on_problem
-        self._known_good: set[int] = set()
+        self._known_good = set[int]() if good is None else {good}
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,6 +101,16 @@ class BackgroundWriter:
             self._thread.join()
             self._thread = None
         return self.written
+
+    def newest(self) -> int | None:
+        """The step that an attempt after this one would go on from, by what is on the disk now.
+
+        Waits for the write under way. None if there is none, or the folder can't be read.
+        """
+        try:
+            return store.newest_step(self._folder, self._known_good, self.finish())
+        except OSError:
+            return None
 
     def abandon(self) -> None:
         """Tells the write under way to stop and doesn't wait, for a process that must end now.

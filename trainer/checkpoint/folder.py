@@ -36,6 +36,10 @@ class Damaged(Exception):  # noqa: N818  (a finding about a file, not a mistake 
     """A checkpoint that can't be trusted; the text says which file and why."""
 
 
+class Unreadable(Exception):  # noqa: N818  (as above)
+    """A checkpoint that can't be read now, which says nothing of what it holds; the text says why."""
+
+
 class Checkpoint(NamedTuple):
     """What a checkpoint holds.
 
@@ -111,6 +115,7 @@ def read(path: Path) -> Checkpoint:
 
     Raises:
         Damaged: If a hash differs, a file is missing or is not what it should be.
+        Unreadable: If the disk or the rights to it fail.
     """
     return _read(path, keep=True, advance=quietly)
 
@@ -124,6 +129,7 @@ def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
 
     Raises:
         Damaged: If the checkpoint can't be trusted.
+        Unreadable: If nobody can tell now.
     """
     _read(path, keep=False, advance=advance)
 
@@ -151,8 +157,9 @@ def _reason(name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise Damaged(f"{name} is missing") from error
     except OSError as error:
-        what = "isn't one" if error.errno in (errno.ENOTDIR, errno.ELOOP) else "can't be read"
-        raise Damaged(f"{name} {what} ({error.strerror})") from error
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise Damaged(f"{name} isn't one ({error.strerror})") from error
+        raise Unreadable(f"{name} can't be read now ({error.strerror})") from error
     except ValueError as error:
         raise Damaged(f"{name}: {error}") from error
 
@@ -216,9 +223,9 @@ def _same(digest: str, wanted: str) -> None:
 
 
 def problem(path: Path, advance: Callable[[int], object] = quietly) -> str | None:
-    """Why a checkpoint can't be trusted, or None."""
+    """Why a checkpoint can't be trusted, or at least not now, or None."""
     try:
         verify(path, advance)
-    except Damaged as damage:
+    except (Damaged, Unreadable) as damage:
         return str(damage)
     return None

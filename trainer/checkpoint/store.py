@@ -19,6 +19,7 @@ from trainer.checkpoint.folder import (
     Checkpoint,
     Contents,
     Damaged,
+    Unreadable,
     contents,
     folder_name,
     parse_name,
@@ -183,14 +184,36 @@ def newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Raises:
         OSError: If the folder can't be read.
+        Unreadable: If a checkpoint can't: it may be good, and what came after it would be done again and its
+            newer neighbours removed.
     """
     skipped: list[str] = []
     for _, _, path in _folders(folder):
         try:
             return read(path), skipped
+        except Unreadable as error:
+            raise Unreadable(f"{path.name}: {error}") from error
         except Damaged as damage:
             skipped.append(f"{path.name}: {damage}")
     return None, skipped
+
+
+def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:
+    """The step of the newest checkpoint that is there and can be trusted; None if there is none.
+
+    Args:
+        folder: Of the checkpoints.
+        known_good: Steps that needn't be read to know that they are good.
+        first: The one that is it, if it is still there.
+
+    Raises:
+        OSError: If the folder can't be read.
+    """
+    entries = _folders(folder)
+    if first is not None and any(step == first for step, _, _ in entries):
+        return first
+    good = (step for step, _, path in entries if step in known_good or problem(path) is None)
+    return next(good, None)
 
 
 def prune(

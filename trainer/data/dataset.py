@@ -1,5 +1,6 @@
 """What a data set is, and the two kinds the trainer carries with it: arrays in memory."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,8 @@ from trainer.keyed_rng import Float32, Ints
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 UNITS = "units"
+
+_HASHED_BYTES = 16 << 20  # of each field: 10 ms
 
 
 class Field(NamedTuple):
@@ -41,6 +44,10 @@ class Dataset(Protocol):
         """Number of samples."""
         ...
 
+    def fingerprint(self) -> str:
+        """Number of samples and a hash: other words for other data, whatever host and folder it lies in."""
+        ...
+
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
         """Writes samples into a batch, all at once.
 
@@ -68,7 +75,21 @@ class ArrayDataset:
         """Number of samples."""
         return len(next(iter(self._arrays.values())))
 
+    def fingerprint(self) -> str:
+        """Of all rows, or of evenly spaced ones where they are many; see `Dataset.fingerprint`."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self._arrays.items()):
+            digest.update(f"{name} {array.dtype} {array.shape};".encode())
+            budget = max(1, _HASHED_BYTES * len(array) // max(1, array.nbytes))
+            digest.update(np.ascontiguousarray(array[spread(len(array), budget)]).tobytes())
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:  # noqa: ARG002
         """Copies rows; see `Dataset.read`."""
         for name, array in self._arrays.items():
             np.take(array, samples, axis=0, out=out[name], mode="clip")
+
+
+def spread(count: int, budget: int) -> Ints:
+    """Indices of all of `count` things, or of `budget` of them from the first to the last: int64 (n,)."""
+    return np.linspace(0, count - 1, min(count, budget)).astype(np.int64)

@@ -1,5 +1,6 @@
 """What a person sees: a progress bar on a terminal, now and then a plain line elsewhere."""
 
+import contextlib
 import os
 import sys
 import time
@@ -91,5 +92,6 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 
 
 def warn(line: str) -> None:
-    """One line on standard error."""
-    print(f"trainer: {line}", file=sys.stderr, flush=True)
+    """One line on standard error, if somebody reads it and its disk isn't full."""
+    with contextlib.suppress(OSError):
+        print(f"trainer: {line}", file=sys.stderr, flush=True)

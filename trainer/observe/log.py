@@ -6,18 +6,23 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 
 import csv
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
 
 import torch
 from pydantic import Field
 
+from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.memory import used_memory
 from trainer.plan import Plan
+
+_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
@@ -172,25 +177,49 @@ def jsonl_sink(file: TextIO) -> Sink:
     return write
 
 
-def keep_rows(file: Path, window: int) -> None:
-    """Removes the rows of later windows, and a line that was cut off, from a file of rows; none is fine."""
+def keep_rows(file: Path, window: int) -> int:
+    """Removes the rows of later windows from a file of rows, and what can't be read; no file is fine.
+
+    Returns:
+        How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.
+
+    Raises:
+        OSError: If the file can't be read or written.
+    """
     if not file.exists():
-        return
-    lines = file.read_text().splitlines(keepends=True)
-    is_table = file.suffix == ".csv"
-    column = lines[0].strip().split(",").index("window") if is_table and lines else 0
-
-    def belongs(line: str) -> bool:
-        try:
-            done = int(line.split(",")[column]) if is_table else int(json.loads(line)["window"])
-        except (ValueError, KeyError, TypeError, IndexError):
-            return False
-        return line.endswith("\n") and done <= window
-
-    kept = [*(lines[:1] if is_table else ()), *filter(belongs, lines)]
+        return 0
+    *lines, _ = file.read_bytes().split(b"\n")
+    kept, done = list[bytes](), _window_in_json
+    if file.suffix == ".csv":
+        kept = [line for line in lines[:1] if b"window" in _cells(line)]
+        column = _cells(kept[0]).index(b"window") if kept else -1
+        lines, done = lines[1:] if kept else lines, partial(_window_in_table, column)
+    windows = [done(line) for line in lines]
+    kept += [line for line, at in zip(lines, windows, strict=True) if at is not None and at <= window]
     beside = file.with_suffix(".tmp")
-    beside.write_text("".join(kept))
+    beside.write_bytes(b"".join(line + b"\n" for line in kept))
     beside.replace(file)
+    return windows.count(None)
+
+
+def _window_in_json(line: bytes) -> int | None:
+    try:
+        window = strict_json.parse(line)["window"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return window if isinstance(window, int) else None
+
+
+def _window_in_table(column: int, line: bytes) -> int | None:
+    try:
+        line.decode()
+        return int(_cells(line)[column]) if column >= 0 else None
+    except (ValueError, IndexError):
+        return None
+
+
+def _cells(line: bytes) -> list[bytes]:
+    return line.strip().split(b",")
 
 
 def csv_sink(folder: Path) -> Sink:
@@ -233,6 +262,12 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+    def quiet(failed: threading.ExceptHookArgs) -> None:
+        # Its thread: `write` below raises the same on the next row, where it is told in a line.
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__ in _WRITERS):
+            threading.__excepthook__(failed)
+
+    threading.excepthook = quiet
     writer = EventFileWriter(str(folder))
     if window:  # what an earlier attempt wrote of later windows is not shown then
         started = SessionLog(status=SessionLog.START)

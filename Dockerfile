@@ -1,0 +1,125 @@
+# The image of a stack (stacks/STACK), for training (train) and for development (dev). Nothing in it comes from an
+# unpinned source: bases by digest, conda packages and wheels by the hashes of the stack's locks, and this repository.
+#
+#   conda-base ──> env ──> wheels ──┬────────────> base ──┬──> train    what a cluster pulls
+#                            │      │                │    │
+#   debian-base ─────────────│──────│────────────────┘    └──> dev      + JupyterLab, git, sshd, conda
+#                            └─> code: the trainer itself, the last layer of both; facts: what train holds
+#
+# Build it with `make image STACK=…` (scripts/image.py), which gives each stack's arguments and labels and writes
+# the same bytes each time. docs/image.md says more.
+
+# Both bases can be replaced: --build-context conda-base=docker-image://…
+FROM continuumio/miniconda3:26.7.1-1@sha256:eca594d684f495c1a02beff33a9fab53aec8c5830eaf431bb149912dc6c9e4c1 AS conda-base
+FROM debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
+
+# Python and native tools, by conda from an explicit lock. `ca` is for networks with a certificate authority of
+# their own; elsewhere it is not given.
+FROM conda-base AS env
+ARG STACK=torch2.9-cu128
+ARG CONDA_LOCKS=/stacks/${STACK}
+ARG CONDA_MIRROR=
+ARG ALLOW_MD5=
+ARG SOURCE_DATE_EPOCH
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/conda_env.py,target=/scripts/conda_env.py \
+    --mount=type=bind,source=scripts/explicit_lock.py,target=/scripts/explicit_lock.py \
+    --mount=type=cache,target=/var/cache/conda-packages --mount=type=secret,id=ca \
+    if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
+    exec /opt/conda/bin/python -B /scripts/conda_env.py "$CONDA_LOCKS/conda.lock" /opt/env \
+        --conda /opt/conda/bin/conda --cache /var/cache/conda-packages \
+        ${CONDA_MIRROR:+--mirror "$CONDA_MIRROR"} ${ALLOW_MD5:+--allow-md5 $ALLOW_MD5}
+
+# PyTorch and what the trainer needs, wheels by hash; then what nothing uses is removed (scripts/prune_env.py says
+# why each, and what it saves), and bytecode written.
+FROM env AS wheels
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
+    --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
+    --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
+    --mount=type=cache,target=/var/cache/uv --mount=type=secret,id=ca \
+    if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca PIP_CERT=/run/secrets/ca; fi; \
+    export UV_CACHE_DIR=/var/cache/uv; \
+    /opt/conda/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" /opt/env \
+        --groups train image --uv /opt/uv --prune /opt/image/removed.json && \
+    site=$(echo /opt/env/lib/python3.*/site-packages) && echo /opt/trainer > "$site/trainer.pth"
+
+# The trainer, installed into a folder of its own: a change to it changes this layer alone.
+FROM wheels AS code
+ARG SOURCE_DATE_EPOCH
+RUN --mount=type=bind,target=/source \
+    mkdir /tmp/source && cp -r /source/pyproject.toml /source/README.md /source/LICENSE /source/trainer /tmp/source && \
+    UV_NO_INSTALLER_METADATA=1 UV_PYTHON_DOWNLOADS=never /opt/uv/bin/uv pip install --no-cache --offline \
+        --python /opt/env/bin/python --no-deps --no-build-isolation --target /opt/trainer /tmp/source && \
+    /opt/env/bin/python -m compileall -qq --invalidation-mode unchecked-hash /opt/trainer && \
+    rm -rf /tmp/source /opt/trainer/.lock
+
+# A user, folders that any user may write to, and the settings. All that must hold stands in ENV: Kubernetes'
+# `command:`, Pyxis and `apptainer exec` go round the entrypoint.
+FROM debian-base AS base
+ARG SOURCE_DATE_EPOCH
+COPY --link --from=wheels /opt/env /opt/env
+COPY --link --from=wheels /opt/image /opt/image
+RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
+    echo 'trainer:x:1000:' >> /etc/group && \
+    mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace
+COPY --link --chmod=755 scripts/entrypoint /opt/image/entrypoint
+ARG TORCH_VERSION=2.9.1
+ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    LANG=C.UTF-8 \
+    PYTHONNOUSERSITE=1 \
+    PYTHONUNBUFFERED=1 \
+    # An arbitrary UID has no passwd entry, and getpass and inductor ask for a name.
+    HOME=/home/trainer USER=trainer LOGNAME=trainer \
+    # All caches in one folder, to be mounted.
+    XDG_CACHE_HOME=/cache \
+    TORCH_HOME=/cache/torch \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    TRITON_CACHE_DIR=/cache/triton \
+    MPLCONFIGDIR=/cache/matplotlib \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    # enroot's hook for Slurm tells ranks their numbers only where this is set.
+    PYTORCH_VERSION=${TORCH_VERSION}
+WORKDIR /workspace
+USER 1000:1000
+# A first process that passes signals on and buries orphans: not every runtime has one.
+ENTRYPOINT ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
+
+FROM base AS train
+CMD ["trainer", "--help"]
+COPY --link --from=code /opt/trainer /opt/trainer
+
+# What the image holds, asked of its libraries: the labels, which scripts/image.py compares with stack.toml.
+FROM train AS asked
+RUN --network=none --mount=type=bind,source=scripts/image_facts.py,target=/scripts/image_facts.py \
+    python -B /scripts/image_facts.py > /tmp/facts.json
+FROM scratch AS facts
+COPY --from=asked /tmp/facts.json /
+
+FROM base AS dev
+ARG STACK=torch2.9-cu128
+ARG CONDA_LOCKS=/stacks/${STACK}
+ARG CONDA_MIRROR=
+ARG SOURCE_DATE_EPOCH
+USER root
+COPY --link --from=conda-base /opt/conda /opt/conda
+# Adds to the environment, so that this layer holds only what is new.
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    --mount=type=bind,source=scripts/conda_env.py,target=/scripts/conda_env.py \
+    --mount=type=bind,source=scripts/explicit_lock.py,target=/scripts/explicit_lock.py \
+    --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
+    --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
+    --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
+    --mount=type=bind,from=wheels,source=/opt/uv,target=/opt/uv --mount=type=cache,target=/var/cache/uv \
+    --mount=type=cache,target=/var/cache/conda-packages --mount=type=secret,id=ca \
+    if [ -s /run/secrets/ca ]; then export SSL_CERT_FILE=/run/secrets/ca; fi; \
+    /opt/conda/bin/python -B /scripts/conda_env.py "$CONDA_LOCKS/conda-dev.lock" /opt/env --add \
+        --conda /opt/conda/bin/conda --cache /var/cache/conda-packages ${CONDA_MIRROR:+--mirror "$CONDA_MIRROR"} && \
+    UV_CACHE_DIR=/var/cache/uv /opt/env/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" \
+        /opt/env --groups dev --uv /opt/uv
+ENV PATH=$PATH:/opt/conda/condabin
+USER 1000:1000
+EXPOSE 8888 6006
+CMD ["jupyter"]
+COPY --link --from=code /opt/trainer /opt/trainer

@@ -1,0 +1,220 @@
+"""What must hold before a container is built or started; each check raises BadInputError, with the remedy.
+
+The standard library is enough. Shared by `runtime.py` and `image.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainer.errors import BadInputError  # noqa: E402
+from trainer.suggest import nearest  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi names it.
+
+    Attributes:
+        index: Its number, in the order of the PCI bus.
+        name: The model.
+        uuid: Its name for good; MIG slices have their own, which are not listed here.
+    """
+
+    index: str
+    name: str
+    uuid: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What the checks need of a `stack.toml`."""
+
+    name: str
+    conda: bool
+    torch: str
+    floor: str
+    architectures: frozenset[str]
+
+    def runs(self, driver: str, architectures: Iterable[str]) -> bool:
+        """Whether a driver is new enough and each GPU (sm_86) has code: of its generation, and not newer."""
+        has = [divmod(int(one[3:]), 10) for one in self.architectures]
+        wants = [divmod(int(one[3:]), 10) for one in architectures]
+        fits = all(any(have[0] == want[0] and have[1] <= want[1] for have in has) for want in wants)
+        return fits and numbers(driver) >= numbers(self.floor)
+
+
+def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Runs a program and keeps what it says; 127 if it isn't there, 124 if it took too long."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=timeout)
+    except OSError as error:
+        return subprocess.CompletedProcess(words, 127, "", str(error))
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 124, "", f"no answer within {timeout:g} s")
+
+
+def numbers(version: str) -> list[int]:
+    """A version to compare by."""
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def last_line(text: str) -> str:
+    """What a program complained of."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no word why"
+
+
+def check_engine(*, build: bool = False, compose: bool = False) -> None:
+    """Checks that an engine answers, and that it has BuildKit or Compose if they are needed."""
+    if shutil.which("docker") is None:
+        raise BadInputError(
+            "no container engine: docker isn't on PATH; install it (docs.docker.com/engine/install)"
+        )
+    done = call("docker", "version", "--format", "{{.Server.Version}}")
+    if done.returncode:
+        said = done.stderr.lower()
+        if "permission denied" in said:
+            why = "its socket isn't yours: add yourself to the group docker and log in again, or go rootless"
+        elif "cannot connect" in said or "connection refused" in said or "no such file" in said:
+            where = os.environ.get("DOCKER_HOST", "")
+            at = f" at DOCKER_HOST={where}" if where else ""
+            why = f"none is running{at}: start it (systemctl start docker)"
+        else:
+            why = last_line(done.stderr)
+        raise BadInputError(f"the container engine doesn't answer: {why}")
+    if build and call("docker", "buildx", "version").returncode:
+        raise BadInputError(
+            "this engine has no BuildKit: install the plugin docker-buildx (docker-buildx-plugin of Docker)"
+        )
+    if compose and call("docker", "compose", "version").returncode:
+        raise BadInputError(
+            "this engine has no Compose: install the plugin docker-compose (docker-compose-plugin of Docker)"
+        )
+
+
+def check_disk(need_gb: float) -> None:
+    """Checks the space where the engine keeps images, if that is on this machine."""
+    folder = Path(call("docker", "info", "--format", "{{.DockerRootDir}}").stdout.strip() or "/no/where")
+    local = os.environ.get("DOCKER_HOST", "unix:").startswith("unix:")
+    if not local or not folder.is_dir():
+        return
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < need_gb:
+        raise BadInputError(
+            f"a build needs about {need_gb:g} GB and {folder} has {free:.1f} free: free some "
+            "(docker system prune removes what is unused)"
+        )
+
+
+def check_ports(ports: Mapping[str, str]) -> None:
+    """Checks that nobody listens on the ports of 127.0.0.1 that variables (JUPYTER_PORT) give."""
+    for variable, port in ports.items():
+        if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise BadInputError(f"{variable}={port}: give a port from 1 to 65535")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", int(port)))
+            except PermissionError:
+                continue  # below 1024; the engine may
+            except OSError:
+                other = int(port) + 1
+                raise BadInputError(
+                    f"port {port} of 127.0.0.1 is taken: stop what uses it, or give {variable}={other}"
+                ) from None
+
+
+def read_stacks(folder: Path = ROOT / "stacks") -> dict[str, Stack]:
+    """Every stack by its name. Not with tomllib, which Python 3.10 lacks: the files are our own."""
+
+    def value(text: str, key: str) -> str:
+        found = re.search(rf'^{key} = "?(\[.*?\]|[^"\n]*)', text, re.MULTILINE)
+        return found[1] if found else ""
+
+    stacks = {}
+    for file in sorted(folder.glob("*/stack.toml")):
+        text, name = file.read_text(), file.parent.name
+        architectures = frozenset(re.findall(r"sm_\d+", value(text, "architectures")))
+        stacks[name] = Stack(
+            name, value(text, "kind") == "conda", value(text, "torch"), value(text, "floor"), architectures
+        )
+    return stacks
+
+
+def check_stack(name: str, stacks: Mapping[str, Stack]) -> Stack:
+    """Finds a stack."""
+    if name not in stacks:
+        raise BadInputError(f"no stack {name!r}{nearest(name, stacks) or '; there are ' + ', '.join(stacks)}")
+    return stacks[name]
+
+
+def check_driver(
+    stack: Stack, driver: str, architectures: Sequence[str], stacks: Mapping[str, Stack]
+) -> None:
+    """Checks a driver against a stack's floor; names the newest stack that would fit."""
+    if not driver or numbers(driver) >= numbers(stack.floor):
+        return
+    fits = [one for one in stacks.values() if one.runs(driver, architectures)]
+    best = max(fits, key=lambda one: numbers(one.torch), default=None)
+    remedy = f"STACK={best.name} fits it" if best else "no stack fits it"
+    raise BadInputError(
+        f"driver {driver} is too old for {stack.name}, which needs {stack.floor}: {remedy}; or update the "
+        "driver, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+    )
+
+
+def host_gpus() -> list[Gpu]:
+    """The GPUs of this machine; none where nvidia-smi is missing or fails."""
+    return parse_gpus(call("nvidia-smi", "-L").stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Reads `nvidia-smi -L`."""
+    return [Gpu(*found) for found in re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)", text, re.MULTILINE)]
+
+
+def host_driver() -> tuple[str, list[str]]:
+    """The driver's version ("" if unknown) and each GPU's architecture (sm_90)."""
+    asked = "--query-gpu=driver_version,compute_cap"
+    lines = call("nvidia-smi", asked, "--format=csv,noheader").stdout.splitlines()
+    rows = [line.split(", ") for line in lines if re.fullmatch(r"[\d.]+, \d+\.\d", line)]
+    return (rows[0][0] if rows else ""), [f"sm_{row[1].replace('.', '')}" for row in rows]
+
+
+def container_gpus(image: str) -> tuple[list[Gpu], str]:
+    """The GPUs that a container of an image sees, and why it sees none."""
+    options = ["--rm", "--pull=never", "--network=none", "--gpus=all", "--entrypoint=nvidia-smi"]
+    done = call("docker", "run", *options, image, "-L")
+    gpus = parse_gpus(done.stdout)
+    if gpus:
+        return gpus, ""
+    if "could not select device driver" in done.stderr:
+        return [], "the engine has no NVIDIA runtime; install nvidia-container-toolkit and restart the engine"
+    return [], last_line(done.stderr or done.stdout)
+
+
+def has_image(image: str) -> bool:
+    """Whether the engine has an image."""
+    return call("docker", "image", "inspect", image).returncode == 0
+
+
+def is_rootless() -> bool:
+    """Whether the engine's root is the user who runs it."""
+    options = call("docker", "info", "--format", "{{json .SecurityOptions}}").stdout
+    try:
+        return any("name=rootless" in option for option in json.loads(options) or [])
+    except ValueError:
+        return False

@@ -1,0 +1,369 @@
+#!/usr/bin/env python3
+"""Builds a stack's image, the same each time; labels it from its inside; compares two builds; pushes it."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conda_lock import read_toml
+from engine_checks import ROOT, call, check_disk, check_engine, check_stack, read_stacks
+
+from trainer.errors import BadInputError
+
+TARGETS = ("train", "dev")
+LABEL = "org.opencontainers.image"
+BUILD_GB = 30.0  # a build of the default stack: layers, their copies in BuildKit's cache, the archive
+STAND_IN = "/opt/stand-in"
+# Where a network has a certificate authority of its own, its certificates are here.
+CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
+
+
+class Request(NamedTuple):
+    """What to build.
+
+    Attributes:
+        stack: Name of a stack.
+        target: train or dev.
+        stand_in: An image that stands in for both bases where no registry can be reached; or "".
+        tag: Of the image; "": by stack and target.
+        compression: Of its layers: uncompressed (to use it here) or zstd (to push it).
+    """
+
+    stack: str
+    target: str
+    stand_in: str = ""
+    tag: str = ""
+    compression: str = "uncompressed"
+
+    @property
+    def name(self) -> str:
+        """The image's name."""
+        return self.tag or f"trainer:{self.stack}-{self.target}"
+
+
+def run(*words: str | Path, quiet: bool = False) -> None:
+    """Runs a command, after saying which."""
+    print("+", " ".join(map(str, words)), flush=True)
+    done = subprocess.run([str(word) for word in words], check=False, capture_output=quiet, text=True)
+    if done.returncode:
+        said = f": {done.stderr.strip().splitlines()[-1]}" if quiet and done.stderr.strip() else ""
+        raise BadInputError(f"`{' '.join(map(str, words[:4]))} …` failed (exit code {done.returncode}){said}")
+
+
+def build_words(request: Request, stack: Mapping[str, Any], target: str, *more: str) -> list[str]:
+    """The build of a target, as a command."""
+    words = ["docker", "buildx", "build", "--provenance=false", "--sbom=false", f"--target={target}"]
+    arguments = {
+        "STACK": request.stack,
+        "TORCH_VERSION": stack["pins"]["torch"],
+        "SOURCE_DATE_EPOCH": str(stack["source_date_epoch"]),
+        "ALLOW_MD5": " ".join(one.rsplit("-", 2)[0] for one in stack["conda"].get("md5_only", [])),
+    }
+    if request.stand_in:
+        base = f"docker-image://{request.stand_in}"
+        words += ["--build-context", f"conda-base={base}", "--build-context", f"debian-base={base}"]
+        arguments |= {"CONDA_LOCKS": STAND_IN, "CONDA_MIRROR": STAND_IN, "ALLOW_MD5": ""}
+    for name, value in arguments.items():
+        words += ["--build-arg", f"{name}={value}"]
+    if CERTIFICATES.is_file():
+        words += ["--secret", f"id=ca,src={CERTIFICATES}"]
+    return [*words, *more, str(ROOT)]
+
+
+def as_labels(labels: Mapping[str, str]) -> list[str]:
+    """Labels as words of a build."""
+    return [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+
+
+def archive_words(
+    request: Request, stack: Mapping[str, Any], labels: Mapping[str, str], archive: Path, *more: str
+) -> list[str]:
+    """The build into an OCI archive whose bytes depend on the sources alone."""
+    made = f"type=oci,dest={archive},name={request.name},rewrite-timestamp=true"
+    made += f",compression={request.compression}"
+    return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
+
+
+def facts_of(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the libraries in the image say they are; they are asked in a stage of the build."""
+    run(*build_words(request, stack, "facts", "--output", f"type=local,dest={folder}"))
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
+
+
+def labels_of(
+    request: Request, stack: Mapping[str, Any], facts: Mapping[str, Any], commit: str
+) -> dict[str, str]:
+    """The image's labels: from its inside, but for what only stack.toml knows."""
+    created = datetime.fromtimestamp(stack["source_date_epoch"], timezone.utc)
+    labels = {
+        f"{LABEL}.title": "trainer",
+        f"{LABEL}.description": stack["about"],
+        f"{LABEL}.version": facts["trainer"],
+        f"{LABEL}.revision": commit,
+        f"{LABEL}.created": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        f"{LABEL}.licenses": "Apache-2.0",
+        "trainer.stack": request.stack,
+        "trainer.python": facts["python"],
+        "trainer.torch": facts["torch"],
+        "trainer.cuda": facts["cuda"],
+        "trainer.cudnn": facts["cudnn"],
+        "trainer.nccl": facts["nccl"],
+        "trainer.architectures": " ".join(facts["architectures"]),
+        "trainer.driver": f">={stack['driver']['floor']}",
+    }
+    return {**labels, "trainer.stand-in": "both bases"} if request.stand_in else labels
+
+
+def mismatches(stack: Mapping[str, Any], facts: Mapping[str, Any], stand_in: bool) -> list[str]:
+    """Where an image is not what stack.toml says, a line each. A stand-in's Python is its own."""
+    wanted = {**stack["pins"], **stack["brings"], "architectures": stack["gpu"]["architectures"]}
+    if not stand_in:
+        wanted["python"] = stack["python"]
+
+    def agree(name: str) -> bool:
+        here, there = facts[name], wanted[name]
+        if not isinstance(there, str):
+            return sorted(here) == sorted(there)
+        shorter = min(len(part.split(".")) for part in (here, there))  # cuDNN says three of its four numbers
+        return str(here).split(".")[:shorter] == there.split(".")[:shorter]
+
+    return [f"{name} is {facts[name]}, stack.toml says {wanted[name]}" for name in wanted if not agree(name)]
+
+
+def commit_of(root: Path) -> str:
+    """The commit that is built, with -dirty if files differ from it; "unknown" outside of git."""
+    found = call("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+def read_stack(name: str) -> Any:
+    """A stack's description."""
+    check_stack(name, read_stacks())
+    return read_toml(ROOT / "stacks" / name / "stack.toml")
+
+
+def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the image holds.
+
+    Raises:
+        BadInputError: If that isn't the stack.
+    """
+    facts = facts_of(request, stack, folder)
+    wrong = mismatches(stack, facts, bool(request.stand_in))
+    if wrong:
+        raise BadInputError(f"{request.name} isn't its stack: {'; '.join(wrong)}")
+    return facts
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for archives, where there is more room than in a /tmp in memory."""
+    with tempfile.TemporaryDirectory(
+        prefix="trainer-image-", dir=os.environ.get("TMPDIR", "/var/tmp")
+    ) as folder:
+        yield Path(folder)
+
+
+def build(request: Request) -> None:
+    """Builds, loads and labels an image.
+
+    Raises:
+        BadInputError: If there is no engine or no space, the build fails, or the image isn't the stack.
+    """
+    stack = read_stack(request.stack)
+    check_engine(build=True)
+    check_disk(BUILD_GB)
+    with scratch() as folder:
+        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
+    # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
+    given = [*as_labels(labels), "--tag", request.name, "--load"]
+    run(*build_words(request, stack, request.target, *given))
+    print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
+    check_size(request, stack)
+
+
+def size_of(image: str) -> int:
+    """Bytes of an image's files."""
+    done = call("docker", "run", "--rm", "--network=none", "--user=0", "--entrypoint=du", image, "-sxb", "/")
+    return int(done.stdout.split()[0])
+
+
+def check_size(request: Request, stack: Mapping[str, Any]) -> None:
+    """Compares an image with its stack's budget.
+
+    Raises:
+        BadInputError: If it is larger.
+    """
+    budget = stack.get("budget_gb", {}).get(request.target)
+    size = size_of(request.name) / 1e9
+    if budget is not None and size > budget:
+        raise BadInputError(f"{request.name} has {size:.2f} GB; its budget in stack.toml is {budget} GB")
+
+
+class Layers(NamedTuple):
+    """What an OCI archive holds: its manifest's digest, and each layer's."""
+
+    digest: str
+    layers: list[str]
+
+
+def read_layers(archive: Path) -> Layers:
+    """Reads an OCI archive of one image."""
+    with tarfile.open(archive) as tar:
+
+        def read(name: str) -> Any:
+            file = tar.extractfile(name)
+            assert file is not None
+            return json.load(file)
+
+        digest = read("index.json")["manifests"][0]["digest"]
+        manifest = read(f"blobs/{digest.replace(':', '/')}")
+    return Layers(digest, [layer["digest"] for layer in manifest["layers"]])
+
+
+def differing_files(first: Path, second: Path, layers: tuple[str, str]) -> list[str]:
+    """The paths that differ in any way between a layer of one archive and one of the other (uncompressed)."""
+
+    def members(archive: Path, digest: str) -> dict[str, tuple[object, ...]]:
+        with tarfile.open(archive) as tar:  # noqa: SIM117  (the second needs the first)
+            with tarfile.open(fileobj=tar.extractfile(f"blobs/{digest.replace(':', '/')}")) as layer:
+                return {
+                    one.name: (
+                        one.mode,
+                        one.uid,
+                        one.gid,
+                        one.mtime,
+                        one.size,
+                        one.linkname,
+                        _content(layer, one),
+                    )
+                    for one in layer
+                }
+
+    here, there = members(first, layers[0]), members(second, layers[1])
+    return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+
+
+def _content(layer: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    file = layer.extractfile(member) if member.isfile() else None
+    found = hashlib.sha256()
+    while file is not None and (block := file.read(1 << 20)):
+        found.update(block)
+    return found.hexdigest()
+
+
+def verify(request: Request, above: bool) -> int:
+    """Builds twice without cache and compares; returns 1 and names the files where the builds differ.
+
+    Args:
+        request: What to build.
+        above: Only build the layers above `wheels` again.
+    """
+    stack = read_stack(request.stack)
+    check_engine(build=True)
+    check_disk(2 * BUILD_GB)
+    again = ["--no-cache-filter=base,code,train,dev"] if above else ["--no-cache"]
+    with scratch() as folder:
+        archives = [folder / f"{number}.tar" for number in (1, 2)]
+        for archive in archives:
+            run(*archive_words(request, stack, {}, archive, *again))
+        first, second = (read_layers(archive) for archive in archives)
+        if first == second:
+            print(f"image: two builds gave {first.digest} ({len(first.layers)} layers)")
+            return 0
+        for number, layers in enumerate(zip(first.layers, second.layers, strict=True)):
+            if layers[0] != layers[1]:
+                names = "(compressed: --compression=uncompressed names the files)"
+                if request.compression == "uncompressed":
+                    found = differing_files(archives[0], archives[1], layers)
+                    names = f"{len(found)} files, {', '.join(found[:20])}"
+                print(f"image: layer {number} differs: {names}", file=sys.stderr)
+    return 1
+
+
+def push(request: Request, registry: str) -> None:
+    """Pushes the image that anybody can rebuild, and says its digest; signs it where cosign is.
+
+    Raises:
+        BadInputError: If it can't be built or pushed.
+    """
+    stack = read_stack(request.stack)
+    check_engine(build=True)
+    check_disk(BUILD_GB)
+    remote = f"{registry}/{request.name}"
+    with scratch() as folder:
+        labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
+        remotely = request._replace(tag=remote, compression="zstd")
+        run(*archive_words(remotely, stack, labels, folder / "image.tar"))
+        run("docker", "load", "--quiet", "--input", folder / "image.tar")
+    run("docker", "push", remote)
+    found = call("docker", "image", "inspect", remote, "--format", "{{json .RepoDigests}}")
+    digests = [one for one in json.loads(found.stdout) if one.startswith(f"{remote.rpartition(':')[0]}@")]
+    if not digests:
+        raise BadInputError(
+            f"{remote} was pushed, but the engine doesn't know its digest: {found.stdout.strip()}"
+        )
+    print(f"image: pull it by {digests[0]}")
+    if shutil.which("cosign"):
+        run("cosign", "sign", "--yes", digests[0])
+    else:
+        print("image: not signed: cosign isn't on PATH")
+
+
+def main() -> int:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (
+        ("build", "build and label"),
+        ("verify", "build twice without cache and compare"),
+        ("push", "push to a registry, and print the digest"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("--stack", default="torch2.9-cu128", help="a folder of stacks/ (%(default)s)")
+        command.add_argument("--target", choices=TARGETS, default="train", help="(%(default)s)")
+        command.add_argument("--compression", choices=("uncompressed", "zstd"), default="uncompressed")
+        command.add_argument("--tag", default="", help="name of the image (trainer:STACK-TARGET)")
+        command.add_argument(
+            "--stand-in",
+            default=os.environ.get("TRAINER_STAND_IN", ""),
+            metavar="IMAGE",
+            help="for tests where no registry can be reached: an image in place of both bases",
+        )
+        if name == "verify":
+            command.add_argument(
+                "--above-wheels", action="store_true", help="only the layers above the wheels"
+            )
+        if name == "push":
+            command.add_argument("--registry", required=True, help="host[:port][/path]")
+    options = parser.parse_args()
+    request = Request(options.stack, options.target, options.stand_in, options.tag, options.compression)
+    try:
+        if options.command == "verify":
+            return verify(request, options.above_wheels)
+        if options.command == "push":
+            push(request, options.registry)
+        else:
+            build(request)
+    except BadInputError as error:
+        print(f"image: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""Runs what `make train`, `make shell` and `make up` ask for, in a container or in .venv; says which and why.
+
+Nothing here builds an image, but `up` does where it is missing, and says so. The standard library is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from engine_checks import (
+    ROOT,
+    Gpu,
+    call,
+    check_driver,
+    check_engine,
+    check_ports,
+    check_stack,
+    container_gpus,
+    has_image,
+    host_driver,
+    host_gpus,
+    is_rootless,
+    read_stacks,
+)
+
+from trainer.errors import BadInputError
+from trainer.gpus import chosen_gpus
+
+PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
+SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
+COMPOSE, GPU_FILE = "docker-compose.yml", "scripts/compose/gpu.yml"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice between container and .venv depends on.
+
+    Attributes:
+        runtime: RUNTIME: auto, local or container.
+        image: The image that would run.
+        given: Whether it was named with IMAGE=, not taken from the stack.
+        engine: Why no engine can be used, or "".
+        present: Whether the engine has the image.
+        gpus: The GPUs of the host that may be used, by UUID.
+        seen: Those that a container sees.
+        blind: Why it sees none, or "".
+        outside: A path that the request names and a container wouldn't see, or "".
+        conda: The stack, if its PyTorch comes from conda, so that .venv can't hold it; or "".
+    """
+
+    runtime: str = "auto"
+    image: str = "trainer:x-train"
+    given: bool = False
+    engine: str = ""
+    present: bool = True
+    gpus: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()
+    blind: str = ""
+    outside: str = ""
+    conda: str = ""
+
+
+def decide(facts: Facts) -> tuple[bool, str]:
+    """Chooses: whether to use the container, and why.
+
+    Raises:
+        BadInputError: If what was asked for can't be had.
+    """
+    if facts.runtime not in ("auto", "local", "container"):
+        raise BadInputError(f"RUNTIME is auto, local or container, not {facts.runtime!r}")
+    lacking = "RUNTIME=local" if facts.runtime == "local" else _lacking(facts)
+    if not lacking:
+        every = f", and it sees every GPU ({len(facts.gpus)})" if facts.gpus else ""
+        return True, f"{facts.image} is here{every}"
+    if facts.runtime == "container":
+        raise BadInputError(f"RUNTIME=container: {lacking}")
+    if facts.conda:
+        raise BadInputError(
+            f"STACK={facts.conda} is conda's, which .venv can't hold, and no container can run ({lacking}): "
+            f"make image STACK={facts.conda}, or conda env create -f stacks/{facts.conda}/environment.yml"
+        )
+    return False, lacking
+
+
+def _lacking(facts: Facts) -> str:
+    """Why the container can't be used, or an empty string."""
+    if facts.engine:
+        return facts.engine
+    if not facts.present:
+        named = f"IMAGE={facts.image} can't be pulled" if facts.given else f"no image {facts.image}"
+        return named if facts.given else f"{named}; make image builds it"
+    unseen = facts.gpus - facts.seen
+    if unseen:
+        some = f"a container sees {len(facts.gpus) - len(unseen)} of {len(facts.gpus)} GPUs"
+        return f"{some} ({facts.blind})" if facts.blind else some
+    if facts.outside:
+        return f"{facts.outside} is outside this folder and DATA, which is all that a container sees"
+    return ""
+
+
+def visible_gpus(gpus: Sequence[Gpu], variable: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES leaves, as words that CUDA and the engine both take.
+
+    Args:
+        gpus: The host's.
+        variable: The variable's value; None if it isn't set.
+    """
+    if variable is None:
+        return [gpu.index for gpu in gpus]
+    visible = []
+    for word in (part.strip() for part in variable.split(",")):
+        whole = [gpu.uuid for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
+        if word in [gpu.index for gpu in gpus] or (word.startswith("MIG-") and gpus):
+            visible.append(word)
+        elif len(whole) == 1:
+            visible += whole
+        else:
+            break  # as CUDA does: what follows a wrong one doesn't count
+    return visible
+
+
+def gpu_words(gpus: Sequence[Gpu], chosen: Sequence[str], order: str) -> list[str]:
+    """The options of `docker run` that give a container these GPUs and no other.
+
+    Args:
+        gpus: The host's.
+        chosen: Those to give.
+        order: CUDA_DEVICE_ORDER.
+    """
+    if not chosen:
+        return []
+    if len(chosen) == len(gpus) and list(chosen) == [gpu.index for gpu in gpus]:
+        return ["--gpus", "all"]
+    if (
+        len({gpu.name for gpu in gpus}) > 1
+        and order != "PCI_BUS_ID"
+        and any(one.isdecimal() for one in chosen)
+    ):
+        # CUDA numbers GPUs of several kinds by speed, the engine by the bus: let CUDA choose.
+        return ["--gpus", "all", "--env", f"CUDA_VISIBLE_DEVICES={','.join(chosen)}"]
+    return ["--gpus", f'"device={",".join(chosen)}"']
+
+
+def docker_words(image: str, gpus: Sequence[str], data: str = "", *, rootless: bool) -> list[str]:
+    """`docker run` as this user, on this folder, with no capability that isn't needed."""
+    user, tty = os.getuid(), sys.stdin.isatty() and sys.stdout.isatty()
+    # Under a rootless engine the container's root is this user. Where root calls, the checkout may be
+    # somebody else's: the entrypoint becomes that user, and needs the capabilities for it.
+    as_root = rootless or user == 0
+    words = ["docker", "run", "--rm", *(["--interactive", "--tty"] if tty else [])]
+    words += ["--user", "0:0" if as_root else f"{user}:{os.getgid()}", "--cap-drop", "ALL"]
+    words += ["--cap-add=SETUID", "--cap-add=SETGID", "--cap-add=KILL"] if as_root else []
+    words += ["--security-opt", "no-new-privileges", "--shm-size", "2g", "--ulimit", "stack=67108864"]
+    words += ["--stop-timeout", "40", "--env", "PYTHONPATH=/workspace", "--volume", f"{ROOT}:/workspace"]
+    # A cache for each user: compiled code in it is run.
+    words += ["--volume", f"trainer-cache-{user}:/cache"]
+    words += ["--volume", f"{data}:{data}:ro"] if data else []
+    return [*words, *gpus, image]
+
+
+def outside(words: Sequence[str], data: str) -> str:
+    """The first path among a request's words that exists outside this folder and DATA, or ""."""
+    for word in words:
+        path = word.rpartition("=")[2]
+        there = (ROOT / path).resolve() if path.startswith(("/", "../")) else ROOT
+        known = [ROOT, *([Path(data).resolve()] if data else [])]
+        if (there.exists() or there.parent.exists()) and not any(there.is_relative_to(one) for one in known):
+            return path
+    return ""
+
+
+def say(line: str) -> None:
+    """Tells what was chosen, before what runs says anything."""
+    print(f"runtime: {line}", flush=True)
+
+
+def show(words: Sequence[str]) -> None:
+    """Prints a command as one would type it."""
+    print(" ".join(shlex.quote(word) for word in words), flush=True)
+
+
+def become(words: Sequence[str]) -> NoReturn:
+    """Prints a command and becomes it: signals and the exit code are its own."""
+    show(words)
+    os.execvp(words[0], list(words))
+
+
+def train(options: argparse.Namespace) -> None:
+    """`make train`: in the container or in .venv."""
+    stacks = read_stacks()
+    local_lock = "/" in options.stack  # make train STACK=tests/compat/torch2.5
+    stack = None if local_lock else check_stack(options.stack, stacks)
+    image = options.image or f"trainer:{options.stack}-train"
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = host_gpus()
+    visible = visible_gpus(gpus, variable)
+    if options.gpus and not visible:
+        why = "CUDA_VISIBLE_DEVICES hides them all" if gpus else "nvidia-smi shows none here"
+        raise BadInputError(f"GPUS={options.gpus}: {why}; leave GPUS out to train on the CPU")
+    chosen = chosen_gpus(options.gpus, visible) if options.gpus else visible
+    if stack and not options.image and visible:
+        check_driver(stack, *host_driver(), stacks)
+    facts = _facts(options, image, [gpu for gpu in gpus if visible], bool(stack and stack.conda))
+    container, why = decide(facts)
+    say(f"{'container' if container else '.venv'}: {why}")
+    if container:
+        words = docker_words(
+            image,
+            gpu_words(gpus, chosen, os.environ.get("CUDA_DEVICE_ORDER", "")),
+            options.data and str(Path(options.data).resolve()),
+            rootless=is_rootless(),
+        )
+        become([*words, "trainer", "train", *options.words])
+    bootstrap = [sys.executable, str(ROOT / "scripts/bootstrap.py"), "--stack", options.stack]
+    code = subprocess.call([*bootstrap, "--venv", options.venv, "--groups", "train"])
+    if code:
+        raise SystemExit(code)
+    gpu_option = ["--gpus", options.gpus] if options.gpus else []
+    become([f"{options.venv}/bin/trainer", "train", *options.words[:1], *gpu_option, *options.words[1:]])
+
+
+def _facts(options: argparse.Namespace, image: str, gpus: Sequence[Gpu], conda: bool) -> Facts:
+    """Asks the engine only what the choice needs."""
+    common = {"runtime": options.runtime, "image": image, "conda": options.stack if conda else ""}
+    given, uuids = bool(options.image), frozenset(gpu.uuid for gpu in gpus)
+    if options.runtime not in ("auto", "container"):
+        return Facts(**common)
+    try:
+        check_engine()
+    except BadInputError as error:
+        return Facts(**common, engine=str(error))
+    present = has_image(image)
+    if given and not present:
+        show(["docker", "pull", image])
+        present = subprocess.call(["docker", "pull", image]) == 0
+    if not present:
+        return Facts(**common, given=given, present=False)
+    seen, blind = container_gpus(image) if gpus else ([], "")
+    found = frozenset(gpu.uuid for gpu in seen)
+    beyond = outside(options.words, options.data)
+    return Facts(**common, given=given, gpus=uuids, seen=found, blind=blind, outside=beyond)
+
+
+def shell(options: argparse.Namespace) -> None:
+    """`make shell`: bash in the dev image."""
+    check_stack(options.stack, read_stacks())
+    check_engine()
+    image = options.image or f"trainer:{options.stack}-dev"
+    if not options.image and not has_image(image):
+        raise BadInputError(f"no image {image}: make image STACK={options.stack} builds it")
+    gpus = host_gpus()
+    visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    words: list[str] = []
+    if visible:
+        seen, blind = container_gpus(image)
+        say(f"without GPUs: {blind}" if blind else f"with the host's GPUs ({len(seen)} seen)")
+        words = gpu_words(gpus, visible, os.environ.get("CUDA_DEVICE_ORDER", "")) if seen else []
+    data = options.data and str(Path(options.data).resolve())
+    become([*docker_words(image, words, data, rootless=is_rootless()), *(options.words or ["bash"])])
+
+
+def up(options: argparse.Namespace) -> None:
+    """`make up`: JupyterLab and TensorBoard, with the GPU file where it works."""
+    stack = check_stack(options.stack, read_stacks())
+    check_engine(compose=True)
+    image = options.image or f"trainer:{options.stack}-dev"
+    environment = {**os.environ, "STACK": stack.name}
+    if options.image:
+        environment["TRAINER_IMAGE"] = image
+    if not has_image(image):
+        build = [
+            sys.executable,
+            str(ROOT / "scripts/image.py"),
+            "build",
+            "--stack",
+            stack.name,
+            "--target",
+            "dev",
+        ]
+        say(f"no image {image} here: {'pulling' if options.image else 'building'} it first")
+        words = ["docker", "pull", image] if options.image else build
+        show(words)
+        if subprocess.call(words):
+            raise BadInputError(f"{image} can't be had; what failed stands above")
+    compose = ["docker", "compose", "-f", COMPOSE]
+    listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
+    profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
+    starting = [one for one in SERVICES if one not in listed and (one != "ssh" or "ssh" in profiles)]
+    check_ports({SERVICES[one]: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting})
+    seen, blind = container_gpus(image)
+    say(f"with {GPU_FILE}: containers see {len(seen)} GPUs" if seen else f"without {GPU_FILE}: {blind}")
+    compose += ["-f", GPU_FILE] if seen else []
+    compose += ["up", "--detach", "--wait", "--no-build", *options.words]
+    show(compose)
+    if code := subprocess.call(compose, env=environment):
+        raise SystemExit(code)
+    logs = call("docker", "compose", "logs", "--no-log-prefix", "jupyter").stdout
+    urls = re.findall(r"http://127\.0\.0\.1:\d+/lab\?token=\S+", logs)
+    print(f"\nJupyterLab   {urls[-1] if urls else 'docker compose logs jupyter shows its address'}")
+    print(f"TensorBoard  http://127.0.0.1:{os.environ.get('TENSORBOARD_PORT') or PORTS['TENSORBOARD_PORT']}")
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for action in (train, shell, up):
+        command = commands.add_parser(action.__name__, help=action.__doc__, description=action.__doc__)
+        command.set_defaults(action=action)
+        add = command.add_argument
+        add("--stack", default="torch2.9-cu128", metavar="NAME", help="folder of stacks/ (%(default)s)")
+        add("--image", default="", metavar="TAG", help="an image instead of the stack's")
+        add("--data", default="", metavar="DIR", help="a folder to show to the container, read-only")
+        if action is train:
+            add("--runtime", default="auto", metavar="NAME", help="auto, local or container (%(default)s)")
+            add("--gpus", default="", metavar="N|LIST", help="a count (2), or indices (0,1 or id:1)")
+            add("--venv", default=".venv", metavar="DIR", help="where .venv is (%(default)s)")
+        add("words", nargs="*", metavar="WORD", help="after --: of `trainer train`, the shell, `compose up`")
+    options = parser.parse_args()
+    try:
+        options.action(options)
+    except BadInputError as error:
+        print(f"runtime: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

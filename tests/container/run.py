@@ -1,0 +1,73 @@
+"""Runs containers for the tests. A warning or an error in what they say fails, unless a test expects it."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+# Words of Python's logging, and the letters that JupyterLab and TensorBoard write instead.
+_TROUBLE = re.compile(
+    r"\b(WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|Warning\b|Error\b|\[[WE] \d|^[WE]\d{4} ", re.I
+)
+# What is well known and of no consequence.
+_HARMLESS = (
+    r"TensorFlow installation not found",  # TensorBoard, always
+)
+
+
+def trouble(text: str, expected: Iterable[str] = ()) -> list[str]:
+    """The lines of a log that warn or tell of an error, but for those that match what is expected."""
+    fine = re.compile("|".join([*_HARMLESS, *expected]))
+    return [line for line in text.splitlines() if _TROUBLE.search(line) and not fine.search(line)]
+
+
+def check_log(text: str, *expected: str) -> str:
+    """Fails on trouble in a log; returns it."""
+    found = trouble(text, expected)
+    assert not found, "in the log: " + "\n".join(found)
+    return text
+
+
+def engine(
+    *words: object,
+    code: int | None = 0,
+    expected: Iterable[str] = (),
+    stdin: str | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> str:
+    """Runs `docker words…`; returns stdout and stderr together.
+
+    Args:
+        words: What follows `docker`.
+        code: The exit code that is right; None for any.
+        expected: Patterns of lines that may warn or tell of an error.
+        stdin: What the program reads.
+        cwd: Where it runs.
+        env: All of its environment; None: that of the test.
+        timeout: Seconds until it is killed.
+    """
+    done = subprocess.run(
+        ["docker", *map(str, words)],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=env,
+        timeout=timeout,
+    )
+    assert code in (None, done.returncode), f"exit code {done.returncode}, not {code}:\n{done.stdout}"
+    return check_log(done.stdout, *expected)
+
+
+def wait_for(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        time.sleep(0.2)

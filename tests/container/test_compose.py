@@ -1,0 +1,393 @@
+"""P2, P9: Compose and plain Docker train, show and stop; files are the caller's; nothing is open without key.
+
+The checkout is a copy that belongs to uid 12345, so that "the caller" isn't the image's user nor root.
+"""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.container.run import check_log, engine, trouble, wait_for
+
+pytestmark = pytest.mark.container
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = 12345
+QUICK = ("digits", "--set", "epochs=1")
+LONG = ("digits", "--set", "epochs=100000", "--set", "log.every=20")
+
+
+def copy_checkout(folder: Path, owner: int = OWNER, mode: int = 0o755) -> Path:
+    """A copy of this checkout without what git ignores, owned by somebody."""
+    if os.geteuid():
+        pytest.skip("only root can give a checkout to somebody else")
+    ignored = (".git", ".venv", "runs", "build", "__pycache__", ".*_cache", "*.egg-info", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*ignored), symlinks=True)
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, owner, owner, follow_symlinks=False)
+    folder.chmod(mode)
+    return folder
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@dataclass
+class Project:
+    """A checkout with its Compose project, named by its folder."""
+
+    root: Path
+    env: dict[str, str]
+
+    def compose(
+        self,
+        *words: str,
+        code: int | None = 0,
+        expected: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Runs `docker compose words…` in the checkout."""
+        everything = {**self.env, **(env or {})}
+        return engine("compose", *words, code=code, expected=expected, cwd=self.root, env=everything)
+
+    def container(self, service: str) -> str:
+        return self.compose(
+            "--profile", "train", "--profile", "ssh", "ps", "--all", "--quiet", service
+        ).strip()
+
+    def strangers(self) -> list[str]:
+        """Files in the checkout that don't belong to its owner."""
+        owner = self.root.stat().st_uid
+        return [str(path) for path in self.root.rglob("*") if path.lstat().st_uid != owner]
+
+    def down(self) -> None:
+        self.compose("--profile", "train", "--profile", "ssh", "down", "--volumes", "--timeout", "5")
+
+
+def start_project(folder: Path, **options: int) -> Project:
+    jupyter, tensorboard, ssh = free_ports(3)
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("JUPYTER_TOKEN", "TRAINER_IMAGE", "STACK")
+    }
+    env |= {"JUPYTER_PORT": jupyter, "TENSORBOARD_PORT": tensorboard, "SSH_PORT": ssh}
+    env |= {"COMPOSE_PROJECT_NAME": f"trainer-test-{os.getpid()}-{jupyter}"}
+    return Project(copy_checkout(folder, **options), env)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, dev_image: str, train_image: str) -> Iterator[Project]:
+    """Started as `make up` does."""
+    del dev_image, train_image
+    started = start_project(tmp_path_factory.mktemp("compose") / "checkout")
+    try:
+        done = subprocess.run(
+            [sys.executable, "scripts/runtime.py", "up"],
+            cwd=started.root,
+            env=started.env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        started.env["SAID"] = done.stdout
+        yield started
+    finally:
+        started.down()
+
+
+def get(port: str, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def token(project: Project) -> str:
+    found = re.search(
+        r"JupyterLab   http://127\.0\.0\.1:(\d+)/lab\?token=([0-9a-f]{48})$", project.env["SAID"], re.M
+    )
+    assert found, project.env["SAID"]
+    assert found[1] == project.env["JUPYTER_PORT"]
+    return found[2]
+
+
+def test_up_says_what_it_does_and_nothing_warns(project: Project) -> None:
+    assert "runtime: without scripts/compose/gpu.yml: " in project.env["SAID"]
+    assert "docker compose -f docker-compose.yml up --detach" in project.env["SAID"]
+    # The tests that follow ask without a token, which JupyterLab notes.
+    check_log(project.compose("logs", "--no-log-prefix", expected=(r"\[W .* 403 GET",)), r"\[W .* 403 GET")
+
+
+def test_jupyterlab_wants_the_token(project: Project, dev_image: str) -> None:
+    port, secret = project.env["JUPYTER_PORT"], token(project)
+    assert get(port, "/api/contents")[0] == 403
+    assert get(port, "/api/contents?token=")[0] == 403
+    assert get(port, "/api/contents?token=0123")[0] == 403
+    status, body = get(port, f"/api/contents?token={secret}")
+    assert status == 200
+    assert "docker-compose.yml" in {entry["name"] for entry in json.loads(body)["content"]}
+    assert get(port, f"/lab?token={secret}")[0] == 200
+    assert "TOKEN" not in engine("image", "inspect", "--format", "{{.Config.Env}}", dev_image)
+
+
+def test_no_token_is_no_start(project: Project) -> None:
+    line = project.compose("run", "--rm", "-T", "--env", "JUPYTER_TOKEN=", "jupyter", code=2)
+    assert "JupyterLab needs a token" in line
+    assert line.count("\n") == 1
+
+
+KERNEL = """
+import asyncio, json, sys, uuid
+from tornado.httpclient import AsyncHTTPClient
+from tornado.websocket import websocket_connect
+
+async def main(token, code):
+    base = "127.0.0.1:8888/api/kernels"
+    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}")
+    kernel = json.loads(made.body)["id"]
+    socket = await websocket_connect(f"ws://{base}/{kernel}/channels?token={token}")
+    header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
+    header |= {"username": "", "session": ""}
+    content = {"code": code, "silent": False, "store_history": False, "allow_stdin": False}
+    await socket.write_message(json.dumps(
+        {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}))
+    while message := json.loads(await socket.read_message()):
+        kind = message["msg_type"]
+        if kind == "stream":
+            print(message["content"]["text"], end="")
+        elif kind == "error":
+            sys.exit("\\n".join(message["content"]["traceback"]))
+        elif kind == "execute_reply":
+            return
+
+asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
+"""
+
+
+def test_a_kernel_computes(project: Project) -> None:
+    code = """
+        import os, torch, trainer
+        open("/workspace/by-kernel", "w").close()
+        print(torch.ones(3).sum().item(), trainer.__file__, os.getuid())
+    """
+    words = ("exec", "-T", "jupyter", "python", "-c", KERNEL, token(project), textwrap.dedent(code))
+    assert project.compose(*words) == f"3.0 /workspace/trainer/__init__.py {OWNER}\n"
+    assert (project.root / "by-kernel").stat().st_uid == OWNER
+
+
+def test_tensorboard_shows_a_run(project: Project) -> None:
+    said = project.compose("run", "--rm", "-T", "train", *QUICK, "--out", "runs/shown")
+    assert "accuracy" in said
+    port = project.env["TENSORBOARD_PORT"]
+    wait_for(lambda: "shown/tensorboard" in json.loads(get(port, "/data/runs")[1]), "the run in TensorBoard")
+    assert project.strangers() == []
+
+
+def test_stop_ends_with_a_checkpoint(project: Project) -> None:
+    override = project.root / "long.yml"
+    override.write_text(f"services: {{train: {{command: {json.dumps([*LONG, '--out', 'runs/stopped'])}}}}}\n")
+    files = ("-f", "docker-compose.yml", "-f", "long.yml", "--profile", "train")
+    project.compose(*files, "up", "--detach", "--no-build", "train")
+    container = project.container("train")
+    metrics = project.root / "runs/stopped/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"window": 40' in metrics.read_text(), "training")
+    begun = time.monotonic()
+    project.compose(*files, "stop", "train")
+    assert time.monotonic() - begun < 30
+    assert engine("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "75"
+    logs = engine("logs", container)
+    assert "checkpoint" in logs
+    assert list((project.root / "runs/stopped/checkpoints").glob("*/SHA256SUMS"))
+    # The same command goes on.
+    project.compose(*files, "up", "--detach", "--no-build", "train")
+    wait_for(
+        lambda: "going on" in engine("logs", container) or "after window" in engine("logs", container),
+        "going on",
+    )
+    project.compose(*files, "kill", "train")
+    assert project.strangers() == []
+
+
+def test_make_train_takes_the_container(project: Project) -> None:
+    words = ["train", "--runtime", "container", "--", *QUICK, "--out", "runs/made"]
+    done = subprocess.run(
+        [sys.executable, "scripts/runtime.py", *words],
+        cwd=project.root,
+        env=project.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    check_log(done.stdout)
+    assert done.stdout.startswith(
+        "runtime: container: trainer:torch2.9-cu128-train is here\ndocker run --rm --user"
+    )
+    assert (project.root / "runs/made/model.safetensors").exists()
+    assert project.strangers() == []
+    engine("volume", "rm", f"trainer-cache-{os.getuid()}")
+
+
+def test_a_gpu_reservation_without_the_runtime(project: Project) -> None:
+    words = (
+        "-f",
+        "docker-compose.yml",
+        "-f",
+        "scripts/compose/gpu.yml",
+        "run",
+        "--rm",
+        "-T",
+        "train",
+        *QUICK,
+    )
+    said = project.compose(*words, code=None, expected=("could not select device driver",))
+    if "accuracy" in said:
+        pytest.skip("this engine has the NVIDIA runtime")
+    assert 'could not select device driver "nvidia"' in said
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o755), (OWNER, 0o700)])
+def test_whoever_owns_the_checkout(tmp_path: Path, dev_image: str, owner: int, mode: int) -> None:
+    del dev_image
+    project = start_project(tmp_path / "checkout", owner=owner, mode=mode)
+    try:
+        command = (
+            "run",
+            "--rm",
+            "-T",
+            "jupyter",
+            "sh",
+            "-c",
+            "id -u; touch made; grep CapEff /proc/self/status",
+        )
+        said = project.compose(*command)
+        assert said.splitlines()[0] == str(owner)
+        # Root keeps the three capabilities that it was given: KILL, SETGID, SETUID; others keep none.
+        assert int(said.split()[-1], 16) == (0 if owner else 0b11100000)
+        assert (project.root / "made").stat().st_uid == owner
+        assert project.strangers() == []
+    finally:
+        project.down()
+
+
+# ssh.
+
+
+def test_ssh_refuses_to_start_without_a_key(project: Project) -> None:
+    environments: list[dict[str, str]] = [{}, {"SSH_AUTHORIZED_KEYS": "no key"}]
+    for env in environments:
+        line = project.compose("run", "--rm", "-T", "ssh", code=2, env=env)
+        assert "no authorised key: set SSH_AUTHORIZED_KEYS" in line
+        assert line.count("\n") == 1
+
+
+def test_ssh_lets_a_key_in_and_nothing_else(project: Project) -> None:
+    make_keys = "for k in right wrong; do ssh-keygen -q -t ed25519 -N '' -f /workspace/$k; done"
+    project.compose("run", "--rm", "-T", "jupyter", "sh", "-c", make_keys)
+    key = (project.root / "right.pub").read_text()
+    up = ("--profile", "ssh", "up", "--detach", "--wait", "--no-build", "ssh")
+    project.compose(*up, env={"SSH_AUTHORIZED_KEYS": key})
+    with socket.create_connection(("127.0.0.1", int(project.env["SSH_PORT"])), timeout=5) as server:
+        assert server.recv(4) == b"SSH-"
+
+    def ssh(identity: str, command: str, *options: str, code: int = 0) -> str:
+        safe = (
+            "-o",
+            "StrictHostKeyChecking=no",
+            "-o",
+            "UserKnownHostsFile=/dev/null",
+            "-o",
+            "LogLevel=ERROR",
+        )
+        words = (
+            "ssh",
+            "-p",
+            "2222",
+            "-i",
+            f"/workspace/{identity}",
+            "-o",
+            "IdentitiesOnly=yes",
+            *safe,
+            *options,
+        )
+        user = ("--user", f"{OWNER}:{OWNER}")
+        return project.compose(
+            "exec", "-T", *user, "ssh", *words, "trainer@127.0.0.1", command, code=code, expected=("denied",)
+        )
+
+    said = ssh("right", "id -u; touch by-ssh; python -c 'import torch, trainer; print(trainer.__file__)'")
+    assert said.splitlines() == [str(OWNER), "/workspace/trainer/__init__.py"]
+    assert ssh("right", "bash -lc 'command -v trainer'") == "/opt/trainer/bin/trainer\n"
+    assert "denied (publickey)" in ssh("wrong", "id", code=255)
+    passwords = ("-o", "PreferredAuthentications=password,keyboard-interactive")
+    assert "denied (publickey)" in ssh("right", "id", *passwords, code=255)
+    assert "denied (publickey)" in ssh("right", "id", "-l", "root", code=255)
+    host_key = project.compose(
+        "exec", "-T", "--user", str(OWNER), "ssh", "cat", "/cache/ssh/host_ed25519.pub"
+    )
+    # From a file, in a new container: the host is the same.
+    (project.root / "keys").write_text(key)
+    project.compose(*up, env={"SSH_KEYS_FILE": str(project.root / "keys")})
+    assert ssh("right", "id -u") == f"{OWNER}\n"
+    assert "denied" in ssh("wrong", "id", code=255)
+    assert host_key == project.compose(
+        "exec", "-T", "--user", str(OWNER), "ssh", "cat", "/cache/ssh/host_ed25519.pub"
+    )
+    (project.root / "keys").unlink()  # it is root's
+    assert project.strangers() == []
+
+
+# Plain Docker.
+
+
+def test_tight_limits(train_image: str) -> None:
+    limits = ("--cpus", "1.5", "--memory", "2g", "--shm-size", "64m")
+    said = engine("run", "--rm", *limits, train_image, "trainer", "train", *QUICK, "--out", "/tmp/run")
+    assert "accuracy" in said
+
+
+def test_docker_stop_ends_with_a_checkpoint_and_75(train_image: str) -> None:
+    name = f"trainer-test-{os.getpid()}"
+    engine("run", "--detach", "--name", name, train_image, "trainer", "train", *LONG, "--out", "/tmp/run")
+    try:
+        seen = ("exec", name, "grep", "-c", '"window": 40', "/tmp/run/metrics.jsonl")
+        wait_for(lambda: engine(*seen, code=None, expected=("No such file",)).startswith("1"), "training")
+        engine("stop", "--time", "30", name)
+        assert engine("inspect", "--format", "{{.State.ExitCode}}", name).strip() == "75"
+        assert "checkpoint" in engine("logs", name)
+    finally:
+        engine("rm", "--force", "--volumes", name)
+
+
+def test_the_helper_sees_trouble() -> None:
+    text = (
+        "[W 2026-11-21 ServerApp] x\nall fine\nWARNING: y\nTraceback (most recent call last):\nUserWarning: z"
+    )
+    assert len(trouble(text)) == 4
+    assert len(trouble(text, ["WARNING: y"])) == 3
+    assert trouble("0 errors were mirrored\nwindow 200/674") == []

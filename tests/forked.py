@@ -1,0 +1,111 @@
+"""Attempts at a small run in forked processes: what a rank does, its exit code and its line."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer import between_windows, preempt, rank
+from trainer.attempt import train_rank
+from trainer.recipe import Recipe
+from trainer.resume import Mode
+
+
+class Attempt(NamedTuple):
+    """How an attempt ended: exit code, line for people, and all that it printed."""
+
+    code: int
+    line: str
+    said: str
+
+
+def small(**sections: Any) -> Recipe:
+    """A recipe that takes a second: 16 windows, two evaluations."""
+    sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch": 8, "micro_batch": 8}
+    values: dict[str, Any] = {
+        "epochs": 2,
+        "data": {"name": "synthetic", **sizes, "workers": 0},
+        "model": {"width": 4},
+        "ema": {"decay": 0.9},
+        "parallel": {"threads": 1},
+        "log": {"every": 2, "sinks": ["jsonl"]},
+        "checkpoint": {"every": 5, "minutes": 0, "best": False},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return Recipe.model_validate(values)
+
+
+def replace(thing: object, name: str, value: object) -> None:
+    """Puts something else into a module or class, in a fork that ends soon."""
+    setattr(thing, name, value)
+
+
+def attempt(
+    folder: Path,
+    recipe: Recipe | None = None,
+    mode: Mode = "auto",
+    *,
+    stop_at: int | None = None,
+    before: Callable[[], object] | None = None,
+) -> Attempt:
+    """Runs a rank in a fork.
+
+    Args:
+        folder: The run folder; made if there is none.
+        recipe: What to train; `small()` if None.
+        mode: As `--resume`.
+        stop_at: The window after which it gets SIGTERM.
+        before: Called in the fork: puts faults in.
+    """
+    folder.mkdir(exist_ok=True)
+    told = folder.with_name(f"{folder.name}.told")
+    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    process = multiprocessing.get_context("fork").Process(
+        target=_attempt, args=(folder, recipe or small(), mode, stop_at, before, told)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "it hangs"
+    line = told.with_suffix(".line")
+    outcome = json.loads(line.read_text()) if line.exists() else ""
+    line.unlink(missing_ok=True)
+    return Attempt(process.exitcode, outcome, told.read_text())
+
+
+def _attempt(
+    folder: Path,
+    recipe: Recipe,
+    mode: Mode,
+    stop_at: int | None,
+    before: Callable[[], object] | None,
+    told: Path,
+) -> None:
+    file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    preempt.install()
+    window_done = between_windows.BetweenWindows.window_done
+
+    def stopping(self: Any, done: int) -> None:
+        if done == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        window_done(self, done)
+
+    replace(between_windows.BetweenWindows, "window_done", stopping)
+    if before is not None:
+        before()
+    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode))
+    if outcome.traceback:
+        print(outcome.traceback)
+    told.with_suffix(".line").write_text(json.dumps(outcome.line))
+    os._exit(outcome.code)
