@@ -247,7 +247,7 @@ def shown(entry: Entry) -> dict[str, str]:
     return {"kind": entry.kind, "mode": f"{entry.mode:o}", key: entry.digest}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description="Finds the owner of every file of an image.")
     add = parser.add_argument
@@ -262,7 +262,7 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="write every path with owner and hash, and the findings")
     add("--sbom", type=Path, metavar="FILE", help="write a bill of materials (CycloneDX 1.6)")
     try:
-        sys.exit(walk(parser.parse_args()))
+        sys.exit(walk(parser.parse_args(words)))
     except (ImageError, LockError, OSError) as error:
         print(f"image_files: {error}", file=sys.stderr)
         sys.exit(2)

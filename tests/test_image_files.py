@@ -10,10 +10,10 @@ import io
 import json
 import os
 import py_compile
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from explicit_lock import Package
-from image_files import Made, Report, account, keep
+from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
 from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
 from locked import Locked
@@ -474,10 +474,11 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the program, with an engine that knows one image."""
     (tmp_path / "base.tar").write_bytes(archived(BASE))
     (tmp_path / "image.tar").write_bytes(archived({**clean(tmp_path), "opt/image/entrypoint": "nowhere"}))
+    monkeypatch.chdir(tmp_path)
     engine = tmp_path / "bin" / "docker"
     engine.parent.mkdir()
     case = f'[ "$*" = "save known" ] && exec cat {tmp_path}/base.tar; echo "No such image: $2" >&2; exit 1'
@@ -485,18 +486,12 @@ def run(tmp_path: Path) -> Run:
     engine.chmod(0o755)
 
     def run(*words: object, path: str = f"{engine.parent}:{os.environ['PATH']}") -> tuple[int, str]:
-        command = [sys.executable, ROOT / "scripts" / "image_files.py", *words]
-        done = subprocess.run(
-            [str(word) for word in command],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert "Traceback" not in done.stdout
-        return done.returncode, done.stdout
+        said = io.StringIO()
+        monkeypatch.setenv("PATH", path)
+        with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert isinstance(end.value.code, int)
+        return end.value.code, said.getvalue()
 
     return run
 
