@@ -116,13 +116,14 @@ lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels 
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
 
-audit: ## match the locks of STACK with ADVISORIES=FILE (a JSON list of OSV records); waivers: stacks/waivers.toml
-	$(call bootstrap,--groups train test)
+audit sbom: override VENV = build/lock
+audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
 
-sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …", and write build/sbom/: bill and files
+sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …"; write its bill to build/sbom
 	$(if $(and $(IMAGE),$(BASE)),,$(error make sbom needs IMAGE= and BASE=, names or tar files of images))
-	$(call bootstrap,--groups train test)
+	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	@mkdir -p build/sbom
 	$(VENV)/bin/python scripts/image_files.py $(IMAGE) --base $(BASE) --stack $(STACK) \
 		--sbom build/sbom/sbom.cdx.json --json build/sbom/files.json $(ARGS)

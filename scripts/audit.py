@@ -228,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(
         description="Matches a stack's locks against a local file of advisories."
@@ -250,7 +250,7 @@ def main() -> None:
     )
     add("--stacks", type=Path, default=ROOT / "stacks", metavar="DIR", help="where stacks are (%(default)s)")
     try:
-        sys.exit(run(parser.parse_args()))
+        sys.exit(run(parser.parse_args(words)))
     except (AuditError, LockError, OSError) as error:
         print(f"audit: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from image_tar import SECRET, Entry, Files, Image, secrets_in
 
 # Folders that anybody may write to; all have the sticky bit or are the user's own.
-OPEN = {"tmp", "var/tmp", "cache", "home/trainer", "run/lock", "dev/shm", "dev/mqueue"}
+OPEN = {"tmp", "var/tmp", "cache", "home/trainer", "workspace", "run/lock", "dev/shm", "dev/mqueue"}
 # Of each library one real file, or a process may load two; also under the names that auditwheel gives copies.
 LIBRARY = re.compile(r"(?:^|/)(libcudnn|libcublas|libnccl|libcudart)(?:[.-][0-9a-f]{8})?\.so(?:\.\d+)*$")
 # torchvision's wheel has a copy of its own, under a name of its own; to remove it would change the wheel.
@@ -74,7 +74,7 @@ def named(path: str) -> tuple[str, str] | None:
 def left_behind(layers: Iterable[Files], public: set[str], base: Files) -> Iterator[Finding]:
     """Secrets, histories and caches, also those that a later layer hides.
 
-    What a package brings anybody can read: a file of `public`'s hashes is no secret.
+    A file of `public`'s hashes, or unchanged from the base, is no secret.
     """
     layers = list(layers)
     places: dict[tuple[str, str, int], list[Entry]] = {}
@@ -108,6 +108,6 @@ def configured(image: Image) -> Iterator[Finding]:
 
 
 def hazards(image: Image, public: set[str], base: Files) -> list[Finding]:
-    """Everything of these kinds; `public` are the hashes of packages' and the base's files."""
+    """Everything of these kinds; `public` are the hashes of packages' files, `base` the base's."""
     found = [*modes(image.files, base), *libraries(image.files), *configured(image)]
     return sorted({*found, *left_behind(image.layers, public, base)})

@@ -10,10 +10,10 @@ import io
 import json
 import os
 import py_compile
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from explicit_lock import Package
-from image_files import Made, Report, account, keep
+from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
 from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
 from locked import Locked
@@ -138,6 +138,7 @@ def clean(folder: Path) -> Tree:
     tree |= {"opt/env/bin/tool": b"#!/opt/env/bin/sh", "opt/env/lib/libtool.so.1": b"\x7fELF tool"}
     tree |= {"opt/env/lib/libtool.so": "libtool.so.1", "opt/env/bin/tool-1": "tool", "opt/env/lib64": "lib"}
     tree |= {"opt/env/lib/libgone.so": "libgone.so.9", "opt/env/conda-meta/history": b""}
+    tree |= {"opt/env/lib/libother.so": "libtool.so.1"}  # of another package: not there when it was built
     packaged = b"#!/placeholder/bin/sh"
     paths: list[dict[str, Any]] = [
         {"_path": "bin/tool", "path_type": "hardlink", "sha256": sha256(packaged)},
@@ -146,6 +147,7 @@ def clean(folder: Path) -> Tree:
         {"_path": "bin/tool-1", "path_type": "softlink", "sha256": sha256(packaged)},
         {"_path": "lib64", "path_type": "softlink", "sha256": sha256(b"")},
         {"_path": "lib/libgone.so", "path_type": "softlink", "sha256": sha256(b"")},
+        {"_path": "lib/libother.so", "path_type": "softlink", "sha256": sha256(b"")},
         {"_path": "lib/libtool.a", "path_type": "hardlink", "sha256": "e" * 64},  # pruned
         {"_path": "empty", "path_type": "directory"},
     ]
@@ -221,7 +223,7 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
         "opt/image/entrypoint",
         "opt/image/removed.json",
     ]
-    assert len(owners["conda"]) == 7 and len(owners["wheel"]) == 7 and len(owners["trainer"]) == 3
+    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 7 and len(owners["trainer"]) == 3
     assert len(owners.get("bytecode", [])) == NEW
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
@@ -317,6 +319,19 @@ def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree[f"{SITE}/lib_x/two.so"] = "libcudnn.so.9"
     assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')
+    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+
+
+def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
+    place = "trainer-0.1.0.dist-info/RECORD"
+    names = ("trainer/__init__.py", "bin/trainer")
+    tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
+    assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]
 
 
 def test_a_record_inside_a_package_is_none(tmp_path: Path) -> None:
@@ -459,10 +474,11 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the program, with an engine that knows one image."""
     (tmp_path / "base.tar").write_bytes(archived(BASE))
     (tmp_path / "image.tar").write_bytes(archived({**clean(tmp_path), "opt/image/entrypoint": "nowhere"}))
+    monkeypatch.chdir(tmp_path)
     engine = tmp_path / "bin" / "docker"
     engine.parent.mkdir()
     case = f'[ "$*" = "save known" ] && exec cat {tmp_path}/base.tar; echo "No such image: $2" >&2; exit 1'
@@ -470,18 +486,12 @@ def run(tmp_path: Path) -> Run:
     engine.chmod(0o755)
 
     def run(*words: object, path: str = f"{engine.parent}:{os.environ['PATH']}") -> tuple[int, str]:
-        command = [sys.executable, ROOT / "scripts" / "image_files.py", *words]
-        done = subprocess.run(
-            [str(word) for word in command],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert "Traceback" not in done.stdout
-        return done.returncode, done.stdout
+        said = io.StringIO()
+        monkeypatch.setenv("PATH", path)
+        with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert isinstance(end.value.code, int)
+        return end.value.code, said.getvalue()
 
     return run
 
