@@ -74,7 +74,8 @@ FROM wheels AS base
 ARG SOURCE_DATE_EPOCH
 RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
-    mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace
+    mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
+    find / -xdev -perm /6000 -type f -exec chmod a-s {} +
 COPY --link --chmod=755 scripts/entrypoint /opt/image/entrypoint
 ARG TORCH_VERSION=2.9.1
 ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

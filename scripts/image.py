@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conda_lock import read_toml
-from engine_checks import ROOT, call, check_disk, check_engine, check_stack, read_stacks
+from engine_checks import ROOT, call, check_disk, check_engine, check_stack, has_image, read_stacks
 
 from trainer.errors import BadInputError
 
 TARGETS = ("train", "dev")
 LABEL = "org.opencontainers.image"
-BUILD_GB = 30.0  # a build of the default stack: layers, their copies in BuildKit's cache, the archive
+# Of a build of the default stack: wheels in the cache, layers, their copies in the engine's store; and of one
+# whose wheels are in layers already.
+BUILD_GB, AGAIN_GB = 25.0, 8.0
 STAND_IN = "/opt/stand-in"
 # Where a network has a certificate authority of its own, its certificates are here.
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
@@ -186,7 +188,7 @@ def build(request: Request) -> None:
     """
     stack = read_stack(request.stack)
     check_engine(build=True)
-    check_disk(BUILD_GB)
+    check_disk(AGAIN_GB if has_image(f"trainer:{request.stack}-train") else BUILD_GB)
     with scratch() as folder:
         labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.

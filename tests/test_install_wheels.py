@@ -1,0 +1,53 @@
+"""What the image build does besides installing: bytecode that never goes stale, records that stay true."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from install_wheels import compile_all, drop_records, has_bytecode
+
+
+def record(prefix: Path, name: str, *files: str) -> Path:
+    file = prefix / "conda-meta" / f"{name}-1-0.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"name": name, "files": list(files)}))
+    return file
+
+
+def test_only_records_of_what_a_wheel_replaced_go(tmp_path: Path) -> None:
+    replaced = record(tmp_path, "setuptools", "lib/python3.12/site-packages/setuptools/__init__.py")
+    other = record(tmp_path, "pip", "lib/python3.12/site-packages/pip/__init__.py")
+    # The library of the same name as a wheel, without its Python part, is still conda's.
+    native = record(tmp_path, "zstandard", "lib/libzstd.so")
+    drop_records(tmp_path, {"setuptools", "zstandard"})
+    assert [file.exists() for file in (replaced, other, native)] == [False, True, True]
+
+
+def compiled(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.pyc"))}
+
+
+def test_bytecode_is_the_same_each_time_and_never_checked(tmp_path: Path) -> None:
+    trees = []
+    site = tmp_path / "site"  # bytecode names its source's path: the same both times
+    for _ in range(2):
+        shutil.rmtree(site, ignore_errors=True)
+        for package in ("torch", "other"):
+            shutil.copytree(
+                Path(json.__file__).parent, site / package, ignore=shutil.ignore_patterns("*.pyc")
+            )
+        (site / "module.py").write_text("names = {'a', 'b', 'c'}\nprint(0)\n")
+        assert not any(has_bytecode(path) for path in site.iterdir())
+        compile_all(Path(sys.executable), sorted(site.iterdir()))
+        assert all(has_bytecode(path) for path in site.iterdir() if path.name != "__pycache__")
+        trees.append(compiled(site))
+        assert {data[4] for data in trees[-1].values()} == {1}, "unchecked: bit 0 set, bit 1 not"
+    assert trees[0] == trees[1]
+    module = site / "module.py"
+    module.write_text("raise SystemExit('read again')")
+    asked = [sys.executable, "-c", "import module"]
+    assert (
+        subprocess.run(asked, cwd=module.parent, capture_output=True, text=True, check=True).stdout == "0\n"
+    )
