@@ -63,9 +63,9 @@ FROM wheels AS code
 RUN --mount=type=bind,target=/source --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv \
     --mount=type=tmpfs,target=/tmp \
     cp -r /source/pyproject.toml /source/README.md /source/LICENSE /source/trainer /tmp && \
-    UV_NO_INSTALLER_METADATA=1 UV_PYTHON_DOWNLOADS=never /opt/uv/bin/uv pip install --no-cache --offline \
+    PYTHONDONTWRITEBYTECODE=1 UV_NO_INSTALLER_METADATA=1 UV_PYTHON_DOWNLOADS=never /opt/uv/bin/uv pip install --no-cache --offline \
         --python /opt/env/bin/python --no-deps --no-build-isolation --target /opt/trainer /tmp && \
-    /opt/env/bin/python -m compileall -qq --invalidation-mode unchecked-hash /opt/trainer && \
+    /opt/env/bin/python -B -m compileall -qq --invalidation-mode unchecked-hash /opt/trainer && \
     rm -f /opt/trainer/.lock
 
 # A user, folders that any user may write to, and the settings. All that must hold stands in ENV: Kubernetes'

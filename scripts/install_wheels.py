@@ -19,6 +19,7 @@ def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
     """Installs the groups."""
     environment = {
         **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",  # with times in it
         "UV_PYTHON_DOWNLOADS": "never",
         "UV_NO_INSTALLER_METADATA": "1",  # says when and from where it was installed
         "UV_LINK_MODE": "copy",
@@ -29,6 +30,7 @@ def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
         listed.flush()
         words = [uv, "pip", "install", "--python", python, "--require-hashes", "--no-deps", "-r", listed.name]
         subprocess.run([str(word) for word in words], env=environment, check=True)
+    (python.parent.parent / ".lock").unlink(missing_ok=True)  # uv's
 
 
 def drop_records(prefix: Path, installed: set[str]) -> None:
@@ -47,8 +49,8 @@ def compile_all(python: Path, paths: list[Path]) -> None:
     Without it each process of a user who can't write here would compile torch anew. Two processes with fixed
     shares: what one writes depends on what it compiled before (marshal's flags follow reference counts).
     """
-    words = [python, "-m", "compileall", "-qq", "-j1", "--invalidation-mode", "unchecked-hash"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""}
+    words = [python, "-B", "-m", "compileall", "-qq", "-j1", "--invalidation-mode", "unchecked-hash"]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
     torch = [path for path in paths if path.name == "torch"]
     shares = [share for share in (torch, [path for path in paths if path not in torch]) if share]
     running = [
@@ -80,8 +82,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     python = options.prefix / "bin" / "python"
-    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(subprocess.check_output([python, "-c", asked], text=True).strip())
+    asked = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_path('stdlib'))"
+    site, standard = map(Path, subprocess.check_output([python, "-B", "-c", asked], text=True).split())
     site.mkdir(parents=True, exist_ok=True)
     wheels = [
         wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)
@@ -92,7 +94,10 @@ def main() -> None:
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
         options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
-    compile_all(python, [path for path in sorted(site.iterdir()) if not has_bytecode(path)])
+    paths = list(site.iterdir())
+    if standard.is_relative_to(options.prefix):  # not where the environment is a virtual one
+        paths += [path for path in standard.iterdir() if path.name != "site-packages"]
+    compile_all(python, [path for path in paths if not has_bytecode(path)])
 
 
 if __name__ == "__main__":
