@@ -68,7 +68,16 @@ class Project:
     ) -> str:
         """Runs `docker compose words…` in the checkout."""
         everything = {**self.env, **(env or {})}
-        return engine("compose", *words, code=code, expected=expected, cwd=self.root, env=everything)
+        return engine(
+            "compose",
+            "--progress",
+            "quiet",
+            *words,
+            code=code,
+            expected=expected,
+            cwd=self.root,
+            env=everything,
+        )
 
     def container(self, service: str) -> str:
         return self.compose(
@@ -211,6 +220,7 @@ def test_tensorboard_shows_a_run(project: Project) -> None:
 def test_stop_ends_with_a_checkpoint(project: Project) -> None:
     override = project.root / "long.yml"
     override.write_text(f"services: {{train: {{command: {json.dumps([*LONG, '--out', 'runs/stopped'])}}}}}\n")
+    os.chown(override, OWNER, OWNER)
     files = ("-f", "docker-compose.yml", "-f", "long.yml", "--profile", "train")
     project.compose(*files, "up", "--detach", "--no-build", "train")
     container = project.container("train")
