@@ -305,7 +305,9 @@ def up(options: argparse.Namespace) -> None:
     if code := subprocess.call(compose, env=environment):
         raise SystemExit(code)
     logs = call("docker", "compose", "logs", "--no-log-prefix", "jupyter").stdout
-    urls = re.findall(r"http://127\.0\.0\.1:\d+/lab\?token=\S+", logs)
+    # It names its address inside the container, too.
+    port = os.environ.get("JUPYTER_PORT") or PORTS["JUPYTER_PORT"]
+    urls = re.findall(rf"http://127\.0\.0\.1:{port}/lab\?token=\S+", logs)
     print(f"\nJupyterLab   {urls[-1] if urls else 'docker compose logs jupyter shows its address'}")
     print(f"TensorBoard  http://127.0.0.1:{os.environ.get('TENSORBOARD_PORT') or PORTS['TENSORBOARD_PORT']}")
 
