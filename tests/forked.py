@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ def _attempt(
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
+    threading.excepthook = threading.__excepthook__
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     preempt.install()
     window_done = between_windows.BetweenWindows.window_done

@@ -297,9 +297,10 @@ def test_a_checkpoint_by_time(tmp_path: Path) -> None:
     recipe = small(checkpoint={"every": 0, "minutes": 1e-9, "keep": 9}, max_windows=4)
     assert attempt(folder, recipe).code == 0
     assert [path.name[-1] for path in sorted((folder / "checkpoints").iterdir())] == ["1", "2", "3"]
-    never = tmp_path / "never"
-    assert attempt(never, small(checkpoint={"every": 0, "minutes": 60}, max_windows=4)).code == 0
-    assert not (never / "checkpoints").exists()
+    for minutes in (60, 0):
+        never = tmp_path / f"never-{minutes}"
+        assert attempt(never, small(checkpoint={"every": 0, "minutes": minutes}, max_windows=4)).code == 0
+        assert not (never / "checkpoints").exists()
 
 
 def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: Path) -> None:
