@@ -15,8 +15,8 @@ usage() {
 
 # Debian's own address on this machine, from where apt has it.
 debian_mirror() {
-    awk '/^URIs:/ {print $2; exit} /^deb / {for (i = 2; i <= NF; i++) if ($i ~ /^http/) {print $i; exit}}' \
-        $(find /etc/apt -name '*.sources' -o -name '*.list')
+    find /etc/apt \( -name '*.sources' -o -name '*.list' \) -exec cat {} + |
+        awk '/^URIs:/ {print $2; exit} /^deb / {for (i = 2; i <= NF; i++) if ($i ~ /^http/) {print $i; exit}}'
 }
 
 fetch() {
