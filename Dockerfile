@@ -76,7 +76,7 @@ RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
-COPY --link --chmod=755 scripts/entrypoint /opt/image/entrypoint
+COPY --chmod=755 scripts/entrypoint /opt/image/entrypoint
 ARG TORCH_VERSION=2.9.1
 ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     LANG=C.UTF-8 \
@@ -101,7 +101,7 @@ ENTRYPOINT ["/opt/env/bin/dumb-init", "--", "/opt/image/entrypoint"]
 
 FROM base AS train
 CMD ["trainer", "--help"]
-COPY --link --from=code /opt/trainer /opt/trainer
+COPY --from=code /opt/trainer /opt/trainer
 
 # What the image holds, asked of its libraries: scripts/image.py compares that with stack.toml, and labels by it.
 FROM train AS asked
@@ -109,6 +109,12 @@ RUN --network=none --mount=type=bind,source=scripts/image_facts.py,target=/scrip
     python -B /scripts/image_facts.py > /tmp/facts.json
 FROM scratch AS facts
 COPY --from=asked /tmp/facts.json /
+
+# What the stages above `wheels` make for train, without what lies below: small enough to build twice in a test.
+FROM scratch AS above
+COPY --from=base /etc/passwd /etc/group /etc/
+COPY --from=base /opt/image/entrypoint /opt/image/entrypoint
+COPY --from=code /opt/trainer /opt/trainer
 
 FROM base AS dev
 ARG STACK=torch2.9-cu128
@@ -135,4 +141,4 @@ ENV PATH=$PATH:/opt/conda/condabin
 USER 1000:1000
 EXPOSE 8888 6006
 CMD ["jupyter"]
-COPY --link --from=code /opt/trainer /opt/trainer
+COPY --from=code /opt/trainer /opt/trainer

@@ -275,12 +275,13 @@ def verify(request: Request, above: bool) -> int:
 
     Args:
         request: What to build.
-        above: Only build the layers above `wheels` again.
+        above: Only compare what the stages above `wheels` make.
     """
     stack = read_stack(request.stack)
     check_engine(build=True)
-    check_disk(2 * BUILD_GB)
-    again = ["--no-cache-filter=base,code,train,dev"] if above else ["--no-cache"]
+    check_disk(AGAIN_GB if above else 2 * BUILD_GB)
+    again = ["--no-cache-filter=base,code,above"] if above else ["--no-cache"]
+    request = request._replace(target="above") if above else request
     with scratch() as folder:
         archives = [folder / f"{number}.tar" for number in (1, 2)]
         for archive in archives:
@@ -307,7 +308,7 @@ def push(request: Request, registry: str) -> None:
     """
     stack = read_stack(request.stack)
     check_engine(build=True)
-    check_disk(BUILD_GB)
+    check_disk(BUILD_GB if request.target in TARGETS else AGAIN_GB)
     remote = f"{registry}/{request.name}"
     with scratch() as folder:
         labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))

@@ -1,12 +1,28 @@
 """Promise: the image runs as anyone, says what it is, holds one CUDA, and asks nothing of the network."""
 
 import json
+import os
 import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image import Request, commit_of, labels_of, mismatches, read_stack
+from image import (
+    Request,
+    commit_of,
+    differing_files,
+    labels_of,
+    mismatches,
+    push,
+    read_layers,
+    read_stack,
+)
 
 from tests.container.run import engine
 
@@ -33,6 +49,11 @@ READ_ONLY = ["--read-only", "--tmpfs=/tmp:exec", "--tmpfs=/cache:exec", "--tmpfs
 
 def configuration(image: str) -> Any:
     return json.loads(engine("image", "inspect", image))[0]["Config"]
+
+
+def script(*words: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def users() -> list[str]:
@@ -137,3 +158,98 @@ def test_the_allocator_can_be_changed(train_image: str, library: str) -> None:
         pytest.skip("the stand-in for conda's packages has no jemalloc")
     preload = ["-e", f"LD_PRELOAD=/opt/env/lib/{library}"]
     engine("run", *LIMITED, *preload, train_image, "python", "-c", "import torch; torch.ones(9).sum()")
+
+
+def test_what_is_built_above_the_wheels_is_the_same_each_time() -> None:
+    done = script(ROOT / "scripts/image.py", "verify", "--above-wheels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"two builds gave sha256:[0-9a-f]{64} \(3 layers\)", done.stdout)
+
+
+def test_builds_that_differ_are_told_by_layer_and_file(tmp_path: Path) -> None:
+    for number, text in (("1", "one"), ("2", "two")):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "same").write_text("same")
+        (tmp_path / number / "other").write_text(text)
+        (tmp_path / number / "Dockerfile").write_text("FROM scratch\nCOPY same /\nCOPY other /\n")
+        made = f"type=oci,dest={tmp_path}/{number}.tar,rewrite-timestamp=true,compression=uncompressed"
+        words = ["buildx", "build", "--provenance=false", "--build-arg=SOURCE_DATE_EPOCH=1"]
+        engine(*words, "--output", made, tmp_path / number)
+    first, second = (read_layers(tmp_path / f"{number}.tar") for number in (1, 2))
+    assert first.digest != second.digest
+    assert [a == b for a, b in zip(first.layers, second.layers, strict=True)] == [True, False]
+    archives = tmp_path / "1.tar", tmp_path / "2.tar"
+    assert differing_files(*archives, (first.layers[1], second.layers[1])) == ["other"]
+
+
+def layers_of(image: str) -> list[str]:
+    layers: list[str] = json.loads(engine("image", "inspect", image))[0]["RootFS"]["Layers"]
+    return layers
+
+
+def test_a_change_to_the_code_is_the_last_layer_and_small(tmp_path: Path) -> None:
+    """A user pulls that layer alone. The context is what the image is built from, and one line more."""
+    for name in ("trainer", "scripts", "stacks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".env").write_text("SECRET=planted\n")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("planted")
+    layers = []
+    for tag in ("trainer:before", "trainer:changed"):
+        done = script(tmp_path / "scripts/image.py", "build", "--tag", tag)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        layers.append(layers_of(tag))
+        with (tmp_path / "trainer" / "__init__.py").open("a") as file:
+            file.write("CHANGED = True\n")
+    before, after = layers
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
+    listed = "find / -xdev -name .env -o -name .git; du -sb /opt/trainer"
+    out = engine("run", *LIMITED, "--user=0", "--entrypoint=sh", "trainer:changed", "-c", listed)
+    (size,) = out.splitlines()
+    assert int(size.split()[0]) < 20e6
+    engine("rmi", "trainer:before", "trainer:changed")
+
+
+def test_every_file_has_an_owner_and_no_secret_is_in_a_layer(dev_image: str, tmp_path: Path) -> None:
+    """Of dev, whose lower layers are train's."""
+    base = os.environ.get("TRAINER_STAND_IN")
+    if base is None:
+        pytest.skip("the bases' names are known where they are stood in for")
+    bill = tmp_path / "sbom.json"
+    done = script(ROOT / "scripts/image_files.py", dev_image, "--base", base, "--sbom", bill)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 findings" in done.stdout
+    components = json.loads((tmp_path / "sbom.json").read_text())["components"]
+    assert {"torch", "nvidia-cudnn-cu12", "trainer"} <= {one["name"] for one in components}
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[str]:
+    """Debian's registry, on loopback."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("no docker-registry here (a package of Debian's)")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    blobs = f"{{filesystem: {{rootdirectory: {tmp_path}/blobs}}}}"
+    configuration = tmp_path / "config.yml"
+    configuration.write_text(f"version: 0.1\nstorage: {blobs}\nhttp: {{addr: '{address}'}}\n")
+    words = [program, "serve", str(configuration)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        yield address
+        process.terminate()
+
+
+def test_what_was_pushed_is_pulled_by_its_digest(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the small target: what differs for the whole image is the time that it takes."""
+    base = os.environ.get("TRAINER_STAND_IN", "")
+    push(Request(STACK, "above", base), registry)
+    digest = re.findall(r"pull it by (\S+)", capsys.readouterr().out)[0]
+    assert re.fullmatch(rf"{registry}/trainer@sha256:[0-9a-f]{{64}}", digest)
+    engine("rmi", f"{registry}/trainer:{STACK}-above")
+    engine("pull", digest)
+    assert json.loads(engine("image", "inspect", digest))[0]["RepoDigests"] == [digest]
+    engine("rmi", digest)
