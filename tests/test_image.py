@@ -1,0 +1,73 @@
+"""What scripts/image.py decides without an engine: arguments, labels, budget."""
+
+from pathlib import Path
+from typing import Any
+
+import image
+import pytest
+from image import Request, archive_words, build_words, check_size, labels_of, mismatches, read_stack
+
+from trainer.errors import BadInputError
+
+FACTS: dict[str, Any] = {
+    "python": "3.12.13", "torch": "2.9.1", "torchvision": "0.24.1", "torchaudio": "2.9.1", "cuda": "12.8",
+    "cudnn": "9.10.2", "nccl": "2.27.5", "triton": "3.5.1", "trainer": "0.1.0", "compiler": "g++ 14.4.0",
+    "architectures": ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+}  # fmt: skip
+STACK = "torch2.9-cu128"
+
+
+def test_the_stack_gives_the_arguments() -> None:
+    words = build_words(Request(STACK, "train"), read_stack(STACK), "train")
+    assert "TORCH_VERSION=2.9.1" in words
+    assert "ALLOW_MD5=" in words
+    assert not [word for word in words if word.startswith("--build-context") or "CONDA_MIRROR" in word]
+    old = build_words(Request("pytorch-cuda-11.8", "dev"), read_stack("pytorch-cuda-11.8"), "dev")
+    assert "ALLOW_MD5=libcufile libcurand" in old
+    assert "TORCH_VERSION=2.5.1" in old
+
+
+def test_a_stand_in_replaces_both_bases_and_is_told() -> None:
+    request, stack = Request(STACK, "train", "standin/base"), read_stack(STACK)
+    words = build_words(request, stack, "train")
+    replaced = [word for word in words if word.endswith("=docker-image://standin/base")]
+    assert [word.split("=")[0] for word in replaced] == ["conda-base", "debian-base"]
+    assert labels_of(request, stack, FACTS, "abc")["trainer.stand-in"] == "both bases"
+
+
+def test_the_archive_depends_on_the_sources_alone() -> None:
+    words = archive_words(Request(STACK, "train"), read_stack(STACK), {"a": "b"}, Path("f.tar"))
+    assert "SOURCE_DATE_EPOCH=1795219200" in words
+    assert "--provenance=false" in words
+    assert "rewrite-timestamp=true" in words[words.index("--output") + 1]
+
+
+def test_labels_say_what_was_found_inside() -> None:
+    labels = labels_of(Request(STACK, "dev"), read_stack(STACK), FACTS | {"cuda": "12.9"}, "abc")
+    assert labels["trainer.cuda"] == "12.9"
+    assert labels["org.opencontainers.image.revision"] == "abc"
+    assert labels["org.opencontainers.image.created"] == "2026-11-21T00:00:00Z"
+    assert labels["trainer.driver"] == ">=525.60.13"
+
+
+@pytest.mark.parametrize(("name", "value"), [("python", "3.11.2"), ("torch", "2.9.0"), ("cudnn", "9.1.2")])
+def test_another_version_inside_is_a_mismatch(name: str, value: str) -> None:
+    stack = read_stack(STACK)
+    assert mismatches(stack, FACTS, stand_in=False) == []
+    wrong = mismatches(stack, FACTS | {name: value}, stand_in=False)
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"{name} is {value}")
+
+
+def test_a_stack_that_is_none_gets_the_nearest() -> None:
+    with pytest.raises(BadInputError, match=r"torch2\.9-cu128"):
+        read_stack("torch2.9-cu12")
+
+
+@pytest.mark.parametrize(("target", "fits", "large"), [("train", 7.6e9, 7.8e9), ("dev", 8.7e9, 9.0e9)])
+def test_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch, target: str, fits: float, large: float) -> None:
+    monkeypatch.setattr(image, "size_of", lambda _: fits)
+    check_size(Request(STACK, target), read_stack(STACK))
+    monkeypatch.setattr(image, "size_of", lambda _: large)
+    with pytest.raises(BadInputError, match=r"its budget in stack.toml is"):
+        check_size(Request(STACK, target), read_stack(STACK))
