@@ -11,8 +11,8 @@
 # says more. `ca` is for networks with a certificate authority of their own; elsewhere it is not given.
 
 # Both bases can be replaced: --build-context conda-base=docker-image://…
-FROM continuumio/miniconda3:26.7.1-1@sha256:eca594d684f495c1a02beff33a9fab53aec8c5830eaf431bb149912dc6c9e4c1 AS conda-base
-FROM debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
+FROM --platform=linux/amd64 continuumio/miniconda3:26.7.1-1@sha256:eca594d684f495c1a02beff33a9fab53aec8c5830eaf431bb149912dc6c9e4c1 AS conda-base
+FROM --platform=linux/amd64 debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
 
 # Python and native tools, by conda from an explicit lock.
 FROM conda-base AS env
@@ -36,7 +36,7 @@ ARG STACK=torch2.9-cu128
 RUN --mount=type=bind,source=stacks,target=/stacks \
     --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py --mount=type=secret,id=ca \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    /opt/conda/bin/python -B /scripts/wheels.py "/stacks/$STACK/wheels.lock" boot > /tmp/uv.txt && \
+    /opt/conda/bin/python -B /scripts/wheels.py "/stacks/$STACK/wheels.lock" uv > /tmp/uv.txt && \
     /opt/conda/bin/python -m pip install --disable-pip-version-check --no-cache-dir --progress-bar=off \
         --require-hashes --no-deps --target /opt/uv -r /tmp/uv.txt
 
@@ -56,7 +56,8 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     export UV_CACHE_DIR=/var/cache/uv; \
     /opt/env/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" /opt/env \
         --groups train image --uv /opt/uv/bin/uv --prune /opt/image/removed.json && \
-    for site in /opt/env/lib/python3.*/site-packages; do echo /opt/trainer > "$site/trainer.pth"; done
+    site=$(/opt/env/bin/python -B -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+    echo /opt/trainer > "$site/trainer.pth"
 
 # The trainer, installed into a folder of its own: a change to it changes this layer alone.
 FROM wheels AS code
@@ -71,13 +72,18 @@ RUN --mount=type=bind,target=/source --mount=type=bind,from=uv,source=/opt/uv,ta
 # A user, folders that any user may write to, and the settings. All that must hold stands in ENV: Kubernetes'
 # `command:`, Pyxis and `apptainer exec` go round the entrypoint.
 FROM wheels AS base
+ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
-RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
+ARG TORCH_VERSION=2.9.1
+RUN found=$(/opt/env/bin/python -B -c 'from importlib.metadata import version; print(version("torch").split("+")[0])') && \
+    if [ "$found" != "$TORCH_VERSION" ]; then \
+        echo "TORCH_VERSION=$TORCH_VERSION, but $STACK has torch $found: build it with make image STACK=$STACK" >&2; exit 1; \
+    fi; \
+    echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
 COPY --chmod=755 scripts/entrypoint /opt/image/entrypoint
-ARG TORCH_VERSION=2.9.1
 ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     LANG=C.UTF-8 \
     PYTHONNOUSERSITE=1 \
@@ -136,7 +142,8 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     /opt/conda/bin/python -B /scripts/conda_env.py "$CONDA_LOCKS/conda-dev.lock" /opt/env --add \
         --conda /opt/conda/bin/conda --cache /var/cache/conda-packages ${CONDA_MIRROR:+--mirror "$CONDA_MIRROR"} && \
     UV_CACHE_DIR=/var/cache/uv /opt/env/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" \
-        /opt/env --groups dev --uv /opt/uv/bin/uv
+        /opt/env --groups dev --uv /opt/uv/bin/uv && \
+    printf 'channels: [conda-forge]\ndefault_channels: []\n' > /opt/conda/.condarc
 ENV PATH=$PATH:/opt/conda/condabin
 USER 1000:1000
 EXPOSE 8888 6006

@@ -54,7 +54,8 @@ verify-image: ## build STACK twice without cache and compare the bytes
 	$(call script,image.py verify --stack $(STACK) $(ARGS))
 
 push: ## push the images of STACK to REGISTRY=host/path and print their digests
-	$(call script,image.py push --stack $(STACK) --registry "$(REGISTRY)" $(ARGS))
+	$(call script,image.py push --stack $(STACK) --target train --registry "$(REGISTRY)" $(ARGS))
+	$(call script,image.py push --stack $(STACK) --target dev --registry "$(REGISTRY)" $(ARGS))
 
 shell: ## open a shell in the image; ARGS="command" runs that instead
 	$(call script,runtime.py shell $(where) -- $(ARGS))

@@ -31,6 +31,7 @@ from explicit_lock import LockError, Package, parse_lock
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
 # With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.
 NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # of conda itself, which stays in the dev image
 # Of a record: where it lay in this build.
 LOCAL = (
     "extracted_package_dir",
@@ -199,7 +200,7 @@ def link(conda: str, verb: str, prefix: Path, packages: list[Package], cache: Pa
     condarc.write_text(json.dumps({**CONDARC, "pkgs_dirs": [str(work / "pkgs")]}))  # JSON is YAML
     drop = ("CONDA_", "_CONDA_", "MAMBA_", "PYTHON", "XDG_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
-    env |= NO_NETWORK | {"CONDARC": str(condarc), "HOME": str(work), "PYTHONNOUSERSITE": "1"}
+    env |= NO_NETWORK | NO_BYTECODE | {"CONDARC": str(condarc), "HOME": str(work), "PYTHONNOUSERSITE": "1"}
     words = [conda, verb, "-y", "-p", str(prefix), "--offline", "--override-channels", "-c", "conda-forge"]
     words += ["--no-default-packages"] * (verb == "create") + ["--file", str(lock)]
     with subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL) as child:

@@ -173,10 +173,15 @@ def checked_facts(request: Request, stack: Mapping[str, Any], folder: Path) -> d
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for archives, where there is more room than in a /tmp in memory."""
-    with tempfile.TemporaryDirectory(
-        prefix="trainer-image-", dir=os.environ.get("TMPDIR", "/var/tmp")
-    ) as folder:
+    """A folder for archives, where there is more room than in a /tmp in memory.
+
+    Raises:
+        BadInputError: If TMPDIR isn't there.
+    """
+    where = Path(os.environ.get("TMPDIR", "/var/tmp"))
+    if not where.is_dir():
+        raise BadInputError(f"TMPDIR={where} is no folder: make it, or name another")
+    with tempfile.TemporaryDirectory(prefix="trainer-image-", dir=where) as folder:
         yield Path(folder)
 
 
@@ -194,15 +199,37 @@ def build(request: Request) -> None:
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
     # Not compressed: gzip takes minutes, and nothing is sent anywhere.
     into = f"type=image,name={request.name},unpack=true,compression=uncompressed"
+    if not has_containerd_store():
+        into = f"type=docker,name={request.name}"
     given = [*as_labels(labels), "--output", into]
     run(*build_words(request, stack, request.target, *given))
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
     check_size(request, stack)
 
 
+def has_containerd_store() -> bool:
+    """Whether the engine keeps images as containerd does."""
+    return "io.containerd.snapshotter" in call("docker", "info", "--format", "{{.DriverStatus}}").stdout
+
+
+def check_store() -> None:
+    """Makes sure that the engine can write archives with rewritten times.
+
+    Raises:
+        BadInputError: If it keeps images in the old way.
+    """
+    if not has_containerd_store():
+        raise BadInputError(
+            "this needs the engine's containerd image store: "
+            '{"features": {"containerd-snapshotter": true}} in daemon.json'
+        )
+
+
 def size_of(image: str) -> int:
     """Bytes of an image's files."""
     done = call("docker", "run", "--rm", "--network=none", "--user=0", "--entrypoint=du", image, "-sxb", "/")
+    if done.returncode and not done.stdout:
+        raise BadInputError(f"{image} can't be run: {done.stderr.strip()[-200:]}")
     return int(done.stdout.split()[0])
 
 
@@ -279,6 +306,7 @@ def verify(request: Request, above: bool) -> int:
     """
     stack = read_stack(request.stack)
     check_engine(build=True)
+    check_store()
     check_disk(AGAIN_GB if above else 2 * BUILD_GB)
     again = ["--no-cache-filter=base,code,above"] if above else ["--no-cache"]
     request = request._replace(target="above") if above else request
@@ -290,7 +318,9 @@ def verify(request: Request, above: bool) -> int:
         if first == second:
             print(f"image: two builds gave {first.digest} ({len(first.layers)} layers)")
             return 0
-        for number, layers in enumerate(zip(first.layers, second.layers, strict=True)):
+        if len(first.layers) != len(second.layers):
+            print(f"image: {len(first.layers)} layers and {len(second.layers)}", file=sys.stderr)
+        for number, layers in enumerate(zip(first.layers, second.layers, strict=False)):
             if layers[0] != layers[1]:
                 names = "(compressed: --compression=uncompressed names the files)"
                 if request.compression == "uncompressed":
@@ -306,8 +336,11 @@ def push(request: Request, registry: str) -> None:
     Raises:
         BadInputError: If it can't be built or pushed.
     """
+    if not registry:
+        raise BadInputError("where to? make push REGISTRY=host/path")
     stack = read_stack(request.stack)
     check_engine(build=True)
+    check_store()
     check_disk(BUILD_GB if request.target in TARGETS else AGAIN_GB)
     remote = f"{registry}/{request.name}"
     with scratch() as folder:
@@ -317,7 +350,8 @@ def push(request: Request, registry: str) -> None:
         run("docker", "load", "--quiet", "--input", folder / "image.tar")
     run("docker", "push", remote)
     found = call("docker", "image", "inspect", remote, "--format", "{{json .RepoDigests}}")
-    digests = [one for one in json.loads(found.stdout) if one.startswith(f"{remote.rpartition(':')[0]}@")]
+    repository = remote.rpartition(":")[0].removeprefix("docker.io/")
+    digests = [one for one in json.loads(found.stdout) if one.startswith(f"{repository}@")]
     if not digests:
         raise BadInputError(
             f"{remote} was pushed, but the engine doesn't know its digest: {found.stdout.strip()}"

@@ -38,7 +38,8 @@ def facts() -> dict[str, object]:
         "cudnn": _cudnn(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "triton": _triton(),
-        "architectures": re.findall(r"sm_\d+", flags),
+        # sm_90a has code for sm_90's own instructions beside it: the same GPUs.
+        "architectures": list(dict.fromkeys(re.findall(r"sm_\d+", flags))),
         "trainer": version("trainer"),
         "compiler": _compiler(),
     }

@@ -58,6 +58,7 @@ MADE = (
     Made("etc/group", added=r"trainer:x:1000:"),
     Made("opt/env/lib/python3.*/site-packages/trainer.pth", text="/opt/trainer\n"),
     Made("opt/*/conda-meta/history", text=""),  # conda takes a folder without it for no environment
+    Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),
     Made(REMOVED),
 )

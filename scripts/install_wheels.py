@@ -29,6 +29,9 @@ def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
         listed.write(select(read_lock(lock.read_text()), groups))
         listed.flush()
         words = [uv, "pip", "install", "--python", python, "--require-hashes", "--no-deps", "-r", listed.name]
+        words.append(
+            "--reinstall"
+        )  # what conda brought in the same version isn't the wheel whose hash is locked
         subprocess.run([str(word) for word in words], env=environment, check=True)
     (python.parent.parent / ".lock").unlink(missing_ok=True)  # uv's
 
@@ -58,7 +61,9 @@ def compile_all(python: Path, paths: list[Path]) -> None:
         for share in shares
     ]
     for process in running:
-        process.wait()  # its exit code counts files that no Python 3 can compile: templates, say
+        # 1 only counts files that no Python 3 can compile: templates, say.
+        if process.wait() < 0:
+            raise SystemExit(f"install_wheels: compiling was ended by signal {-process.returncode}")
 
 
 def has_bytecode(path: Path) -> bool:

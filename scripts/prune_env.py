@@ -102,11 +102,18 @@ def size_of(files: list[Path]) -> int:
     return sum(file.lstat().st_size for file in files)
 
 
+def own(prefix: Path, pattern: str) -> list[Path]:
+    """What a pattern finds, but not again through a link: conda has lib/python3.1 beside python3.12."""
+    links = [path for path in prefix.glob("lib/python3.*") if path.is_symlink()]
+    found = prefix.glob(pattern)
+    return [path for path in found if not any(path.is_relative_to(link) for link in links)]
+
+
 def remove(prefix: Path, rule: Rule, dry: bool) -> tuple[list[Path], int]:
     """Removes what a rule names; returns the files and their bytes."""
     gone: list[Path] = []
     size = 0
-    for path in sorted({path for pattern in rule.patterns for path in prefix.glob(pattern)}):
+    for path in sorted({path for pattern in rule.patterns for path in own(prefix, pattern)}):
         if any(path.is_relative_to(folder) for folder in gone):
             continue  # a tests folder within a tests folder
         gone.append(path)
@@ -122,7 +129,7 @@ def remove(prefix: Path, rule: Rule, dry: bool) -> tuple[list[Path], int]:
 
 def link(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, Path], int]:
     """Replaces copies of a library by relative links to the first; returns the links and the bytes saved."""
-    found = {path for pattern in DUPLICATES.patterns for path in prefix.glob(pattern)}
+    found = {path for pattern in DUPLICATES.patterns for path in own(prefix, pattern)}
     by_size: dict[int, list[Path]] = {}
     for path in sorted(found - gone):
         if path.is_file() and not path.is_symlink() and (size := path.stat().st_size) >= SMALLEST:

@@ -197,6 +197,8 @@ def become(words: Sequence[str]) -> NoReturn:
 
 def train(options: argparse.Namespace) -> None:
     """`make train`: in the container or in .venv."""
+    if options.data and not Path(options.data).is_dir():
+        raise BadInputError(f"DATA={options.data} is no folder: the engine would make an empty one there")
     stacks = read_stacks()
     local_lock = "/" in options.stack  # make train STACK=tests/compat/torch2.5
     stack = None if local_lock else check_stack(options.stack, stacks)

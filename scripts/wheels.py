@@ -48,5 +48,7 @@ def digest(wheels: list[Wheel], groups: list[str]) -> dict[str, str]:
     return {group: hashlib.sha256(select(wheels, [group]).encode()).hexdigest() for group in groups}
 
 
-if __name__ == "__main__":  # wheels.py LOCK GROUP…: their requirements, for pip
-    print(select(read_lock(Path(sys.argv[1]).read_text()), sys.argv[2:]), end="")
+if __name__ == "__main__":  # wheels.py LOCK NAME…: for a pip of any Python, so without the markers
+    for one in read_lock(Path(sys.argv[1]).read_text()):
+        if one.name in sys.argv[2:]:
+            print(re.sub(r" ; [^\\]*\\", " \\\\", one.text, count=1))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import wheels
 from install_wheels import compile_all, drop_records, has_bytecode
 
 
@@ -51,3 +52,16 @@ def test_bytecode_is_the_same_each_time_and_never_checked(tmp_path: Path) -> Non
     assert (
         subprocess.run(asked, cwd=module.parent, capture_output=True, text=True, check=True).stdout == "0\n"
     )
+
+
+def test_a_tool_is_listed_for_any_python(tmp_path: Path) -> None:
+    """The lock of a conda stack is for one Python; the installer's own may be another."""
+    lock = tmp_path / "wheels.lock"
+    lock.write_text(
+        "# groups: boot\nuv==1.0 ; python_full_version == '3.12.*' \\\n    --hash=sha256:00\n"
+        "# groups: train\nother==2.0 \\\n    --hash=sha256:11\n"
+    )
+    script = Path(wheels.__file__)
+    words = [sys.executable, str(script), str(lock), "uv"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert out == "uv==1.0 \\\n    --hash=sha256:00\n"

@@ -84,6 +84,17 @@ def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
         assert f": {rule['rule']} (" in done.stdout
 
 
+def test_a_second_name_of_the_same_folder_changes_nothing(env: Path, tmp_path: Path) -> None:
+    """conda-forge's Python 3.12 brings `lib/python3.1`, a link to it."""
+    (env / "lib" / "python3.1").symlink_to(Path(SITE).parts[1])
+    listed = tmp_path / "removed.json"
+    done = run(env, listed)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(listed.read_text())["removed"] == sorted(GONE)
+    assert (env / FIRST).read_bytes() == LIBRARY
+    assert (env / COPY).read_bytes() == LIBRARY
+
+
 def test_a_dry_run_removes_nothing_and_lists_the_same(env: Path, tmp_path: Path) -> None:
     dry, real = tmp_path / "dry.json", tmp_path / "real.json"
     before = files(env)
