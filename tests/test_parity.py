@@ -30,6 +30,7 @@ DATA: dict[str, dict[str, Any]] = {
     "digits": {"name": "digits"},
     "synthetic": {"name": "synthetic", "image_size": 16, "classes": 10, "samples": 80},
 }
+QUICK = ("digits", "accumulation")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest relative difference of a window's loss from that of the loop, over the first 50 windows and over
 # all: rounding grows (a ReLU that is on in one of them is off in the other), so the mathematics is compared
@@ -195,9 +196,18 @@ def compare(data: str, mode: str, sections: dict[str, Any]) -> ByHand:
     return hand
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("mode", DTYPES)
-@pytest.mark.parametrize("data", DATA)
+# The mathematics in the fast suite; of the other formats, one data set and one part.
+CASES = [
+    pytest.param(
+        data, mode, part, marks=[] if mode == "fp64" or (data, part) == QUICK else [pytest.mark.slow]
+    )
+    for data in DATA
+    for mode in DTYPES
+    for part in PARTS
+]
+
+
+@pytest.mark.parametrize(("data", "mode", "part"), CASES)
 def test_two_hundred_losses_are_those_of_the_loop_by_hand(data: str, mode: str, part: str) -> None:
     hand = compare(data, mode, PARTS[part])
     assert bool(hand.skipped) == (mode == "fp16"), "fp16 starts with a scale that overflows"
