@@ -61,6 +61,8 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
 
 # The trainer, installed into a folder of its own: a change to it changes this layer alone.
 FROM wheels AS code
+# Set by `image.py verify`, so that what it builds anew is never taken for what was built before.
+ARG VERIFY=
 RUN --mount=type=bind,target=/source --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv \
     --mount=type=tmpfs,target=/tmp \
     cp -r /source/pyproject.toml /source/README.md /source/LICENSE /source/trainer /tmp && \
@@ -75,6 +77,7 @@ FROM wheels AS base
 ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.9.1
+ARG VERIFY=
 RUN found=$(/opt/env/bin/python -B -c 'from importlib.metadata import version; print(version("torch").split("+")[0])') && \
     if [ "$found" != "$TORCH_VERSION" ]; then \
         echo "TORCH_VERSION=$TORCH_VERSION, but $STACK has torch $found: build it with make image STACK=$STACK" >&2; exit 1; \

@@ -308,7 +308,7 @@ def verify(request: Request, above: bool) -> int:
     check_engine(build=True)
     check_store()
     check_disk(AGAIN_GB if above else 2 * BUILD_GB)
-    again = ["--no-cache-filter=base,code,above"] if above else ["--no-cache"]
+    again = ["--no-cache-filter=base,code,above", "--build-arg", "VERIFY=1"] if above else ["--no-cache"]
     request = request._replace(target="above") if above else request
     with scratch() as folder:
         archives = [folder / f"{number}.tar" for number in (1, 2)]

@@ -57,6 +57,8 @@ def main() -> None:
     subprocess.run(["chroot", tree, "python3", "-m", "venv", "/opt/conda"], check=True)
     shutil.copy(HERE / "stand_in_conda.py", tree / "opt/conda/bin/conda")
     (tree / "opt/conda/bin/conda").chmod(0o755)
+    (tree / "opt/conda/condabin").mkdir()
+    (tree / "opt/conda/condabin/conda").symlink_to("../bin/conda")
     asked = "import platform; print(platform.python_version())"
     full = subprocess.check_output(["chroot", tree, "python3", "-c", asked], text=True).strip()
     minor = full.rpartition(".")[0]
