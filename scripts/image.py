@@ -350,8 +350,9 @@ def push(request: Request, registry: str) -> None:
         run("docker", "load", "--quiet", "--input", folder / "image.tar")
     run("docker", "push", remote)
     found = call("docker", "image", "inspect", remote, "--format", "{{json .RepoDigests}}")
-    repository = remote.rpartition(":")[0].removeprefix("docker.io/")
-    digests = [one for one in json.loads(found.stdout) if one.startswith(f"{repository}@")]
+    # The engine leaves out the host of its default registry.
+    repository = remote.rpartition(":")[0]
+    digests = [one for one in json.loads(found.stdout) if repository.endswith(one.partition("@")[0])]
     if not digests:
         raise BadInputError(
             f"{remote} was pushed, but the engine doesn't know its digest: {found.stdout.strip()}"
