@@ -11,7 +11,10 @@
 # says more. `ca` is for networks with a certificate authority of their own; elsewhere it is not given.
 
 # Both bases can be replaced: --build-context conda-base=docker-image://…
+# The locks are for this platform, whatever the host's is.
+# hadolint ignore=DL3029
 FROM --platform=linux/amd64 continuumio/miniconda3:26.7.1-1@sha256:eca594d684f495c1a02beff33a9fab53aec8c5830eaf431bb149912dc6c9e4c1 AS conda-base
+# hadolint ignore=DL3029
 FROM --platform=linux/amd64 debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
 
 # Python and native tools, by conda from an explicit lock.
@@ -130,7 +133,7 @@ ARG STACK=torch2.9-cu128
 ARG CONDA_LOCKS=/stacks/${STACK}
 ARG CONDA_MIRROR=
 ARG SOURCE_DATE_EPOCH
-USER root
+USER 0:0
 COPY --link --from=conda-base /opt/conda /opt/conda
 # Adds to the environment, so that this layer holds only what is new.
 RUN --mount=type=bind,source=stacks,target=/stacks \

@@ -61,6 +61,14 @@ def rows_of(folder: Path) -> list[Any]:
     return [tuple(row.get(key) for key in keys) for row in rows]
 
 
+def come_some_way(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Waits until a run has written some rows."""
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 12:
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+
+
 def stopped_somewhere(
     folder: Path, *arguments: str, to: str = "launcher", number: int = signal.SIGTERM
 ) -> Any:
@@ -69,10 +77,7 @@ def stopped_somewhere(
         command(*RUN, *arguments, "--out", str(folder)),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 12:
-        time.sleep(0.02)
-        assert process.poll() is None, process.communicate()
+    come_some_way(process, folder)
     began = time.monotonic()
     if to == "launcher":
         process.send_signal(number)
@@ -435,10 +440,7 @@ def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path
         ["unshare", "--fork", "--pid", "--mount-proc", *command(*RUN, "--out", str(folder))],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 12:
-        time.sleep(0.02)
-        assert process.poll() is None, process.communicate()
+    come_some_way(process, folder)
     (first,) = children(process.pid)
     os.kill(first, signal.SIGTERM)
     _, err = process.communicate(timeout=60)

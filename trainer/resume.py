@@ -100,7 +100,7 @@ def has_checkpoint(out: Path | None, mode: Mode, recipe: str) -> bool:
     """Whether the run that a command means has a checkpoint, by its name only."""
     try:
         folder = out or (newest_run(RUNS, recipe) if mode == "newest" else None)
-    except BadInputError:
+    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
         return False
     return folder is not None and any((folder / checkpoint.FOLDER).glob("step-*"))
 
