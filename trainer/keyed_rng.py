@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     SHARD = 4
     SPLIT = 5
     DATA = 6
+    REPLACEMENT = 7
 
 
 def key(*parts: int) -> int:

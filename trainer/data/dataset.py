@@ -1,12 +1,13 @@
 """What a data set is, and the two kinds the trainer carries with it: arrays in memory."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.corrupt import Bad
 from trainer.keyed_rng import Float32, Ints
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -33,12 +34,15 @@ class Dataset(Protocol):
         uniforms: Random numbers that `read` wants for each sample in training.
         arrays: The whole data set, (samples, *shape) for each field, where it is held in memory; it may
             then live on the device.
+        in_process: True where a batch costs less than handing it over between processes: read it where it
+            is used, without workers.
     """
 
     fields: Mapping[str, Field]
     units: int
     uniforms: int
     arrays: Arrays | None
+    in_process: bool
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -48,7 +52,7 @@ class Dataset(Protocol):
         """Number of samples and a hash: other words for other data, whatever host and folder it lies in."""
         ...
 
-    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad] | None:
         """Writes samples into a batch, all at once.
 
         Args:
@@ -56,6 +60,9 @@ class Dataset(Protocol):
             random: float32 (micro_batch, at least `uniforms`) in [0, 1), keyed by sample and epoch;
                 None in evaluation.
             out: For each field an array (micro_batch, *shape) to be filled.
+
+        Returns:
+            The corrupt samples that others stand in for (see `corrupt.fill_rows`), if there were any.
         """
         ...
 
@@ -68,6 +75,7 @@ class ArrayDataset:
         self.arrays: Arrays | None = arrays
         self._arrays = arrays
         self.uniforms = 0
+        self.in_process = True
         self.units = int(arrays[UNITS].max()) if UNITS in arrays else 1
         self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
 

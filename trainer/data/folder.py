@@ -63,6 +63,7 @@ class FolderDataset:
         self._labels = np.array([number for number, _ in names], dtype=np.int64)
         self.units = 1
         self.arrays: Arrays | None = None
+        self.in_process = False
         self.fields: Mapping[str, Field] = {
             "image": Field((3, size, size), np.dtype(np.uint8)),
             "label": Field((), np.dtype(np.int64)),
