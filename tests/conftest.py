@@ -1,11 +1,17 @@
 """What tests share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.world import Ranks
+
+# A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
+# processes that the tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

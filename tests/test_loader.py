@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from tests.toys import make_recipe
+from trainer.data.crop import central_cut, random_cut
 from trainer.data.dataset import Arrays, Field
-from trainer.data.folder import central_cut, random_cut
 from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
@@ -40,6 +40,7 @@ class Numbers:
         self.units = 9
         self.uniforms = 2
         self.arrays: Arrays | None = None
+        self.in_process = False
 
     def __len__(self) -> int:
         return self.samples
@@ -133,7 +134,7 @@ def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
     Image.fromarray(grey).save(root / "train" / "cat" / "deep.png")
     shutil.copyfile(root / "train" / "cat" / "0.png", os.fsencode(root / "train" / "cat") + b"/x\xff.png")
     images = load_images(DataConfig(name="folder", path=root, image_size=16), 0)
-    out: dict[str, Any] = {"image": np.empty((14, 3, 16, 16), np.uint8), "label": np.empty(14, np.int64)}
+    out: dict[str, Any] = {"image": np.empty((14, 16, 16, 3), np.uint8), "label": np.empty(14, np.int64)}
     images.train.read(np.arange(14), np.full((14, 4), 0.5, np.float32), out)
     assert out["label"].tolist() == [0] * 8 + [1] * 6
 

@@ -26,7 +26,7 @@ from tests.test_loader import make_folder
 from trainer import between_windows, start
 from trainer.checkpoint import files, store
 from trainer.data.dataset import ArrayDataset
-from trainer.data.folder import FolderDataset
+from trainer.data.files import in_folder
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
 from trainer.observe.log import keep_rows
@@ -217,11 +217,11 @@ def test_a_fingerprint_tells_folders_apart(tmp_path: Path, monkeypatch: pytest.M
     root = make_folder(tmp_path / "data") / "train"
 
     def fingerprint() -> str:
-        return FolderDataset(root, 8, random_crop=True).fingerprint()
+        return in_folder(root).fingerprint()
 
     own = fingerprint()
     moved = Path(shutil.copytree(root, tmp_path / "moved"))
-    assert FolderDataset(moved, 16, random_crop=False).fingerprint() == own, "wherever it lies"
+    assert in_folder(moved).fingerprint() == own, "wherever it lies"
     first = min(root.rglob("*.png"))
     data = first.read_bytes()
     first.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

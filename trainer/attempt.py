@@ -63,7 +63,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         found, skipped = _newest(folder, mode, world)
         at = found.step if found else 0
         check_agreement(f"{config_hash(recipe)} {data} from {at}", world)
-        parts = assemble(recipe, task, world, workers_per_rank(limits, local_size))
+        parts = assemble(recipe, task, world, workers_per_rank(limits, local_size), folder)
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         t = parts.training

@@ -2,12 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.batchnorm import WindowStatistics
+from trainer.data.corrupt import Quarantine
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.errors import BadInputError
 from trainer.memory import blocks, candidates
@@ -118,8 +120,8 @@ class Parts:
     notes: list[str]
 
 
-def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
-    """Builds everything that a rank trains with, on its device."""
+def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Path | None = None) -> Parts:
+    """Builds everything that a rank trains with, on its device; `folder` is for what it writes down."""
     device = world.device
     plan = make_plan(recipe, task)
     share = Share(plan, world.rank, world.size)
@@ -150,14 +152,24 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int) -> Parts:
     measured = len(task.evaluation_data)
     batch = min(recipe.data.evaluation_batch, measured)
     held = evaluation_share(measured, batch, world.rank, world.size)
+    training_quarantine, evaluation_quarantine = (
+        Quarantine(what, recipe.data.corrupt_samples(count), _quarantine_file(recipe, folder))
+        for what, count in (("training", plan.samples), ("evaluation", measured))
+    )
     return Parts(
         training,
-        make_loader(source, device, recipe.data, workers),
-        make_loader(Source(task.evaluation_data, held), device, recipe.data, min(workers, 2)),
+        make_loader(source, device, recipe.data, workers, training_quarantine),
+        make_loader(
+            Source(task.evaluation_data, held), device, recipe.data, min(workers, 2), evaluation_quarantine
+        ),
         held,
         prepared.compiled,
         prepared.notes,
     )
+
+
+def _quarantine_file(recipe: Recipe, folder: Path | None) -> Path | None:
+    return folder / "quarantine.jsonl" if folder and recipe.data.on_corrupt == "quarantine" else None
 
 
 def set_determinism(recipe: Recipe) -> None:

@@ -87,17 +87,17 @@ class Quarantine:
     Args:
         what: Which data set: "training" or "evaluation".
         budget: How many different samples may be corrupt, as this rank sees them.
+        file: Where they are written, one JSON object per line, or None.
     """
 
-    def __init__(self, what: str, budget: int) -> None:
-        """Starts with none."""
-        self._what, self._budget = what, budget
-        self._file: Path | None = None
+    def __init__(self, what: str, budget: int, file: Path | None = None) -> None:
+        """Starts with none, or with what an earlier attempt wrote."""
+        self._what, self._budget, self._file = what, budget, file
         self.samples = set[int]()
+        if file is not None:
+            self._read(file)
 
-    def keep_in(self, file: Path) -> None:
-        """Writes to a file from here on, one JSON object per line; what an earlier attempt wrote counts."""
-        self._file = file
+    def _read(self, file: Path) -> None:
         try:
             lines = file.read_bytes().splitlines()
         except FileNotFoundError:

@@ -5,9 +5,12 @@ place where the data lives change nothing but the time it takes.
 """
 
 import contextlib
+import io
 import multiprocessing
+import pickle
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,8 +23,10 @@ from torch.utils.data import DataLoader, Dataset as TorchDataset
 
 from trainer.config import Section
 from trainer.data import dataset as data
+from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
+from trainer.data.shared import Columns
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
@@ -42,8 +47,10 @@ class LoaderConfig(Section):
     resident: bool | Literal["auto"] = Field(
         "auto", description="keep the data set on the device; auto: if it is in memory and below 256 MiB"
     )
-    start_method: Literal["fork", "forkserver", "spawn"] = Field(
-        "fork" if sys.platform == "linux" else "spawn", description="how workers are started"
+    start_method: Literal["auto", "fork", "forkserver", "spawn"] = Field(
+        "auto",
+        description="how workers are started; auto: fork on Linux while the rank has no other thread, else "
+        "forkserver (macOS: spawn)",
     )
 
 
@@ -87,6 +94,18 @@ class Source:
             extras[_UNIFORM] = uniforms(self.share.plan.seed, epoch, sample, self.uniforms)
         return sample, extras
 
+    def chunks(self, batches: range) -> Iterator[range]:
+        """Parts of a range of batches whose order is worth computing at once."""
+        size = max(1, _CHUNK_SAMPLES // self.share.plan.micro_batch)
+        return (batches[first : first + size] for first in range(0, len(batches), size))
+
+    def each(self, batches: range) -> Iterator[tuple[int, Ints, dict[str, npt.NDArray[Any]]]]:
+        """Number, samples and what they carry along, of one batch after another."""
+        for numbers in self.chunks(batches):
+            sample, extras = self.extras(np.arange(numbers.start, numbers.stop))
+            for index, number in enumerate(numbers):
+                yield number, sample[index], {name: array[index] for name, array in extras.items()}
+
     def batch(self, fields: dict[str, torch.Tensor], units: int) -> Batch:
         """Sorts what travelled together into a batch."""
         return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), units)
@@ -108,9 +127,8 @@ class ResidentLoader:
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank."""
         source = self._source
-        chunk = max(1, _CHUNK_SAMPLES // source.share.plan.micro_batch)
-        for first in range(batches.start, batches.stop, chunk):
-            sample, extras = source.extras(np.arange(first, min(first + chunk, batches.stop)))
+        for numbers in source.chunks(batches):
+            sample, extras = source.extras(np.arange(numbers.start, numbers.stop))
             rows = {name: self._rows(array) for name, array in extras.items()}
             units = self._count(sample, extras)
             for index, picked in enumerate(self._rows(sample)):
@@ -137,40 +155,67 @@ class ResidentLoader:
         """Nothing to stop."""
 
 
-class _Filler(TorchDataset[tuple[int, int | str]]):
-    """What a worker does: fills the slot of a batch, and returns the batch's number and units.
+class _Filled(NamedTuple):
+    """A batch that lies in its slot; `failed` is the message where it could not be filled.
 
-    Bad data is returned as its message: an exception would arrive with a worker's traceback in its text.
+    A message and not an exception, which would arrive with a worker's traceback in its text.
     """
+
+    number: int
+    units: int
+    replaced: Sequence[Bad] = ()
+    failed: str = ""
+
+
+class _Filler(TorchDataset[_Filled]):
+    """What a worker does: fills the slot of a batch."""
 
     def __init__(self, source: Source, ring: Ring) -> None:
         self._source = source
         self._ring = ring
 
-    def __getitem__(self, batch: int) -> tuple[int, int | str]:
-        try:
-            return batch, self._fill(batch)
-        except BadInputError as error:
-            return batch, str(error)
-
-    def _fill(self, batch: int) -> int:
+    def __getitem__(self, batch: int) -> _Filled:
         sample, extras = self._source.extras(np.array([batch]))
+        return self._fill(batch, sample[0], {name: array[0] for name, array in extras.items()})
+
+    def in_process(self, batches: range) -> Iterator[_Filled]:
+        """Fills one after another; their order is computed for many at once."""
+        for number, sample, extras in self._source.each(batches):
+            yield self._fill(number, sample, extras)
+
+    def _fill(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
         out = self._ring.arrays(batch)
         for name, array in extras.items():
-            out[name][...] = array[0]
-        random = extras[_UNIFORM][0] if _UNIFORM in extras else None
-        self._source.dataset.read(sample[0], random, out)
-        weight = extras.get(_WEIGHT, np.ones((1, sample.shape[1]), np.float32))[0]
-        units = out.get(data.UNITS, np.int64(self._source.dataset.units))
-        return int((units * weight).sum())
+            out[name][...] = array
+        try:
+            replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), out)
+        except BadInputError as error:
+            return _Filled(batch, 0, failed=str(error))
+        if data.UNITS not in out and _WEIGHT not in extras:
+            return _Filled(batch, self._source.dataset.units * len(sample), replaced or ())
+        weight = extras.get(_WEIGHT, np.float32(1))
+        units = out.get(data.UNITS, np.full(len(sample), self._source.dataset.units))
+        return _Filled(batch, int((units * weight).sum()), replaced or ())
 
 
 class RingLoader:
     """Workers read and decode; batches cross to the device from a ring of shared memory."""
 
-    def __init__(self, source: Source, device: torch.device, workers: int, config: LoaderConfig) -> None:
-        """Makes the ring and starts the workers, which stay until `close`."""
+    def __init__(
+        self,
+        source: Source,
+        device: torch.device,
+        workers: int,
+        config: LoaderConfig,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        """Makes the ring and starts the workers, which stay until `close`.
+
+        Raises:
+            BadInputError: If the data set can't be sent to workers that aren't forked.
+        """
         plan = source.share.plan
+        method = start_method(config)
         fields = {
             name: data.Field((plan.micro_batch, *field.shape), field.dtype)
             for name, field in source.dataset.fields.items()
@@ -183,10 +228,11 @@ class RingLoader:
         self._device = device
         # Two slots more than can be under way: the batch in use and the one that is being copied.
         slots = workers * config.prefetch + 2
-        self._ring = Ring(fields, slots, inherited=workers == 0 or config.start_method == "fork")
+        self._ring = Ring(fields, slots, inherited=workers == 0 or method == "fork")
+        self._quarantine = quarantine or Quarantine("training", len(source.dataset))
         self._filler = _Filler(source, self._ring)
         self._numbers: list[range] = [range(0)]
-        self._loader: DataLoader[tuple[int, int | str]] | None = None
+        self._loader: DataLoader[_Filled] | None = None
         self._pinned = False
         if workers:
             self._loader = DataLoader(
@@ -196,18 +242,21 @@ class RingLoader:
                 num_workers=workers,
                 prefetch_factor=config.prefetch,
                 persistent_workers=True,
-                multiprocessing_context=multiprocessing.get_context(config.start_method),
+                multiprocessing_context=multiprocessing.get_context(method),
                 worker_init_fn=_ignore_signals,
             )
             # With nothing to read yet, this starts the workers: before there are threads that a fork
             # would cut short, and before the ring is registered with CUDA.
-            list(self._loader)
+            try:
+                list(self._loader)
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                raise BadInputError(unsendable(source.dataset, method, error)) from error
 
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
         self._numbers[0] = batches
-        results = iter(self._loader) if self._loader else (self._filler[number] for number in batches)
-        filled = map(_checked, results)
+        results = iter(self._loader) if self._loader else self._filler.in_process(batches)
+        filled = map(self._checked, results)
         if self._device.type != "cuda":
             for number, units in filled:
                 yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
@@ -216,6 +265,13 @@ class RingLoader:
         slots = ((self._ring.slot(number), units) for number, units in filled)
         for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
             yield self._source.batch(self._ring.unpack(slot), units)
+
+    def _checked(self, filled: _Filled) -> tuple[int, int]:
+        if filled.failed:
+            raise BadInputError(filled.failed)
+        if filled.replaced:
+            self._quarantine.add(filled.replaced)
+        return filled.number, filled.units
 
     def close(self) -> None:
         """Ends the workers and gives the memory back."""
@@ -230,11 +286,44 @@ class RingLoader:
             self._pinned = False
 
 
-def _checked(filled: tuple[int, int | str]) -> tuple[int, int]:
-    number, units = filled
-    if isinstance(units, str):
-        raise BadInputError(units)
-    return number, units
+def start_method(config: LoaderConfig) -> str:
+    """How workers are started: as configured, or by what is safe."""
+    if config.start_method != "auto":
+        return config.start_method
+    if sys.platform != "linux":
+        return "spawn"
+    # A fork leaves the other threads behind, with whatever lock they held.
+    return "fork" if threading.active_count() == 1 else "forkserver"
+
+
+def unsendable(dataset: data.Dataset, method: str, error: Exception) -> str:
+    """One line that names the attribute of a data set that can't be sent to a worker."""
+    where, value = type(dataset).__name__, dataset
+    while True:
+        parts = getattr(value, "__dict__", {})
+        part = next((name for name, inner in parts.items() if not _can_be_sent(inner)), None)
+        if part is None:
+            break
+        where, value = f"{where}.{part}", parts[part]
+    return (
+        f"data.start_method={method}: {where} ({type(value).__name__}) can't be sent to a loader worker "
+        f"({str(error).splitlines()[0]}); make it where it is first used, or set data.start_method=fork"
+    )
+
+
+class _Trial(pickle.Pickler):
+    """Passes over what only a starting process can send."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "shared" if isinstance(value, Columns) else None
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        _Trial(io.BytesIO()).dump(value)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return False
+    return True
 
 
 class _Current:
@@ -261,7 +350,13 @@ def _ignore_signals(_worker: int) -> None:
 Loader = ResidentLoader | RingLoader
 
 
-def make_loader(source: Source, device: torch.device, config: LoaderConfig, cpu_workers: int) -> Loader:
+def make_loader(
+    source: Source,
+    device: torch.device,
+    config: LoaderConfig,
+    cpu_workers: int,
+    quarantine: Quarantine | None = None,
+) -> Loader:
     """Chooses the loader.
 
     Args:
@@ -269,6 +364,7 @@ def make_loader(source: Source, device: torch.device, config: LoaderConfig, cpu_
         device: Where the batches are wanted.
         config: How.
         cpu_workers: What `workers: auto` stands for where the data is not resident.
+        quarantine: Takes note of samples that were replaced.
 
     Returns:
         A loader; call it with a range of batch numbers.
@@ -284,4 +380,7 @@ def make_loader(source: Source, device: torch.device, config: LoaderConfig, cpu_
         )
     if resident and config.workers in ("auto", 0):
         return ResidentLoader(source, device)
-    return RingLoader(source, device, cpu_workers if config.workers == "auto" else config.workers, config)
+    workers = config.workers
+    if workers == "auto":
+        workers = 0 if source.dataset.in_process else cpu_workers
+    return RingLoader(source, device, workers, config, quarantine)

@@ -10,7 +10,6 @@ import ctypes
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping
 from multiprocessing import reduction
 from typing import Any
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data.dataset import Field
+from trainer.data.shared import anonymous_file
 
 _ALIGNMENT = 64
 
@@ -47,11 +47,7 @@ class Ring:
         self.slot_bytes = offset
         self._file = -1
         if not inherited:
-            if hasattr(os, "memfd_create"):
-                self._file = os.memfd_create("trainer-ring")
-            else:  # macOS: a file that is deleted already
-                with tempfile.TemporaryFile() as file:
-                    self._file = os.dup(file.fileno())
+            self._file = anonymous_file()
             os.ftruncate(self._file, self.slot_bytes * slots)
         self._map()
 

@@ -1,15 +1,21 @@
-"""Data sets by name: embedded digits, synthetic images, and a folder of images by class."""
+"""Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
 import importlib.util
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.folder import FolderDataset
+from trainer.data.files import in_folder, in_table
+from trainer.data.images import ImageDataset
 from trainer.data.loader import LoaderConfig
+from trainer.data.pieces import in_pieces
+from trainer.data.records import Records
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key, keys
 
@@ -20,11 +26,21 @@ LABEL = "label"
 class DataConfig(LoaderConfig):
     """What is trained on, in batches of which size."""
 
-    name: Literal["digits", "synthetic", "folder"] = Field(
+    name: Literal["digits", "synthetic", "folder", "table", "shards", "pack"] = Field(
         "digits",
-        description="digits (embedded), synthetic (no data needed) or folder (train/ and val/ by class)",
+        description="digits (embedded), synthetic (no data needed), or images below data.path: folder "
+        "(train/ and val/ by class), table (train.csv and val.csv, or .parquet, with path and label), shards "
+        "(tar, after `trainer data index`) or pack (made by `trainer data pack`)",
     )
-    path: Path | None = Field(None, description="where the data lies (folder)")
+    path: Path | None = Field(None, description="where the data lies")
+    on_corrupt: OnCorrupt = Field(
+        "fail",
+        description="a sample that can't be decoded: fail, skip (another, always the same, stands in) or "
+        "quarantine (that, and the run folder's quarantine.jsonl names it)",
+    )
+    corrupt_budget: float = Field(
+        0.001, ge=0, le=1, description="share of the samples that may be corrupt before the run fails"
+    )
     global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
     micro_batch: int = Field(
         64, ge=1, description="samples per forward pass on one rank; part of the arithmetic"
@@ -32,18 +48,23 @@ class DataConfig(LoaderConfig):
     evaluation_batch: int = Field(
         256, ge=1, description="samples per forward pass in evaluation, on one rank"
     )
-    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (synthetic, folder)")
+    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training images (synthetic)")
     augment: Literal["none", "flip", "affine"] = Field(
         "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
     )
 
+    def corrupt_samples(self, of: int) -> int:
+        """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
+        return math.ceil(self.corrupt_budget * of)
+
     @model_validator(mode="after")
-    def _path_belongs_to_a_folder(self) -> "DataConfig":
-        if self.path is not None and self.name != "folder":
+    def _path_belongs_to_images(self) -> "DataConfig":
+        if self.path is not None and self.name in ("digits", "synthetic"):
             raise ValueError(
-                f"data.path is set but data.name={self.name} doesn't read it; add data.name=folder"
+                f"data.path is set but data.name={self.name} doesn't read it; "
+                "add data.name=folder, or table, shards, pack"
             )
         return self
 
@@ -52,7 +73,7 @@ class ImageData(NamedTuple):
     """Images for training and evaluation, and what the model must know of them.
 
     Attributes:
-        train: Data set with the fields image, uint8 (channels, height, width), and label, int64 ().
+        train: Data set with the fields image, uint8 (height, width, channels), and label, int64 ().
         evaluation: The same for evaluation.
         classes: Names of the classes.
         channels: Number of channels.
@@ -79,18 +100,50 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     if config.name == "synthetic":
         return _synthetic(config, seed)
     if config.path is None:
-        raise BadInputError("data.path is missing: data.name=folder needs --set data.path=DIR")
+        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
     try:
         path = config.path.expanduser()
     except RuntimeError as error:
         raise BadInputError(f"data.path={config.path}: there is no such user; write the path out") from error
-    train = FolderDataset(path / "train", config.image_size, random_crop=True)
-    evaluation = FolderDataset(path / "val", config.image_size, random_crop=False)
-    if train.classes != evaluation.classes:
-        odd = sorted(set(train.classes) ^ set(evaluation.classes))[0]
-        raise BadInputError(f"{path}: class '{odd}' is in only one of train/ and val/; add or remove it")
+    train, evaluation = (open_records(config.name, path, split) for split in ("train", "val"))
+    classes = _common_classes(path, train.classes, evaluation.classes)
     # The usual statistics of ImageNet.
-    return ImageData(train, evaluation, train.classes, 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return ImageData(
+        ImageDataset(train, config.image_size, random_crop=True, on_corrupt=config.on_corrupt),
+        ImageDataset(evaluation, config.image_size, random_crop=False, on_corrupt=config.on_corrupt),
+        classes,
+        channels=3,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )
+
+
+def open_records(name: str, path: Path, split: str) -> Records:
+    """Opens one part of a data set on disk.
+
+    Args:
+        name: "folder", "table", "shards" or "pack".
+        path: What data.path says.
+        split: "train" or "val".
+
+    Raises:
+        BadInputError: If it isn't there or isn't what it should be.
+    """
+    if name == "folder":
+        return in_folder(path / split)
+    if name == "table":
+        parquet = path / f"{split}.parquet"
+        return in_table(parquet if parquet.exists() else path / f"{split}.csv")
+    return in_pieces(path / split)
+
+
+def _common_classes(path: Path, train: Sequence[str], evaluation: Sequence[str]) -> tuple[str, ...]:
+    """Those of both; where classes are numbers, one part may lack the last."""
+    longer, shorter = sorted((tuple(train), tuple(evaluation)), key=len, reverse=True)
+    if longer == shorter or (longer[: len(shorter)] == shorter and longer[0] == "0"):
+        return longer
+    odd = sorted(set(longer) ^ set(shorter))[:1] or ["(in another order)"]
+    raise BadInputError(f"{path}: class '{odd[0]}' is in only one of train and val; add or remove it")
 
 
 def _digits() -> ImageData:
@@ -106,7 +159,7 @@ def _digits() -> ImageData:
         raise BadInputError("data.name=digits comes with scikit-learn, which isn't installed; run make venv")
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     table = np.loadtxt(file, delimiter=",", dtype=np.int64)
-    image = (table[:, :-1] * 15).astype(np.uint8).reshape(-1, 1, 8, 8)
+    image = (table[:, :-1] * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
     label = table[:, -1].copy()
     drawn = np.argsort(keys(key(Purpose.SPLIT), np.arange(len(label))))
     train, test = np.sort(drawn[360:]), np.sort(drawn[:360])
@@ -123,7 +176,7 @@ def _digits() -> ImageData:
 def _synthetic(config: DataConfig, seed: int) -> ImageData:
     """Random images with random labels: for measuring speed, not for learning."""
     random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
-    size = (3, config.image_size, config.image_size)
+    size = (config.image_size, config.image_size, 3)
 
     def images(count: int) -> ArrayDataset:
         label = random.integers(0, config.classes, count, dtype=np.int64)

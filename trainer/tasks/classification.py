@@ -40,9 +40,14 @@ class Classification:
 
     def describe(self) -> Mapping[str, Any]:
         """Classes, input shape and normalisation: (pixel / 255 - mean) / std."""
-        shape = self.train_data.fields[IMAGE].shape
+        height, width, channels = self.train_data.fields[IMAGE].shape
         images = self.images
-        return {"classes": images.classes, "shape": shape, "mean": images.mean, "std": images.std}
+        return {
+            "classes": images.classes,
+            "shape": (channels, height, width),
+            "mean": images.mean,
+            "std": images.std,
+        }
 
     def model(self) -> nn.Module:
         """A new model for these images."""
@@ -72,8 +77,8 @@ class Classification:
         return {"loss": loss, "accuracy": correct.sum()}
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
-        """Bytes (n, c, h, w) to normalised floats, augmented, in the model's memory format."""
-        byte = batch.fields[IMAGE]
+        """Bytes (n, h, w, c) to normalised floats (n, c, h, w), augmented, in the model's memory format."""
+        byte = batch.fields[IMAGE].permute(0, 3, 1, 2)
         if byte.device not in self._constants:
             self._constants[byte.device] = (self._scale.to(byte.device), self._shift.to(byte.device))
         scale, shift = self._constants[byte.device]

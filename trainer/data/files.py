@@ -1,0 +1,219 @@
+"""Samples that are files: a folder of classes, or a table of paths and labels."""
+
+import csv
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.dataset import spread
+from trainer.data.shared import Columns, joined, name_at
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Ints
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+
+# Of how many files the fingerprint holds the size, and of how many the content.
+_SIZES, _CONTENTS = 10_000, 32
+
+
+class Files:
+    """Files below a root, each a sample; see `records.Records`."""
+
+    raw = False
+
+    def __init__(self, root: Path, names: list[bytes], labels: Sequence[int], classes: Sequence[str]) -> None:
+        """Takes the files in their order."""
+        self._root = os.fsencode(root)
+        self.classes: Sequence[str] = tuple(classes)
+        label = np.asarray(labels, dtype=np.int64)
+        self._columns = Columns.hold({**joined(names), "label": label})
+
+    @property
+    def labels(self) -> Ints:
+        """Of all samples."""
+        labels: Ints = self._columns["label"]
+        return labels
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """Of all names and labels, the sizes of some files and the content of a few.
+
+        Asking for a size is a round trip on a network file system: not for each of a million files.
+        """
+        digest = hashlib.sha256(repr(tuple(self.classes)).encode())
+        for column in ("name", "name_end", "label"):
+            digest.update(self._columns[column].tobytes())
+        for sample in spread(len(self), _SIZES).tolist():
+            digest.update(f"{_size(self._path(sample))} ".encode())
+        for sample in spread(len(self), _CONTENTS).tolist():
+            digest.update(_content(self._path(sample)))
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def file_name(self, sample: int) -> bytes:
+        """Path below the root."""
+        return name_at(self._columns, sample)
+
+    def name(self, sample: int) -> str:
+        """Path, readable."""
+        return readable(self._path(sample))
+
+    def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
+        """See `Records.read`."""
+        try:
+            file = os.open(self._path(sample), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return read_exactly(file, start, os.fstat(file).st_size - start if count is None else count)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise BadInputError(
+                f"{self.name(sample)}: can't be read ({error.strerror}); was it moved while the run goes on?"
+            ) from error
+
+    def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
+        """No pixels here."""
+        return (0, 0)
+
+    def _path(self, sample: int) -> bytes:
+        return os.path.join(self._root, name_at(self._columns, sample))  # noqa: PTH118  (bytes)
+
+
+def read_exactly(file: int, start: int, count: int) -> bytearray:
+    """Bytes of an open file.
+
+    Raises:
+        OSError: If there are fewer.
+    """
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count:
+        got = os.preadv(file, [view[done:]], start + done)
+        if not got:
+            raise OSError(0, f"ends after {start + done:,} bytes")
+        done += got
+    return data
+
+
+def readable(path: bytes) -> str:
+    """A path that can be printed, whatever bytes it is made of."""
+    return path.decode("utf-8", "backslashreplace")
+
+
+def in_folder(root: Path, suffixes: Sequence[str] = IMAGES) -> Files:
+    """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
+
+    Raises:
+        BadInputError: If the folder is missing or holds none.
+    """
+    if not root.is_dir():
+        raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
+    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    found = [
+        (number, os.fsencode(name) + b"/" + path)
+        for number, name in enumerate(folders)
+        for path in sorted(_below(os.fsencode(root / name), tuple(os.fsencode(s) for s in suffixes)))
+    ]
+    if not found:
+        raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders")
+    names = [readable(os.fsencode(name)) for name in folders]
+    return Files(root, [path for _, path in found], [number for number, _ in found], names)
+
+
+def _below(folder: bytes, suffixes: tuple[bytes, ...], prefix: bytes = b"") -> Iterator[bytes]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _below(entry.path, suffixes, prefix + entry.name + b"/")
+            elif entry.name.lower().endswith(suffixes):
+                yield prefix + entry.name
+
+
+def in_table(file: Path) -> Files:
+    """A CSV or Parquet file with the columns path and label; paths are relative to it.
+
+    Labels are names of classes, or numbers; the classes are then 0 to the largest.
+
+    Raises:
+        BadInputError: If the table can't be read or lacks a column.
+    """
+    try:
+        rows = _parquet(file) if file.suffix == ".parquet" else _csv(file)
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
+    if not rows:
+        raise BadInputError(f"{file}: holds no rows")
+    labels, classes = numbered([label for _, label in rows])
+    return Files(file.parent, [path for path, _ in rows], labels, classes)
+
+
+def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Labels as numbers, and the classes: in the order of their names, or 0 to the largest number."""
+    if all(label.isdecimal() and label.isascii() and len(label) < 9 for label in labels):
+        numbers = [int(label) for label in labels]
+        return numbers, [str(number) for number in range(max(numbers) + 1)]
+    classes = sorted(set(labels))
+    number_of = {name: number for number, name in enumerate(classes)}
+    return [number_of[label] for label in labels], classes
+
+
+def _csv(file: Path) -> list[tuple[bytes, str]]:
+    with file.open(newline="", encoding="utf-8", errors="surrogateescape") as text:
+        table = csv.DictReader(text, strict=True)
+        _check_columns(file, table.fieldnames or [])
+        try:
+            rows = [_row(file, f"line {table.line_num}", row["path"], row["label"]) for row in table]
+        except csv.Error as error:
+            raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
+    return rows
+
+
+def _parquet(file: Path) -> list[tuple[bytes, str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
+    try:
+        table = parquet.read_table(file)
+    except pyarrow.ArrowException as error:
+        raise BadInputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    _check_columns(file, table.column_names)
+    pairs = zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)
+    return [_row(file, f"row {number}", path, label) for number, (path, label) in enumerate(pairs, 1)]
+
+
+def _check_columns(file: Path, columns: Sequence[str]) -> None:
+    for wanted in ("path", "label"):
+        if wanted not in columns:
+            raise BadInputError(f"{file}: no column '{wanted}' (it has: {', '.join(columns) or 'none'})")
+
+
+def _row(file: Path, where: str, path: Any, label: Any) -> tuple[bytes, str]:
+    if path in (None, "", b"") or label in (None, ""):
+        raise BadInputError(f"{file}: {where}: path or label is empty")
+    return path if isinstance(path, bytes) else os.fsencode(str(path)), str(label)
+
+
+# A file that can't be read has no part in the fingerprint: who trains on it says which it is.
+
+
+def _size(path: bytes) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116
+    except OSError:
+        return -1
+
+
+def _content(path: bytes) -> bytes:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read()
+    except OSError:
+        return b""

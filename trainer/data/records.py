@@ -1,0 +1,54 @@
+"""Stored samples with labels, read at random: what folders, tables, shards and packs have in common."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from trainer.keyed_rng import Ints
+
+
+class Records(Protocol):
+    """Samples as they are stored.
+
+    Attributes:
+        raw: True where what is stored are pixels: uint8 (height, width, 3).
+    """
+
+    raw: bool
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+        ...
+
+    @property
+    def labels(self) -> Ints:
+        """The class of each sample: int64 (n,)."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def fingerprint(self) -> str:
+        """See `Dataset.fingerprint`."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """Where a sample lies, for people."""
+        ...
+
+    def file_name(self, sample: int) -> bytes:
+        """The name of a sample below its root, the same in each format that it is brought to."""
+        ...
+
+    def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
+        """Bytes of a sample, all or some.
+
+        Raises:
+            BadInputError: If they can't be read.
+        """
+        ...
+
+    def shape(self, sample: int) -> tuple[int, int]:
+        """Height and width where pixels are stored; (0, 0) for one that is stored as the file it was."""
+        ...
