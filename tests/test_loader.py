@@ -230,7 +230,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
 
     theirs, ours = load_digits(), load_images(DataConfig(), 0)
     parts: list[Any] = [ours.train.arrays, ours.evaluation.arrays]
-    images = np.concatenate([part["image"][:, 0] for part in parts]) / 15
+    images = np.concatenate([part["image"][..., 0] for part in parts]) / 15
     labels = np.concatenate([part["label"] for part in parts])
     assert (len(parts[0]["label"]), len(parts[1]["label"])) == (1437, 360)
     both = [sorted(map(repr, zip(i.reshape(-1, 64).astype(int).tolist(), j.tolist(), strict=True)))
@@ -300,11 +300,11 @@ def test_an_evaluation_image_is_cut_and_resized_as_pillow_does(tmp_path: Path) -
         (tmp_path / part / "only").mkdir(parents=True)
         Image.fromarray(gradient).save(tmp_path / part / "only" / "x.png")
     images = load_images(DataConfig(name="folder", path=tmp_path, image_size=28), 0)
-    out: dict[str, Any] = {"image": np.empty((1, 3, 28, 28), np.uint8), "label": np.empty(1, np.int64)}
+    out: dict[str, Any] = {"image": np.empty((1, 28, 28, 3), np.uint8), "label": np.empty(1, np.int64)}
     images.evaluation.read(np.array([0]), None, out)
     box = central_cut(64, 96)
     cut = Image.fromarray(gradient).crop((box.left, box.top, box.left + box.width, box.top + box.height))
-    expected = np.asarray(cut.resize((28, 28), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    expected = np.asarray(cut.resize((28, 28), Image.Resampling.BILINEAR))
     assert abs(out["image"][0].astype(int) - expected).max() <= 1
 
 
@@ -324,7 +324,7 @@ def test_random_cuts_stay_inside_and_reach_everywhere() -> None:
     ("change", "message"),
     [
         (lambda _: None, "no such folder"),
-        (lambda root: (root / "train").mkdir(parents=True), "no images"),
+        (lambda root: (root / "train").mkdir(parents=True), "no files"),
         (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in only one"),
     ],
 )

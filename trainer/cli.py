@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
 
 
@@ -92,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=_checkpoints)
+
+    data_commands(commands, _Parser)
 
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
     benches = bench.add_subparsers(required=True, metavar="BENCH", parser_class=_Parser)

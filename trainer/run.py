@@ -156,12 +156,11 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         Quarantine(what, recipe.data.corrupt_samples(count), _quarantine_file(recipe, folder))
         for what, count in (("training", plan.samples), ("evaluation", measured))
     )
+    measuring = Source(task.evaluation_data, held)
     return Parts(
         training,
         make_loader(source, device, recipe.data, workers, training_quarantine),
-        make_loader(
-            Source(task.evaluation_data, held), device, recipe.data, min(workers, 2), evaluation_quarantine
-        ),
+        make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
         held,
         prepared.compiled,
         prepared.notes,

@@ -26,7 +26,7 @@ from trainer.keyed_rng import Ints
 
 INDEX, COLUMNS = "index.json", "index.safetensors"
 
-_OPEN_FILES = 64
+_OPEN_FILES = 512  # of each process; a limit of 1024 is common
 
 
 class Piece(BaseModel):

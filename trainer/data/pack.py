@@ -1,0 +1,229 @@
+"""Packs: samples decoded, shrunk and encoded again once, so that every epoch costs less; several to a file.
+
+The samples keep their numbers, so a pack is read in the same order as what it was made from. Each piece is
+made by one process, whatever their number, and is kept when the work is cut off: the next call goes on.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.checkpoint import files as disk
+from trainer.checkpoint.tensor_file import encode
+from trainer.data.corrupt import Corrupt
+from trainer.data.crop import Box
+from trainer.data.pieces import INDEX, About, Piece, hash_of, write_index
+from trainer.data.records import Records
+from trainer.data.shared import Columns, joined
+from trainer.errors import BadInputError
+
+UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How samples are stored.
+
+    Attributes:
+        short_side: Images whose short side is longer are shrunk to it, in pixels; None: none is.
+        quality: Of the JPEG that a shrunk image becomes, 1 to 95.
+        raw: Stores pixels instead.
+    """
+
+    short_side: int | None = None
+    quality: int = 90
+    raw: bool = False
+
+
+class _Stored(NamedTuple):
+    data: bytes | bytearray
+    height: int = 0
+    width: int = 0
+
+
+def pack(
+    records: Records,
+    target: Path,
+    settings: PackSettings,
+    processes: int = 1,
+    advance: Callable[[int], object] = lambda _: None,
+) -> About:
+    """Makes a pack, or goes on with one.
+
+    Args:
+        records: What is packed.
+        target: A folder that doesn't exist yet, or holds an unfinished pack of the same.
+        settings: How samples are stored.
+        processes: How many work at once; they don't change the result.
+        advance: Told of samples that have been packed.
+
+    Returns:
+        What was made. What can't be decoded is stored as it was, and training treats it as it would have.
+
+    Raises:
+        BadInputError: If the target is in the way, or the source can't be read.
+        OSError: If the target can't be written.
+    """
+    if records.raw:
+        raise BadInputError("the source holds pixels already: pack from the images that it was made from")
+    work = _prepared(target, records, settings)
+    size = samples_per_piece(len(records))
+    ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
+    done = partial(_pack_piece, records, target, settings)
+    for number in _worked_off(done, list(enumerate(ranges)), processes):
+        advance(len(ranges[number]))
+    pieces, columns = [], list[dict[str, npt.NDArray[Any]]]()
+    for number in range(len(ranges)):
+        piece, part = _finished(target, number)
+        pieces.append(piece)
+        columns.append(part)
+    merged = {
+        name: np.concatenate([part[name] for part in columns])
+        for name in columns[0]
+        if name not in ("name", "name_end")
+    }
+    merged |= joined([records.file_name(sample) for sample in range(len(records))])
+    about = write_index(
+        target,
+        pieces,
+        merged,
+        records.classes,
+        "pixels" if settings.raw else "files",
+        records.fingerprint(),
+        vars(settings),
+    )
+    disk.remove(work)
+    return about
+
+
+def samples_per_piece(samples: int) -> int:
+    """Enough pieces to share out the work, and few enough to be kept open."""
+    return min(2048, max(64, -(-samples // 16)))
+
+
+def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
+    """Makes the folder of an unfinished pack, or finds it."""
+    if (target / INDEX).exists():
+        raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
+    work = target / UNFINISHED
+    plan = json.dumps({"source": records.fingerprint(), "settings": vars(settings)}).encode()
+    if not work.exists():
+        if target.exists() and any(target.iterdir()):
+            raise BadInputError(f"{target}: isn't empty; choose another folder")
+        target.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(work)
+    try:
+        there = (work / "plan.json").read_bytes()
+    except FileNotFoundError:
+        disk.write_file(work / "plan.json", [plan])
+        return work
+    if there != plan:
+        raise BadInputError(
+            f"{target}: holds an unfinished pack of other data or settings; remove it, or "
+            "choose another folder"
+        )
+    return work
+
+
+def _worked_off(
+    work: Callable[[int, range], int], pieces: list[tuple[int, range]], processes: int
+) -> Iterator[int]:
+    if processes < 2:
+        yield from (work(*piece) for piece in pieces)
+        return
+    with multiprocessing.get_context("forkserver").Pool(min(processes, len(pieces))) as pool:
+        yield from pool.imap(partial(_starred, work), pieces)
+
+
+def _starred(work: Callable[[int, range], int], piece: tuple[int, range]) -> int:
+    torch.set_num_threads(1)
+    return work(*piece)
+
+
+def _pack_piece(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> int:
+    """Writes a piece and its part of the index, unless that has been done; returns its number."""
+    part = target / UNFINISHED / f"{number:05d}.safetensors"
+    if part.exists():
+        return number
+    name = f"{number:05d}.bin"
+    for left in (target / name, part.with_suffix(".tmp")):
+        disk.remove(left)
+    rows = list[tuple[int, int, int, int]]()
+    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
+    sizes, hashes, heights, widths = zip(*rows, strict=True)
+    columns = {
+        "piece": np.full(len(rows), number, np.int32),
+        "offset": np.cumsum(sizes, dtype=np.int64) - np.array(sizes, np.int64),
+        "bytes": np.array(sizes, np.int64),
+        "label": records.labels[samples.start : samples.stop].copy(),
+        "hash": np.array(hashes, np.uint64),
+        "sha256": np.frombuffer(bytearray.fromhex(digest), np.uint8),
+    }
+    if settings.raw:
+        columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
+    parts = encode({name: torch.from_numpy(array) for name, array in columns.items()})
+    disk.write_file(part.with_suffix(".tmp"), parts)
+    disk.sync_folder(target)
+    disk.rename(part.with_suffix(".tmp"), part)
+    disk.sync_folder(part.parent)
+    return number
+
+
+def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[Any]]]:
+    columns = Columns.open(target / UNFINISHED / f"{number:05d}.safetensors")
+    wanted = ("piece", "offset", "bytes", "label", "hash", "height", "width")
+    arrays = {name: columns[name] for name in wanted if name in columns}
+    piece = Piece(
+        name=f"{number:05d}.bin",
+        bytes=os.stat(target / f"{number:05d}.bin").st_size,  # noqa: PTH116
+        sha256=columns["sha256"].tobytes().hex(),
+    )
+    if piece.bytes != int(arrays["bytes"].sum()):
+        raise BadInputError(f"{target / piece.name}: changed since it was written; remove the folder")
+    return piece, arrays
+
+
+def _stored_one_by_one(
+    records: Records, settings: PackSettings, samples: Iterable[int], rows: list[tuple[int, int, int, int]]
+) -> Iterator[bytes]:
+    """The content of a piece; notes size, hash, height and width of each sample."""
+    for sample in samples:
+        stored = _stored(records.read(sample), settings)
+        rows.append((len(stored.data), hash_of(stored.data), stored.height, stored.width))
+        yield bytes(stored.data)
+
+
+def _stored(data: bytearray, settings: PackSettings) -> _Stored:
+    from trainer.data import decode  # here: torchvision takes three seconds
+
+    if settings.short_side is None and not settings.raw:
+        return _Stored(data)
+    try:
+        image = decode.cut_out(data, lambda height, width: Box(0, 0, height, width))
+    except Corrupt:
+        return _Stored(data)
+    height, width = image.shape[2:]
+    short = min(height, width)
+    if settings.short_side is not None and short > settings.short_side:
+        height, width = (round(edge * settings.short_side / short) for edge in (height, width))
+        image = decode.resize(image, height, width)
+    elif not settings.raw:
+        return _Stored(data)  # small enough: encoding again would only lose
+    pixels = image[0].permute(1, 2, 0).contiguous().numpy()
+    if settings.raw:
+        return _Stored(pixels.tobytes(), height, width)
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=settings.quality)
+    return _Stored(buffer.getvalue())
