@@ -124,6 +124,18 @@ def _parser() -> argparse.ArgumentParser:
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
     )
     accumulation.set_defaults(run=_bench_accumulation)
+    loader = benches.add_parser(
+        "loader", help="CPU time, speed and memory of loading images", allow_abbrev=False
+    )
+    loader.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="images by class (default: photographs made here)"
+    )
+    loader.add_argument(
+        "--against", default="", metavar="LIST", help="torchvision,timm,webdataset: which to measure too"
+    )
+    loader.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    loader.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
+    loader.set_defaults(run=_bench_loader)
     resume = benches.add_parser(
         "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
     )
@@ -181,6 +193,12 @@ def _bench_accumulation(options: argparse.Namespace) -> int:
     from trainer.bench.accumulation import bench_accumulation
 
     return bench_accumulation(options.against, options.timm_train)
+
+
+def _bench_loader(options: argparse.Namespace) -> int:
+    from trainer.bench.loader import bench_loader
+
+    return bench_loader(options.folder, options.against, options.rounds, options.workers)
 
 
 def _bench_resume(options: argparse.Namespace) -> int:

@@ -138,9 +138,8 @@ def _index(options: argparse.Namespace) -> int:
                 about = index_shards(folder, advance)
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
-        print(
-            f"{folder}: {about.samples:,} samples of {len(about.classes)} classes in {len(about.pieces)} shards"
-        )
+        classes = len(about.classes)
+        print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.pieces)} shards")
     return EXIT_DONE
 
 

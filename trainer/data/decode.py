@@ -120,6 +120,8 @@ def cut_out(
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing, as PIL does it: uint8 (1, 3, h, w) to uint8 (1, 3, height, width)."""
+    # Contiguous first: a view of part of an image takes a path that is half as fast.
+    image = image.contiguous(memory_format=torch.channels_last)
     resized: torch.Tensor = _RESIZE(image, [height, width], False, None, None)
     return resized
 

@@ -51,9 +51,9 @@ class Files:
         for column in ("name", "name_end", "label"):
             digest.update(self._columns[column].tobytes())
         for sample in spread(len(self), _SIZES).tolist():
-            digest.update(f"{_size(self._path(sample))} ".encode())
+            digest.update(f"{_size(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
-            digest.update(_content(self._path(sample)))
+            digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def file_name(self, sample: int) -> bytes:
@@ -62,12 +62,12 @@ class Files:
 
     def name(self, sample: int) -> str:
         """Path, readable."""
-        return readable(self._path(sample))
+        return readable(self.path(sample))
 
     def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
         """See `Records.read`."""
         try:
-            file = os.open(self._path(sample), os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self.path(sample), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return read_exactly(file, start, os.fstat(file).st_size - start if count is None else count)
             finally:
@@ -81,7 +81,8 @@ class Files:
         """No pixels here."""
         return (0, 0)
 
-    def _path(self, sample: int) -> bytes:
+    def path(self, sample: int) -> bytes:
+        """Path of a sample."""
         return os.path.join(self._root, name_at(self._columns, sample))  # noqa: PTH118  (bytes)
 
 

@@ -85,27 +85,30 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
     for sample in chosen:
         began = time.process_time_ns()
         try:
-            size, image = _decoded(records, sample)
+            stored, image = _decoded(records, sample)
         except Corrupt as error:
             unreadable.append(f"{records.name(sample)}: {error}")
             continue
         finally:
             advance(1)
-        rows.append((size, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
+        rows.append((stored, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
         flat = image.reshape(-1, 3) / 255.0
         total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
     if not rows:
         raise BadInputError(f"none of {len(chosen)} images can be decoded: {unreadable[0]}")
     counts = np.bincount(records.labels, minlength=len(records.classes))
     mean = total / pixels
-    table = np.array(rows)
+    size, height, width, cost = (_spread(column) for column in np.array(rows).T)
     return Statistics(
         len(records),
         len(records.classes),
         _spread(counts),
         int((counts == 0).sum()),
         len(rows),
-        *(_spread(column) for column in table.T),
+        size,
+        height,
+        width,
+        cost,
         mean.round(4).tolist(),
         np.sqrt(squares / pixels - mean**2).round(4).tolist(),
         unreadable,

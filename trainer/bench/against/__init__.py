@@ -23,6 +23,8 @@ _DISTRIBUTIONS = {
     "accelerate": "accelerate",
     "ignite": "pytorch-ignite",
     "timm": "timm",
+    "torchvision": "torchvision",
+    "webdataset": "webdataset",
 }
 
 

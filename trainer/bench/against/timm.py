@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,22 @@ def _run(folder: Path, script: str, accumulation: int) -> None:
 
 if __name__ == "__main__":
     _run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+
+
+def load(folder: Path, work: Path, batch: int, side: int, workers: int) -> Callable[[], Iterator[int]]:
+    """create_loader without its CUDA prefetcher and its colour jitter; each call is an epoch."""
+    from timm.data import create_dataset, create_loader
+
+    del work
+    loader = create_loader(
+        create_dataset("", root=str(folder)),
+        input_size=(3, side, side),
+        batch_size=batch,
+        is_training=True,
+        use_prefetcher=False,
+        color_jitter=None,
+        interpolation="bilinear",
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    return lambda: (len(labels) for _, labels in loader)

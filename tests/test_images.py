@@ -1,0 +1,404 @@
+"""Promise: an image gives the same pixels from every format; what can't be decoded is named or replaced."""
+
+import contextlib
+import io
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from tests.test_loader import CPU, read_all
+from trainer.bench.photographs import write_photographs
+from trainer.data import decode
+from trainer.data.corrupt import Corrupt, Quarantine, fill_rows
+from trainer.data.crop import Box
+from trainer.data.files import in_folder, in_table
+from trainer.data.images import ImageDataset
+from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.pack import PackSettings, pack
+from trainer.data.pieces import in_pieces
+from trainer.data.records import Records
+from trainer.data.shards import index_shards
+from trainer.errors import BadInputError
+from trainer.plan import Plan, Share
+
+SIDE = 32
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs")
+    write_photographs(folder, 30)
+    return folder
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytearray:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return bytearray(buffer.getvalue())
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+    ramp = np.add.outer(np.arange(size[1]) * 3, np.arange(size[0]) * 2).astype(np.uint8)
+    return Image.merge("RGB", [Image.fromarray(ramp + shift) for shift in (0, 40, 90)]).convert(mode)
+
+
+def whole(height: int, width: int) -> Box:
+    return Box(0, 0, height, width)
+
+
+def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
+    return decode.cut_out(data, whole)[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("JPEG", "RGB", {"quality": 90}),
+        ("JPEG", "L", {"quality": 90}),
+        ("JPEG", "RGB", {"quality": 90, "progressive": True}),
+        ("JPEG", "CMYK", {"quality": 90}),
+        ("PNG", "RGB", {}),
+        ("PNG", "RGBA", {}),
+        ("PNG", "P", {}),
+        ("PNG", "L", {}),
+        ("PNG", "LA", {}),
+        ("PNG", "1", {}),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("BMP", "RGB", {}),
+        ("GIF", "P", {}),
+        ("TIFF", "RGB", {}),
+        ("PPM", "RGB", {}),
+    ],
+)
+def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
+    data = encoded(picture(mode), kind, **options)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.abs(pixels(data).astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
+
+
+def test_sixteen_bits_keep_their_upper_eight() -> None:
+    deep = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+    for kind in ("PNG", "TIFF"):
+        found = pixels(encoded(Image.fromarray(deep), kind))
+        assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2)), kind
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_the_first_frame_of_an_animation(kind: str) -> None:
+    first, second = picture(), Image.new("RGB", (40, 30), "red")
+    data = encoded(
+        first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
+    )
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(pixels(data), expected)
+    assert not np.array_equal(expected, np.asarray(second))
+
+
+def test_one_pixel_is_an_image() -> None:
+    for kind in ("JPEG", "PNG", "WEBP"):
+        cut = decode.cut_out(encoded(Image.new("RGB", (1, 1), (9, 9, 9)), kind), whole)
+        assert decode.resize(cut, SIDE, SIDE).shape == (1, 3, SIDE, SIDE)
+
+
+def bomb_png() -> bytearray:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    return bytearray(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    )
+
+
+def bomb_jpeg() -> bytearray:
+    data = encoded(picture(), "JPEG")
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = struct.pack(">HH", 60_000, 60_000)
+    return data
+
+
+def cut_off(kind: str, share: float, **options: Any) -> bytearray:
+    data = encoded(picture(size=(200, 150)), kind, **options)
+    return data[: int(len(data) * share)]
+
+
+BAD: dict[str, Callable[[], bytearray]] = {
+    "empty": bytearray,
+    "zeros": lambda: bytearray(1000),
+    "text": lambda: bytearray(b"<html>404 not found</html>"),
+    "soi": lambda: bytearray(b"\xff\xd8\xff"),
+    "jpeg_half": lambda: cut_off("JPEG", 0.5),
+    "jpeg_nearly": lambda: cut_off("JPEG", 0.95),
+    "jpeg_header": lambda: cut_off("JPEG", 0.05),
+    "progressive_half": lambda: cut_off("JPEG", 0.5, progressive=True),
+    "png_half": lambda: cut_off("PNG", 0.5),
+    "webp_half": lambda: cut_off("WEBP", 0.5),
+    "gif_half": lambda: cut_off("GIF", 0.5),
+    "tiff_half": lambda: cut_off("TIFF", 0.5),
+    "bmp_half": lambda: cut_off("BMP", 0.5),
+    "bomb_png": bomb_png,
+    "bomb_jpeg": bomb_jpeg,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_damaged_is_corrupt(name: str) -> None:
+    with pytest.raises(Corrupt) as raised:
+        decode.cut_out(BAD[name](), whole)
+    assert len(str(raised.value)) < 200
+    assert "\n" not in str(raised.value)
+
+
+def test_bytes_that_flipped_never_end_otherwise() -> None:
+    random = np.random.default_rng(0)
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
+        good = encoded(picture(), kind)
+        for _ in range(40):
+            data = bytearray(good)
+            for at in random.integers(0, min(len(data), 200), 3).tolist():
+                data[at] = int(random.integers(0, 256))
+            with contextlib.suppress(Corrupt):
+                assert decode.cut_out(data, whole).dtype == torch.uint8
+
+
+def test_a_large_jpeg_is_decoded_smaller_only_where_it_pays() -> None:
+    data = encoded(picture(size=(800, 600)), "JPEG", quality=95)
+    box = Box(16, 16, 560, 640)
+    full = decode.cut_out(data, lambda *_: box, side=70)
+    small = decode.cut_out(data, lambda *_: box, side=70, scaled=True)
+    assert full.shape[2:] == (560, 640)
+    assert small.shape[2:] == (70, 80), "an eighth, because both sides are 8 times 70"
+    assert decode.cut_out(data, lambda *_: box, side=300, scaled=True).shape[2:] == (560, 640)
+    there, here = (decode.resize(image, 70, 70).float() for image in (full, small))
+    assert (there - here).abs().mean() < 2
+
+
+def numbers(count: int) -> Any:
+    return np.random.default_rng(3).random((count, 4), dtype=np.float32)
+
+
+def read(records: Records, **options: Any) -> dict[str, Any]:
+    count = len(records)
+    out: dict[str, Any] = {
+        "image": np.zeros((count, SIDE, SIDE, 3), np.uint8),
+        "label": np.zeros(count, np.int64),
+    }
+    ImageDataset(records, SIDE, random_crop=True, **options).read(np.arange(count), numbers(count), out)
+    return out
+
+
+def as_csv(folder: Path, root: Path) -> Path:
+    files = in_folder(folder)
+    rows = [f'"{os.fsdecode(files.path(n))}",{files.classes[files.labels[n]]}' for n in range(len(files))]
+    (root / "index.csv").write_text("path,label\n" + "\n".join(rows) + "\n")
+    return root / "index.csv"
+
+
+def as_parquet(folder: Path, root: Path) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    files = in_folder(folder)
+    paths = [os.fsdecode(files.path(n)) for n in range(len(files))]
+    labels = [files.classes[label] for label in files.labels]
+    parquet.write_table(pyarrow.table({"path": paths, "label": labels}), root / "index.parquet")
+    return root / "index.parquet"
+
+
+def as_shards(folder: Path, root: Path) -> Path:
+    import tarfile
+
+    files = in_folder(folder)
+    for shard, first in enumerate(range(0, len(files), 7)):
+        with tarfile.open(root / f"{shard:03d}.tar", "w") as tar:
+            for sample in range(first, min(first + 7, len(files))):
+                for suffix, data in (
+                    ("jpg", files.read(sample)),
+                    ("cls", str(files.labels[sample]).encode()),
+                ):
+                    entry = tarfile.TarInfo(f"{sample:05d}.{suffix}")
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
+    index_shards(root)
+    return root
+
+
+def opened(kind: str, folder: Path, root: Path) -> Records:
+    if kind == "folder":
+        return in_folder(folder)
+    if kind == "csv":
+        return in_table(as_csv(folder, root))
+    if kind == "parquet":
+        return in_table(as_parquet(folder, root))
+    if kind == "shards":
+        return in_pieces(as_shards(folder, root))
+    pack(in_folder(folder), root / "pack", PackSettings(64 if kind == "raw" else None, raw=kind == "raw"))
+    return in_pieces(root / "pack")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
+def test_the_same_images_in_the_same_order_from_every_format(
+    kind: str, photographs: Path, tmp_path: Path
+) -> None:
+    expected, found = read(in_folder(photographs)), read(opened(kind, photographs, tmp_path))
+    assert np.array_equal(expected["image"], found["image"])
+    assert np.array_equal(expected["label"], found["label"])
+    assert len(np.unique(expected["label"])) == 10
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "shards", "pack", "raw"])
+def test_workers_and_a_resume_change_no_bit(kind: str, photographs: Path, tmp_path: Path) -> None:
+    dataset = ImageDataset(opened(kind, photographs, tmp_path), SIDE, random_crop=True)
+    plan = Plan(len(dataset), 8, 4, 2, last="cross", seed=1)
+    source = Source(dataset, Share(plan), 5)
+    batches = source.share.batches()
+    expected = read_all(RingLoader(source, CPU, 0, LoaderConfig()), batches)
+    assert len({batch[0] for batch in expected}) == len(batches), "no two batches are the same"
+    other = "forkserver" if kind in ("csv", "raw") else "fork"  # imports torch in each: seconds
+    for workers, method in ((1, other), (2, "fork"), (4, "fork")):
+        config = LoaderConfig(start_method=method, prefetch=2)
+        assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
+
+
+def broken_folder(root: Path, bad: int = 3) -> Path:
+    write_photographs(root, 60)
+    files = sorted(root.rglob("*.jpg"))
+    for number in range(bad):
+        file = files[7 * number + 2]
+        file.write_bytes(file.read_bytes()[:2000])
+    return root
+
+
+def test_a_corrupt_sample_fails_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"\.jpg: not a readable image .*on_corrupt=quarantine"):
+        read(in_folder(broken_folder(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards", "pack", "raw"])
+def test_what_stands_in_is_always_the_same(kind: str, tmp_path: Path) -> None:
+    """In every format, for any number of workers and after a resume."""
+    (tmp_path / "work").mkdir()
+    folder = broken_folder(tmp_path / "images")
+    records = opened(kind, folder, tmp_path / "work")
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="quarantine")
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 2, last="cross", seed=1)), 4)
+    batches = source.share.batches()
+
+    def run(workers: int, batches: range, name: str) -> tuple[list[list[bytes]], list[dict[str, Any]]]:
+        file = tmp_path / name
+        quarantine = Quarantine("training", 3, file)
+        loader = RingLoader(source, CPU, workers, LoaderConfig(), quarantine)
+        found = read_all(loader, batches)
+        return found, [json.loads(line) for line in file.read_text().splitlines()]
+
+    expected, lines = run(0, batches, "a")
+    assert sorted(line["sample"] for line in lines) == [2, 9, 16], "each once, in two epochs"
+    assert all(line["data"] == "training" and line["name"] and line["reason"] for line in lines)
+    assert run(2, batches[9:], "a")[0] == expected[9:]
+    assert len((tmp_path / "a").read_text().splitlines()) == 3, "what an earlier attempt wrote is known"
+
+
+def test_the_budget_ends_it(tmp_path: Path) -> None:
+    dataset = ImageDataset(in_folder(broken_folder(tmp_path)), SIDE, random_crop=True, on_corrupt="skip")
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
+    loader = RingLoader(source, CPU, 1, LoaderConfig(), Quarantine("training", 2))
+    with pytest.raises(BadInputError, match=r"3 training samples are corrupt.*allows 2"):
+        read_all(loader, source.share.batches())
+
+
+def test_where_nothing_can_stand_in_it_ends() -> None:
+    def fill(row: int, sample: int) -> None:
+        raise Corrupt(f"torn {row} {sample}")
+
+    with pytest.raises(BadInputError, match="32 samples that might stand in"):
+        fill_rows(np.array([5]), fill, str, "skip", 100)
+
+
+def test_an_error_of_reading_is_not_corruption(photographs: Path, tmp_path: Path) -> None:
+    """It may pass, and the run would have trained on other samples."""
+    records = opened("shards", photographs, tmp_path)
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
+    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
+    (tmp_path / "002.tar").unlink()
+    with pytest.raises(BadInputError, match=r"002\.tar.*can't be read \(No such file"):
+        dataset.read(np.array([15]), numbers(1), out)
+
+
+def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_path: Path) -> None:
+    records = opened("shards", photographs, tmp_path)
+    first = records.read(0)
+    (tmp_path / "000.tar").unlink()
+    assert records.read(0) == first, "an open file stays"
+    os.truncate(tmp_path / "001.tar", 5000)
+    with pytest.raises(BadInputError, match=r"5,000 bytes and not .* as when it was indexed"):
+        records.read(8)
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    names = [b"a b.jpg", b"line\nbreak.jpg", b"not-utf8-\xff.jpg", "ümläut.jpg".encode(), b"UPPER.JPEG"]
+    data = bytes(encoded(picture(), "JPEG"))
+    (tmp_path / "class one").mkdir()
+    for name in names:
+        Path(os.fsdecode(os.fsencode(tmp_path / "class one") + b"/" + name)).write_bytes(data)
+    records = in_folder(tmp_path)
+    assert len(records) == 5
+    assert all(records.read(sample) == data for sample in range(5))
+    assert all(records.name(sample).isprintable() or "\n" in records.name(sample) for sample in range(5))
+    pack(records, tmp_path / "packed", PackSettings())
+    packed = in_pieces(tmp_path / "packed")
+    assert [packed.file_name(n) for n in range(5)] == [records.file_name(n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,klass\na.jpg,1\n", "no column 'label'"),
+        ("path,label\n", "holds no rows"),
+        ("path,label\na.jpg,\n", "line 2: path or label is empty"),
+        ("", "no column 'path'"),
+        ('path,label\n"a.jpg,1\n', "line"),
+    ],
+)
+def test_a_table_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(BadInputError, match=message):
+        in_table(tmp_path / "train.csv")
+
+
+def test_labels_are_names_or_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("path,label\nx.jpg,3\ny.jpg,0\n")
+    numbers_, names = in_table(tmp_path / "a.csv"), tmp_path / "b.csv"
+    assert (list(numbers_.classes), numbers_.labels.tolist()) == (["0", "1", "2", "3"], [3, 0])
+    names.write_text("label,path\ndog,x.jpg\ncat,y.jpg\n")
+    assert (list(in_table(names).classes), in_table(names).labels.tolist()) == (["cat", "dog"], [1, 0])
+
+
+class Locked(ImageDataset):
+    """A data set of somebody's that can't be sent."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__(records, SIDE, random_crop=True)
+        import threading
+
+        self.guard = threading.Lock()
+
+
+def test_what_can_not_be_sent_to_a_worker_is_named(photographs: Path) -> None:
+    dataset = Locked(in_folder(photographs))
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
+    with pytest.raises(BadInputError, match=r"Locked\.guard \(lock\) can't be sent"):
+        RingLoader(source, CPU, 1, LoaderConfig(start_method="forkserver"))
+    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"))
+    assert len(read_all(loader, range(2))) == 2
