@@ -1,0 +1,248 @@
+"""A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.checkpoint.files import read_at
+from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.data.dataset import Arrays, Field, spread
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Float32, Ints
+
+AUDIO = "audio"
+LABEL = "label"
+
+# Of how many files the fingerprint holds the size, and of how many the first so many bytes.
+_SIZES, _CONTENTS, _CONTENT_BYTES = 10_000, 32, 1 << 20
+
+_SUFFIXES = (b".wav", b".flac")
+_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
+_CHUNKS = 64  # of a wav file that may come before its samples
+_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
+_BLOCK = 1 << 20
+
+
+class AudioFolder:
+    """Recordings below one folder for each class, cut to one length and mixed to one channel.
+
+    A cut of training starts at random (one random number, keyed by sample and epoch), one of evaluation
+    is the centre; a shorter recording is followed by zeros. Only the cut is read.
+
+    The field `audio` is int16 (round(seconds * sample_rate),), `label` int64 ().
+
+    Args:
+        root: The folder.
+        seconds: Length of a cut.
+        sample_rate: In Hz; a file with another one is an error, not resampled and not corrupt.
+        random_crop: True for training.
+        on_corrupt: What to do about a file that can't be decoded.
+
+    Raises:
+        BadInputError: If the folder is missing or holds no recordings.
+    """
+
+    def __init__(
+        self, root: Path, seconds: float, sample_rate: int, random_crop: bool, on_corrupt: OnCorrupt
+    ) -> None:
+        """Lists the files."""
+        length = round(seconds * sample_rate)
+        if length < 1:
+            raise BadInputError(f"{seconds} s at {sample_rate} Hz hold no sample; raise one of them")
+        if not root.is_dir():
+            raise BadInputError(f"{root}: no such folder; it needs <class>/ with wav or flac files below")
+        try:
+            import soundfile  # noqa: F401  (workers that are forked have it then)
+        except (ImportError, OSError) as error:
+            raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
+        self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        names = [
+            (label, name)
+            for label, folder in enumerate(self.classes)
+            for name in _names(os.fsencode(root), os.fsencode(folder))
+        ]
+        if not names:
+            raise BadInputError(f"{root}: no recordings (.wav, .flac) below its class folders")
+        self._root = os.fsencode(root.absolute())
+        # Not a list, whose pages are copied into every worker as reference counts are touched
+        # (pytorch#13246); and one buffer, because the longest name may be much longer than most.
+        self._names = np.frombuffer(b"".join(name for _, name in names), np.uint8)
+        self._ends = np.cumsum([len(name) for _, name in names], dtype=np.int64)
+        self._labels = np.array([label for label, _ in names], dtype=np.int64)
+        self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
+        self.units = 1
+        self.uniforms = 1 if random_crop else 0
+        self.arrays: Arrays | None = None
+        self.in_process = False
+        self.fields: Mapping[str, Field] = {
+            AUDIO: Field((length,), np.dtype(np.int16)),
+            LABEL: Field((), np.dtype(np.int64)),
+        }
+
+    def __len__(self) -> int:
+        """Number of recordings."""
+        return len(self._labels)
+
+    def fingerprint(self) -> str:
+        """Of all names and labels, the sizes of some files and the beginning of a few."""
+        digest = hashlib.sha256(repr(self.classes).encode())
+        digest.update(self._names.tobytes() + self._ends.tobytes() + self._labels.tobytes())
+        for sample in spread(len(self), _SIZES).tolist():
+            digest.update(b"%d " % _size(self._path(sample)))
+        for sample in spread(len(self), _CONTENTS).tolist():
+            digest.update(_beginning(self._path(sample)))
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
+        """Decodes cuts straight into the batch; see `Dataset.read`.
+
+        Raises:
+            BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
+        """
+        audio, label = out[AUDIO], out[LABEL]
+        where = None if random is None or not self.uniforms else random[:, 0].tolist()
+
+        def fill(row: int, sample: int) -> None:
+            self._cut(self._path(sample), None if where is None else where[row], audio[row])
+            label[row] = self._labels[sample]
+
+        return fill_rows(samples, fill, self._name, self._on_corrupt, len(self))
+
+    def _path(self, sample: int) -> bytes:
+        start = self._ends[sample - 1] if sample else 0
+        return os.path.join(self._root, self._names[start : self._ends[sample]].tobytes())  # noqa: PTH118
+
+    def _name(self, sample: int) -> str:
+        return self._path(sample).decode(errors="replace")
+
+    def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
+        """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""
+        try:
+            # Opened here: soundfile doesn't tell a missing file from a corrupt one. O_NONBLOCK: a FIFO
+            # that nobody writes to must not hold up the run.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                facts = os.fstat(file)
+                if not stat.S_ISREG(facts.st_mode):
+                    raise Corrupt("isn't a file")
+                try:
+                    self._decode(path, file, facts.st_size, random, out)
+                except Corrupt:
+                    _read_all(file)  # or is it the disk?
+                    raise
+            finally:
+                os.close(file)
+        except OSError as error:
+            name = path.decode(errors="replace")
+            raise BadInputError(f"{name}: can't be read ({error.strerror}); check the disk") from error
+
+    def _decode(self, path: bytes, file: int, size: int, random: float | None, out: npt.NDArray[Any]) -> None:
+        import soundfile
+
+        if size == 0:
+            raise Corrupt("is empty")
+        if wav_cut_short(file, size):
+            raise Corrupt("is cut short")
+        try:
+            with soundfile.SoundFile(file, closefd=False) as sound:
+                if sound.format not in _FORMATS:
+                    raise Corrupt(f"is neither wav nor flac, but {sound.format}")
+                if sound.samplerate != self._rate:
+                    raise BadInputError(
+                        f"{path.decode(errors='replace')}: has a sample rate of {sound.samplerate} Hz, and "
+                        f"data.sample_rate is {self._rate}: change that, or resample the file "
+                        f"(ffmpeg -i IN -ar {self._rate} OUT)"
+                    )
+                frames = sound.frames
+                if frames < 1 or frames > 1 << 60:
+                    raise Corrupt("holds no samples" if frames < 1 else "doesn't say how long it is")
+                if sound.format == "FLAC":
+                    # Where a file is cut short, its end is missing: found for any cut, not only for some.
+                    sound.seek(frames - 1)
+                    if len(sound.read(1, "int16")) < 1:
+                        raise Corrupt("is cut short")
+                spare = max(0, frames - self._length)
+                start = spare // 2 if random is None else int(random * (spare + 1))
+                wanted = min(frames, self._length)
+                sound.seek(start)
+                # Of floats soundfile would only keep the whole part, which is 0.
+                floats = sound.subtype in ("FLOAT", "DOUBLE")
+                channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise Corrupt(f"can't be decoded: {error}") from error
+        if len(channels) < wanted:
+            raise Corrupt(f"is cut short: {len(channels)} samples of {wanted}")
+        out[:wanted] = _mixed(channels)
+        out[wanted:] = 0
+
+
+def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1)."""
+    if channels.dtype == np.float64:
+        mean = np.nan_to_num(channels.mean(1)) * 32768
+        return np.clip(np.rint(mean), -32768, 32767).astype(np.int16)
+    count = channels.shape[1]
+    if count == 1:
+        return channels[:, 0]
+    return (channels.sum(1, dtype=np.int64) + count // 2) // count
+
+
+def wav_cut_short(file: int, size: int) -> bool:
+    """Whether a wav file ends before its samples do; libsndfile would take it for a shorter one.
+
+    Args:
+        file: An open file.
+        size: Its bytes.
+    """
+    header = read_at(file, 0, 12)
+    if header[:4] != b"RIFF" or header[8:12] != b"WAVE":
+        return False
+    position = 12
+    for _ in range(_CHUNKS):
+        chunk = read_at(file, position, 8)
+        if len(chunk) < 8:
+            return True
+        length = int.from_bytes(chunk[4:], "little")
+        if chunk[:4] == b"data":
+            return length not in _UNKNOWN_SIZES and position + 8 + length > size
+        position += 8 + length + length % 2
+    return False
+
+
+def _names(root: bytes, folder: bytes) -> list[bytes]:
+    """Recordings below a class folder, relative to the root and sorted."""
+    found = []
+    for below, _, files in os.walk(os.path.join(root, folder)):  # noqa: PTH118
+        relative = os.path.relpath(below, root)
+        found += [os.path.join(relative, file) for file in files if file.lower().endswith(_SUFFIXES)]  # noqa: PTH118
+    return sorted(found)
+
+
+def _read_all(file: int) -> None:
+    position = 0
+    while piece := os.pread(file, _BLOCK, position):
+        position += len(piece)
+
+
+# A file that can't be read has no part in the fingerprint: who trains on it says which it is.
+
+
+def _size(path: bytes) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116
+    except OSError:
+        return -1
+
+
+def _beginning(path: bytes) -> bytes:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read(_CONTENT_BYTES)
+    except OSError:
+        return b""
