@@ -1,9 +1,8 @@
 """A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
 
-import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,15 @@ import numpy.typing as npt
 
 from trainer.checkpoint.files import read_at
 from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
-from trainer.data.dataset import Arrays, Field, spread
+from trainer.data.dataset import Arrays, Field
+from trainer.data.files import in_folder, readable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints
 
 AUDIO = "audio"
 LABEL = "label"
 
-# Of how many files the fingerprint holds the size, and of how many the first so many bytes.
-_SIZES, _CONTENTS, _CONTENT_BYTES = 10_000, 32, 1 << 20
-
-_SUFFIXES = (b".wav", b".flac")
+_SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _CHUNKS = 64  # of a wav file that may come before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
@@ -55,26 +52,12 @@ class AudioFolder:
         length = round(seconds * sample_rate)
         if length < 1:
             raise BadInputError(f"{seconds} s at {sample_rate} Hz hold no sample; raise one of them")
-        if not root.is_dir():
-            raise BadInputError(f"{root}: no such folder; it needs <class>/ with wav or flac files below")
         try:
-            import soundfile  # noqa: F401  (workers that are forked have it then)
+            import soundfile  # noqa: F401  (so that workers that are forked have it)
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
-        self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
-        names = [
-            (label, name)
-            for label, folder in enumerate(self.classes)
-            for name in _names(os.fsencode(root), os.fsencode(folder))
-        ]
-        if not names:
-            raise BadInputError(f"{root}: no recordings (.wav, .flac) below its class folders")
-        self._root = os.fsencode(root.absolute())
-        # Not a list, whose pages are copied into every worker as reference counts are touched
-        # (pytorch#13246); and one buffer, because the longest name may be much longer than most.
-        self._names = np.frombuffer(b"".join(name for _, name in names), np.uint8)
-        self._ends = np.cumsum([len(name) for _, name in names], dtype=np.int64)
-        self._labels = np.array([label for label, _ in names], dtype=np.int64)
+        self._root = os.fsencode(root)
+        self._files = in_folder(root, _SUFFIXES)
         self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
         self.units = 1
         self.uniforms = 1 if random_crop else 0
@@ -85,19 +68,18 @@ class AudioFolder:
             LABEL: Field((), np.dtype(np.int64)),
         }
 
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+        return self._files.classes
+
     def __len__(self) -> int:
         """Number of recordings."""
-        return len(self._labels)
+        return len(self._files)
 
     def fingerprint(self) -> str:
-        """Of all names and labels, the sizes of some files and the beginning of a few."""
-        digest = hashlib.sha256(repr(self.classes).encode())
-        digest.update(self._names.tobytes() + self._ends.tobytes() + self._labels.tobytes())
-        for sample in spread(len(self), _SIZES).tolist():
-            digest.update(b"%d " % _size(self._path(sample)))
-        for sample in spread(len(self), _CONTENTS).tolist():
-            digest.update(_beginning(self._path(sample)))
-        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+        """That of the files."""
+        return self._files.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
         """Decodes cuts straight into the batch; see `Dataset.read`.
@@ -105,21 +87,15 @@ class AudioFolder:
         Raises:
             BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
         """
-        audio, label = out[AUDIO], out[LABEL]
-        where = None if random is None or not self.uniforms else random[:, 0].tolist()
+        audio, label, stored = out[AUDIO], out[LABEL], self._files.labels
+        where = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            self._cut(self._path(sample), None if where is None else where[row], audio[row])
-            label[row] = self._labels[sample]
+            path = os.path.join(self._root, self._files.file_name(sample))  # noqa: PTH118  (bytes)
+            self._cut(path, None if where is None else where[row], audio[row])
+            label[row] = stored[sample]
 
-        return fill_rows(samples, fill, self._name, self._on_corrupt, len(self))
-
-    def _path(self, sample: int) -> bytes:
-        start = self._ends[sample - 1] if sample else 0
-        return os.path.join(self._root, self._names[start : self._ends[sample]].tobytes())  # noqa: PTH118
-
-    def _name(self, sample: int) -> str:
-        return self._path(sample).decode(errors="replace")
+        return fill_rows(samples, fill, self._files.name, self._on_corrupt, len(self))
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
         """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""
@@ -139,8 +115,9 @@ class AudioFolder:
             finally:
                 os.close(file)
         except OSError as error:
-            name = path.decode(errors="replace")
-            raise BadInputError(f"{name}: can't be read ({error.strerror}); check the disk") from error
+            raise BadInputError(
+                f"{readable(path)}: can't be read ({error.strerror}); was it moved while the run goes on?"
+            ) from error
 
     def _decode(self, path: bytes, file: int, size: int, random: float | None, out: npt.NDArray[Any]) -> None:
         import soundfile
@@ -155,7 +132,7 @@ class AudioFolder:
                     raise Corrupt(f"is neither wav nor flac, but {sound.format}")
                 if sound.samplerate != self._rate:
                     raise BadInputError(
-                        f"{path.decode(errors='replace')}: has a sample rate of {sound.samplerate} Hz, and "
+                        f"{readable(path)}: has a sample rate of {sound.samplerate} Hz, and "
                         f"data.sample_rate is {self._rate}: change that, or resample the file "
                         f"(ffmpeg -i IN -ar {self._rate} OUT)"
                     )
@@ -182,7 +159,7 @@ class AudioFolder:
         out[wanted:] = 0
 
 
-def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _mixed(channels: npt.NDArray[np.float64] | npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
     """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1)."""
     if channels.dtype == np.float64:
         mean = np.nan_to_num(channels.mean(1)) * 32768
@@ -190,7 +167,7 @@ def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[Any]:
     count = channels.shape[1]
     if count == 1:
         return channels[:, 0]
-    return (channels.sum(1, dtype=np.int64) + count // 2) // count
+    return np.asarray((channels.sum(1, dtype=np.int64) + count // 2) // count, np.int16)
 
 
 def wav_cut_short(file: int, size: int) -> bool:
@@ -215,34 +192,7 @@ def wav_cut_short(file: int, size: int) -> bool:
     return False
 
 
-def _names(root: bytes, folder: bytes) -> list[bytes]:
-    """Recordings below a class folder, relative to the root and sorted."""
-    found = []
-    for below, _, files in os.walk(os.path.join(root, folder)):  # noqa: PTH118
-        relative = os.path.relpath(below, root)
-        found += [os.path.join(relative, file) for file in files if file.lower().endswith(_SUFFIXES)]  # noqa: PTH118
-    return sorted(found)
-
-
 def _read_all(file: int) -> None:
     position = 0
     while piece := os.pread(file, _BLOCK, position):
         position += len(piece)
-
-
-# A file that can't be read has no part in the fingerprint: who trains on it says which it is.
-
-
-def _size(path: bytes) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116
-    except OSError:
-        return -1
-
-
-def _beginning(path: bytes) -> bytes:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            return file.read(_CONTENT_BYTES)
-    except OSError:
-        return b""
