@@ -18,7 +18,7 @@ import torch
 from trainer.bench.conditions import conditions
 from trainer.bench.overhead import interleaved, median_interval
 from trainer.data.loader import LoaderConfig, RingLoader, Source
-from trainer.data.tokens import TOKENS, TokenDataset
+from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.plan import Plan, Share
 
@@ -31,9 +31,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def get_batch(file: Path) -> Pair:
     """One batch in the manner of nanoGPT: x and y, int64 (32, 1024)."""
     data = np.memmap(file, np.uint16, "r")
-    starts = torch.randint(len(data) - _LENGTH, (_BATCH,)).tolist()
+    starts = torch.randint(len(data) - _LENGTH, (_BATCH,))
 
     def part(shift: int) -> torch.Tensor:
+        # Gone through as a tensor, not as a list: so it is there, and half of what it costs.
         cuts = (data[start + shift : start + shift + _LENGTH] for start in starts)
         return torch.stack([torch.from_numpy(cut.astype(np.int64)) for cut in cuts])
 
@@ -54,11 +55,6 @@ def by_trainer(loader: RingLoader, batches: int) -> float:
     for batch in loader(range(batches)):
         inputs_and_targets(batch.fields[TOKENS])
     return time.process_time() - start
-
-
-def inputs_and_targets(tokens: torch.Tensor) -> Pair:
-    """Tokens (micro_batch, length + 1) to x and y, int64 (micro_batch, length), both contiguous."""
-    return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
 
 
 def token_loader(file: Path, batches: int) -> RingLoader:

@@ -159,15 +159,14 @@ class AudioFolder:
         out[wanted:] = 0
 
 
-def _mixed(channels: npt.NDArray[np.float64] | npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
     """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1)."""
+    count = channels.shape[1]
     if channels.dtype == np.float64:
         mean = np.nan_to_num(channels.mean(1)) * 32768
-        return np.clip(np.rint(mean), -32768, 32767).astype(np.int16)
-    count = channels.shape[1]
-    if count == 1:
-        return channels[:, 0]
-    return np.asarray((channels.sum(1, dtype=np.int64) + count // 2) // count, np.int16)
+        return np.asarray(np.clip(np.rint(mean), -32768, 32767), np.int16)
+    mixed = channels[:, 0] if count == 1 else (channels.sum(1, dtype=np.int64) + count // 2) // count
+    return np.asarray(mixed, np.int16)
 
 
 def wav_cut_short(file: int, size: int) -> bool:

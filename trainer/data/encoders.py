@@ -1,6 +1,6 @@
 """Tokenizers, and documents through them in bounded memory.
 
-A long document is cut into pieces at line breaks where the cut is seen to change no token, and the pieces
+A long document is cut into pieces at ends of lines where the cut is seen to change no token, and the pieces
 are encoded side by side by the library's own threads.
 """
 
@@ -25,7 +25,7 @@ Document = tuple[Path, Iterator[bytes]]
 PIECE = 1 << 18  # characters that are encoded as one, at least
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 4096  # that are encoded side by side
 _LONGEST = 1 << 25  # characters without a place to cut
-_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+_CUT = re.compile(r"(?<=\w)(?=[\r\n])")  # between a word and what ends its line
 _CUTS = 64  # places that are tried
 _AROUND = 512  # characters on each side of a cut that are encoded to see whether it is harmless
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -142,7 +142,7 @@ def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator
             held = held[cut:]
         if len(held) > _LONGEST:
             raise BadInputError(
-                f"{file}: {_LONGEST >> 20} million characters without a line break at which it may be cut; "
+                f"{file}: {_LONGEST >> 20} million characters without an end of a line at which it may be cut; "
                 "split the file into documents"
             )
     yield held, True
@@ -156,7 +156,7 @@ def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
 
     found = _CUT.finditer(text, PIECE, len(text) - _AROUND)
     for cut in (match.start() for match in islice(found, _CUTS)):
-        left, right = text[cut - _AROUND : cut], text[cut : cut + _AROUND]
+        left, right = text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]
         if ids(left) + ids(right) == ids(left + right):
             return cut
     return 0

