@@ -160,11 +160,17 @@ class AudioFolder:
 
 
 def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
-    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1)."""
+    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1).
+
+    Raises:
+        Corrupt: If a value isn't finite.
+    """
     count = channels.shape[1]
     if channels.dtype == np.float64:
-        mean = np.nan_to_num(channels.mean(1)) * 32768
-        return np.asarray(np.clip(np.rint(mean), -32768, 32767), np.int16)
+        mean = channels.mean(1)
+        if not np.isfinite(mean).all():
+            raise Corrupt("holds what isn't a number")
+        return np.asarray(np.clip(np.rint(np.clip(mean, -1, 1) * 32768), -32768, 32767), np.int16)
     mixed = channels[:, 0] if count == 1 else (channels.sum(1, dtype=np.int64) + count // 2) // count
     return np.asarray(mixed, np.int16)
 
