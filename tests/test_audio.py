@@ -186,6 +186,11 @@ def truncated(path: Path, share: float) -> None:
     os.truncate(path, int(path.stat().st_size * share))
 
 
+def other_thing(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 def mp3(path: Path) -> None:
     soundfile.write(path, np.zeros(20_000, np.int16), 16_000, format="MP3")
 
@@ -222,8 +227,8 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("wav", lambda path: write(path, ramp(0)), "holds no samples"),
     ("wav", lambda path: write(path, np.full(20_000, np.nan), subtype="FLOAT"), "isn't a number"),
     ("wav", lambda path: write(path, np.full(20_000, np.inf), subtype="DOUBLE"), "isn't a number"),
-    ("wav", lambda path: (path.unlink(), os.mkfifo(path)), "isn't a file"),
-    ("wav", lambda path: (path.unlink(), path.mkdir()), "isn't a file"),
+    ("wav", lambda path: other_thing(path, os.mkfifo), "isn't a file"),
+    ("wav", lambda path: other_thing(path, os.mkdir), "isn't a file"),
 ]
 
 

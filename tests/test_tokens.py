@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.forked import replace
 from tests.test_loader import CPU, read_all, source
 from trainer.data import encoders, tokenize as module
 from trainer.data.loader import LoaderConfig, RingLoader
@@ -490,15 +491,14 @@ def _killed(folder: Path, after: str) -> None:
                 yield chunk
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        module._chunks = chunks
+        replace(module, "_chunks", chunks)
     else:
-        rename = module.rename
 
         def once(path: Path, to: Path) -> None:
-            rename(path, to)
+            path.rename(to)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        module.rename = once
+        replace(module, "rename", once)
     tokenize(folder / "new.txt", folder / "t.bin", "bytes", force=True)
 
 

@@ -142,8 +142,8 @@ def _pieces(text: Iterator[str], file: Path, tokenizer: "Tokenizer") -> Iterator
             held = held[cut:]
         if len(held) > _LONGEST:
             raise BadInputError(
-                f"{file}: {_LONGEST >> 20} million characters without an end of a line at which it may be cut; "
-                "split the file into documents"
+                f"{file}: {_LONGEST >> 20} million characters without an end of a line at which it "
+                "may be cut; split the file into documents"
             )
     yield held, True
 
