@@ -266,6 +266,14 @@ def test_damage_within_a_cut_is_found(tmp_path: Path) -> None:
         Read(AudioFolder(root, 20.0, RATE, False, "fail"), [0])
 
 
+def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, _ = with_victim(tmp_path, "wav")
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *of, **how: read(*of, **how)[:-1])
+    with pytest.raises(BadInputError, match=r"victim.wav: is cut short: 99 samples of 100"):
+        Read(folder(root), [0])
+
+
 @pytest.mark.parametrize("on_corrupt", ["fail", "skip", "quarantine"])
 @pytest.mark.parametrize(
     ("harm", "message"),

@@ -154,6 +154,9 @@ def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
         ),
     }
     assert len(others - {print_of}) == 6
+    long, longer = (TokenDataset(token_file(tmp_path, tokens), n, "uint16") for n in (210, 220))
+    assert len(long) == len(longer) == 1
+    assert long.fingerprint() != longer.fingerprint()
 
 
 def test_inputs_and_targets() -> None:
@@ -518,6 +521,7 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, after: str, there: bytes) ->
     else:  # without its JSON file it isn't misread
         with pytest.raises(BadInputError, match="give the dtype"):
             TokenDataset(target, 2)
+    (tmp_path / "t.bin.partial").write_bytes(bytes(1000))  # more than comes now
     tokenize(tmp_path / "new.txt", target, "bytes", force=True)
     verify_tokens(target, lambda _: None)
     assert sorted(path.name for path in tmp_path.glob("t.*")) == ["t.bin", "t.bin.json"]
