@@ -299,7 +299,7 @@ def test_what_stands_in_is_always_the_same(kind: str, tmp_path: Path) -> None:
     def run(workers: int, batches: range, name: str) -> tuple[list[list[bytes]], list[dict[str, Any]]]:
         file = tmp_path / name
         quarantine = Quarantine("training", 3, file)
-        loader = RingLoader(source, CPU, workers, LoaderConfig(), quarantine)
+        loader = RingLoader(source, CPU, workers, LoaderConfig(start_method="fork"), quarantine)
         found = read_all(loader, batches)
         return found, [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -313,7 +313,7 @@ def test_what_stands_in_is_always_the_same(kind: str, tmp_path: Path) -> None:
 def test_the_budget_ends_it(tmp_path: Path) -> None:
     dataset = ImageDataset(in_folder(broken_folder(tmp_path)), SIDE, random_crop=True, on_corrupt="skip")
     source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
-    loader = RingLoader(source, CPU, 1, LoaderConfig(), Quarantine("training", 2))
+    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"), Quarantine("training", 2))
     with pytest.raises(BadInputError, match=r"3 training samples are corrupt.*allows 2"):
         read_all(loader, source.share.batches())
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.toys import TokenTask, assemble_alone, make_recipe
+from trainer.augment import affine
 from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
@@ -20,7 +21,7 @@ from trainer.precision import PrecisionConfig, check_precision, fp32_modules, ke
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
 from trainer.step import take_figures, train_window
-from trainer.tasks.classification import Classification, affine
+from trainer.tasks.classification import Classification
 
 pytestmark = pytest.mark.compat
 

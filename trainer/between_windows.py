@@ -15,6 +15,7 @@ from trainer.evaluate import evaluate
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
+from trainer.observe.waiting import Waiting
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
@@ -63,10 +64,11 @@ class BetweenWindows:
         """
         start = self._progress.window
         windows = range(start, self._plan.windows)
-        batches = self._training.share.batches(start)
+        batches = Waiting(self._parts.loader(self._training.share.batches(start)))
+        self._meter.waited = lambda: batches.nanoseconds
         train(
             self._training,
-            self._parts.loader(batches),
+            batches,
             windows,
             self._meter,
             self._recipe.log.every,

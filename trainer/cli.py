@@ -136,6 +136,14 @@ def _parser() -> argparse.ArgumentParser:
     loader.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
     loader.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
     loader.set_defaults(run=_bench_loader)
+    tokens = benches.add_parser(
+        "tokens", help="token batches per CPU second against a nanoGPT-style get_batch", allow_abbrev=False
+    )
+    tokens.add_argument(
+        "--rounds", type=int, default=20, metavar="N", help="interleaved rounds (default: 20)"
+    )
+    tokens.add_argument("--target", type=float, default=8.0, metavar="X", help="smallest ratio (default: 8)")
+    tokens.set_defaults(run=_bench_tokens)
     resume = benches.add_parser(
         "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
     )
@@ -199,6 +207,12 @@ def _bench_loader(options: argparse.Namespace) -> int:
     from trainer.bench.loader import bench_loader
 
     return bench_loader(options.folder, options.against, options.rounds, options.workers)
+
+
+def _bench_tokens(options: argparse.Namespace) -> int:
+    from trainer.bench.tokens import bench_tokens
+
+    return bench_tokens(rounds=options.rounds, target=options.target)
 
 
 def _bench_resume(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.data.images import ImageDataset
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter
 from trainer.parallel import World
@@ -15,6 +16,8 @@ from trainer.progress import finite
 from trainer.run import Parts
 from trainer.run_folder import save_weights, shown, write_json
 from trainer.step import Training
+
+_MUCH_WAITING = 0.1
 
 
 def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
@@ -60,11 +63,22 @@ def finish(
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
+        f"{_waited(meter.waited_share, t)}"
         f"  run folder   {shown(folder)}\n"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
     )
+
+
+def _waited(share: float, t: Training) -> str:
+    """A line on the time in which the training waited for data, with what to do about much of it."""
+    line = f"  data wait    {share:.0%} of the time"
+    if share < _MUCH_WAITING:
+        return f"{line}\n"
+    raw = isinstance(t.task.train_data, ImageDataset) and t.task.train_data.records.raw
+    better = "" if raw else ", or make the data cheaper with trainer data pack"
+    return f"{line}: raise data.workers and data.prefetch{better}\n"
 
 
 def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainer.augment import flip, normalised
 from trainer.bench.against import chosen
 from trainer.data.crop import random_cut
 from trainer.data.files import Files, in_folder
@@ -23,7 +24,6 @@ from trainer.data.pieces import INDEX, in_pieces
 from trainer.data.records import Records
 from trainer.observe.waiting import Waiting
 from trainer.plan import Plan, Share
-from trainer.tasks.classification import flip, normalised
 
 BATCH, SIDE = 64, 224
 _EPOCHS = 10_000

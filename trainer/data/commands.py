@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.data.tokenize import add_parser as add_tokenize
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 
 _SPLITS = ("train", "val")
@@ -40,6 +41,8 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     )
     pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
     pack.set_defaults(run=_pack)
+
+    add_tokenize(kinds)
 
     index = kinds.add_parser("index", help="index tar shards, once", allow_abbrev=False)
     index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")

@@ -5,12 +5,8 @@ place where the data lives change nothing but the time it takes.
 """
 
 import contextlib
-import io
 import multiprocessing
 import pickle
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -26,7 +22,7 @@ from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
-from trainer.data.shared import Columns
+from trainer.data.workers import CurrentBatches, ignore_signals, start_method, unsendable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
@@ -215,7 +211,7 @@ class RingLoader:
             BadInputError: If the data set can't be sent to workers that aren't forked.
         """
         plan = source.share.plan
-        method = start_method(config)
+        method = start_method(config.start_method)
         fields = {
             name: data.Field((plan.micro_batch, *field.shape), field.dtype)
             for name, field in source.dataset.fields.items()
@@ -238,12 +234,12 @@ class RingLoader:
             self._loader = DataLoader(
                 self._filler,
                 batch_size=None,
-                sampler=_Current(self._numbers),
+                sampler=CurrentBatches(self._numbers),
                 num_workers=workers,
                 prefetch_factor=config.prefetch,
                 persistent_workers=True,
                 multiprocessing_context=multiprocessing.get_context(method),
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=ignore_signals,
             )
             # With nothing to read yet, this starts the workers: before there are threads that a fork
             # would cut short, and before the ring is registered with CUDA.
@@ -284,67 +280,6 @@ class RingLoader:
                 torch.cuda.synchronize(self._device)
             self._ring.unpin()
             self._pinned = False
-
-
-def start_method(config: LoaderConfig) -> str:
-    """How workers are started: as configured, or by what is safe."""
-    if config.start_method != "auto":
-        return config.start_method
-    if sys.platform != "linux":
-        return "spawn"
-    # A fork leaves the other threads behind, with whatever lock they held.
-    return "fork" if threading.active_count() == 1 else "forkserver"
-
-
-def unsendable(dataset: data.Dataset, method: str, error: Exception) -> str:
-    """One line that names the attribute of a data set that can't be sent to a worker."""
-    where, value = type(dataset).__name__, dataset
-    while True:
-        parts = getattr(value, "__dict__", {})
-        part = next((name for name, inner in parts.items() if not _can_be_sent(inner)), None)
-        if part is None:
-            break
-        where, value = f"{where}.{part}", parts[part]
-    return (
-        f"data.start_method={method}: {where} ({type(value).__name__}) can't be sent to a loader worker "
-        f"({str(error).splitlines()[0]}); make it where it is first used, or set data.start_method=fork"
-    )
-
-
-class _Trial(pickle.Pickler):
-    """Passes over what only a starting process can send."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        return "shared" if isinstance(value, Columns) else None
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        _Trial(io.BytesIO()).dump(value)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        return False
-    return True
-
-
-class _Current:
-    """A sampler whose batches can be set anew while the workers stay."""
-
-    def __init__(self, numbers: list[range]) -> None:
-        self._numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers[0])
-
-    def __len__(self) -> int:
-        return len(self._numbers[0])
-
-
-def _ignore_signals(_worker: int) -> None:
-    # Ctrl-C and a scheduler's signal reach the whole group, but stopping is the rank's decision; and the
-    # handler that the rank installed must not keep a worker from being terminated.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 Loader = ResidentLoader | RingLoader

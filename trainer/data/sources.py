@@ -54,6 +54,16 @@ class DataConfig(LoaderConfig):
     augment: Literal["none", "flip", "affine"] = Field(
         "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
     )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="on the device: how far brightness, contrast and saturation of each image may change",
+    )
+    policy: Literal["none", "randaugment", "trivialaugment"] = Field(
+        "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
+    )
+    policy_group: int = Field(8, ge=1, description="images of a micro-batch that share what a policy draws")
 
     def corrupt_samples(self, of: int) -> int:
         """How many of so many samples may be corrupt: the budget, and one if it is above 0."""

@@ -39,10 +39,14 @@ class LogConfig(Section):
 
 @dataclass(frozen=True)
 class _Moment:
-    """A point in a run: windows done, and when, for the host and (in its stream) for the device."""
+    """A point in a run: windows done, and when, for the host and (in its stream) for the device.
+
+    `waited` are the nanoseconds until then in which the host waited for data.
+    """
 
     window: int
     host: float
+    waited: int
     event: torch.cuda.Event | None
 
     def seconds_since(self, earlier: "_Moment") -> float:
@@ -68,6 +72,7 @@ class Meter:
 
     Attributes:
         busy_seconds: Time of the windows that were timed.
+        waited: Gives the nanoseconds in which the training waited for data, since it began.
         timed_samples: Samples in them.
     """
 
@@ -95,7 +100,14 @@ class Meter:
         self._window = 0
         self.busy_seconds = 0.0
         self.timed_samples = 0
+        self.waited: Callable[[], int] = lambda: 0
+        self._waited_seconds = self._host_seconds = 0.0
         self.start_clock(0)
+
+    @property
+    def waited_share(self) -> float:
+        """Part of the host's time, from 0 to 1, in which this attempt's training waited for data."""
+        return self._waited_seconds / max(self._host_seconds, 1e-9)
 
     def go_on(self, window: int, busy_seconds: float, timed_samples: int) -> None:
         """Starts where an earlier attempt stopped: at its last row of figures, with its time and samples."""
@@ -117,7 +129,7 @@ class Meter:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return _Moment(window, time.perf_counter(), event)
+        return _Moment(window, time.perf_counter(), self.waited(), event)
 
     def stage(self, window: int) -> None:
         """Takes the figures of the windows since the last call; all ranks call it together."""
@@ -156,12 +168,21 @@ class Meter:
             self.busy_seconds += seconds
             self.timed_samples += samples
             row["samples_per_s"] = samples / seconds
+            waited, host = _waited(staged.start, staged.end)
+            self._waited_seconds += waited
+            self._host_seconds += host
+            row["data_wait"] = waited / host
         self.emit(row)
 
     def emit(self, row: Row) -> None:
         """Hands a row to the sinks."""
         for sink in self._sinks:
             sink(row)
+
+
+def _waited(start: _Moment, end: _Moment) -> tuple[float, float]:
+    """Seconds in which the host waited for data, and all of them."""
+    return (end.waited - start.waited) / 1e9, max(end.host - start.host, 1e-9)
 
 
 def jsonl_sink(file: TextIO) -> Sink:

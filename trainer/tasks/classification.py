@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.augment import affine, by_policy, flip, jitter, make_policy, normalised
 from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
 from trainer.mixing import RegularizationConfig, mix
@@ -28,8 +29,9 @@ class Classification:
         self.images = load_images(data, seed)
         self.train_data = self.images.train
         self.evaluation_data = self.images.evaluation
-        self.uniforms = _UNIFORMS[data.augment]
-        self._augment = data.augment
+        self.uniforms = _UNIFORMS[data.augment] + (3 if data.jitter else 0)
+        self._data = data
+        self._policy = make_policy(data.policy)
         self._model = model
         self._regularization = regularization
         mean, std = torch.tensor(self.images.mean), torch.tensor(self.images.std)
@@ -83,12 +85,23 @@ class Classification:
             self._constants[byte.device] = (self._scale.to(byte.device), self._shift.to(byte.device))
         scale, shift = self._constants[byte.device]
         layout = torch.channels_last if self._model.channels_last else torch.contiguous_format
-        if not train or batch.uniform is None or not self.uniforms:
+        if not train:
             return normalised(byte, scale, shift, layout)
-        random = batch.uniform[:, -self.uniforms :]
-        if self._augment == "flip":  # bytes: a quarter of the floats' memory traffic
-            return normalised(flip(byte, random), scale, shift, layout)
-        return affine(normalised(byte, scale, shift, layout), random)
+        chosen, random = self._data, self._numbers(batch)
+        if self._policy is not None:
+            byte = by_policy(byte, self._policy, chosen.policy_group)
+        if chosen.jitter:
+            byte = jitter(byte, random[:, -3:], chosen.jitter)
+        if chosen.augment == "flip":  # bytes: a quarter of the floats' memory traffic
+            byte = flip(byte, random[:, :1])
+        image = normalised(byte, scale, shift, layout)
+        return affine(image, random[:, :5]) if chosen.augment == "affine" else image
+
+    def _numbers(self, batch: Batch) -> torch.Tensor:
+        """This task's random numbers: (n, uniforms), the last columns of what the batch carries."""
+        if batch.uniform is None:
+            return torch.empty(0)
+        return batch.uniform[:, batch.uniform.shape[1] - self.uniforms :]
 
 
 def _cross_entropy(
@@ -108,38 +121,3 @@ def _cross_entropy(
         return each.sum()
     # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
     return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
-
-
-def normalised(
-    byte: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, layout: torch.memory_format
-) -> torch.Tensor:
-    """Bytes (n, c, h, w) to floats: each channel times its scale (c, 1, 1), plus its shift."""
-    return torch.addcmul(shift, byte.to(torch.float32, memory_format=layout), scale)
-
-
-def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Mirrors half of the images: any dtype (n, c, h, w), numbers (n, 1) in [0, 1)."""
-    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(3), image)
-
-
-def affine(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Turns by up to 12 degrees, scales by up to 15 % and shifts by up to an eighth of the side.
-
-    Args:
-        image: float (n, c, h, w).
-        random: (n, 5) in [0, 1): angle, width, height, shift right, shift down.
-
-    Returns:
-        float (n, c, h, w); what comes from outside repeats the border.
-    """
-    angle, width, height, right, down = random.mul(2).sub(1).view(-1, 5, 1, 1).unbind(1)
-    cos, sin = (angle * 0.21).cos(), (angle * 0.21).sin()
-    rows, columns = image.shape[2:]
-    # The middle of each pixel on a scale from -1 to 1. By products and sums of each element and not by
-    # affine_grid, whose matrix product autocast would round to bf16: half a pixel of 224.
-    x = torch.arange(1 - columns, columns, 2, device=image.device) / columns
-    y = (torch.arange(1 - rows, rows, 2, device=image.device) / rows)[:, None]
-    across = cos * (1 + width * 0.15) * x - sin * y + right * 0.25
-    down = sin * x + cos * (1 + height * 0.15) * y + down * 0.25
-    grid = torch.stack((across, down), 3)
-    return F.grid_sample(image, grid, padding_mode="border", align_corners=False)

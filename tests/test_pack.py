@@ -1,0 +1,283 @@
+"""Promise: packs and shards are whole or absent, are gone on with, and say what was changed in them."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.bench.photographs import write_photographs
+from trainer.checkpoint import files as disk
+from trainer.cli import main
+from trainer.data.files import in_folder
+from trainer.data.pack import UNFINISHED, PackSettings, pack
+from trainer.data.pieces import COLUMNS, INDEX, in_pieces
+from trainer.data.shards import index_shards
+from trainer.errors import BadInputError
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs")
+    write_photographs(folder, 150)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Path) -> None:
+    records = in_folder(photographs)
+    for processes in (1, 2):
+        pack(records, tmp_path / str(processes), PackSettings(64, raw=True), processes)
+    first = content(tmp_path / "1")
+    assert first == content(tmp_path / "2")
+    assert sorted(first) == ["00000.bin", "00001.bin", "00002.bin", INDEX, COLUMNS]
+
+
+def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> None:
+    records = in_folder(photographs)
+    pack(records, tmp_path / "small", PackSettings(96))
+    pack(records, tmp_path / "large", PackSettings(1000))
+    small, large = in_pieces(tmp_path / "small"), in_pieces(tmp_path / "large")
+    assert Image.open(io.BytesIO(small.read(0))).size == (128, 96)
+    assert large.read(0) == records.read(0), "not encoded again where there is nothing to win"
+    with Image.open(os.fsdecode(records.path(0))) as image:
+        expected = np.asarray(image.resize((128, 96), Image.Resampling.BILINEAR)).astype(int)
+    found = np.asarray(Image.open(io.BytesIO(small.read(0)))).astype(int)
+    assert np.abs(found - expected).mean() < 6, "JPEG at quality 90"
+    assert small.about.source == records.fingerprint()
+    assert small.about.settings == {"short_side": 96, "quality": 90, "raw": False}
+
+
+def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Path) -> None:
+    target, whole = tmp_path / "killed", tmp_path / "whole"
+    command = [sys.executable, "-m", "trainer", "data", "pack", photographs, target, "--short-side", "200"]
+    with subprocess.Popen([*map(str, command), "--processes", "1"], stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not list(target.glob(f"{UNFINISHED}/*.safetensors")) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.kill()
+    with pytest.raises(BadInputError, match=r"no index\.json; make it"):
+        in_pieces(target)
+    first = next(target.glob("00000.bin")).stat().st_mtime_ns
+    records = in_folder(photographs)
+    with pytest.raises(BadInputError, match="unfinished pack of other data or settings"):
+        pack(records, target, PackSettings(100))
+    pack(records, target, PackSettings(200))
+    assert (target / "00000.bin").stat().st_mtime_ns == first, "what was finished is kept"
+    pack(records, whole, PackSettings(200))
+    assert content(target) == content(whole)
+
+
+def test_a_full_disk_leaves_what_can_be_gone_on_with(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = disk.write_file
+
+    def full(path: Path, parts: Any) -> str:
+        if path.name == "00001.bin":
+            raise OSError(28, "No space left on device")
+        return write(path, parts)
+
+    arguments = [
+        "data",
+        "pack",
+        str(photographs),
+        str(tmp_path / "p"),
+        "--short-side",
+        "64",
+        "--processes",
+        "1",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_file", full)
+        assert main(arguments) == 2
+    assert "can't be written (No space left on device)" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert len(in_pieces(tmp_path / "p")) == 150
+
+
+def test_what_is_in_the_way_is_left_alone(photographs: Path, tmp_path: Path) -> None:
+    records = in_folder(photographs)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(BadInputError, match="isn't empty"):
+        pack(records, tmp_path / "mine", PackSettings())
+    pack(records, tmp_path / "packed", PackSettings(32, raw=True))
+    with pytest.raises(BadInputError, match="there is a pack already"):
+        pack(records, tmp_path / "packed", PackSettings(32, raw=True))
+    with pytest.raises(BadInputError, match="holds pixels already"):
+        pack(in_pieces(tmp_path / "packed"), tmp_path / "again", PackSettings())
+
+
+def test_verify_names_what_changed(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        pack(in_folder(photographs), tmp_path / split, PackSettings(64))
+    assert main(["data", "verify", str(tmp_path)]) == 0
+    assert "150 of 150 samples are as they were indexed" in capsys.readouterr().out
+    with (tmp_path / "val" / "00001.bin").open("r+b") as file:
+        file.seek(500)
+        byte = file.read(1)
+        file.seek(500)
+        file.write(bytes([byte[0] ^ 1]))
+    assert main(["data", "verify", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "149 of 150" in out
+    assert "val/00001.bin: " in out
+    assert "its content has changed" in out
+
+
+def test_stats(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(photographs, tmp_path / "d")
+    next((tmp_path / "d").rglob("*.jpg")).write_bytes(b"\xff\xd8\xff")
+    assert main(["data", "stats", str(tmp_path / "d"), "--json"]) == 0
+    ((_, found),) = json.loads(capsys.readouterr().out).items()
+    assert (found["samples"], found["classes"], found["looked_at"]) == (150, 10, 149)
+    assert found["per_class"] == {"least": 15, "median": 15, "most": 15}
+    assert (found["height"]["median"], found["width"]["median"]) == (375, 500)
+    assert len(found["unreadable"]) == 1
+    images = [
+        np.asarray(Image.open(path)) / 255
+        for path in (tmp_path / "d").rglob("*.jpg")
+        if path.stat().st_size > 3
+    ]
+    pixels = np.concatenate([image.reshape(-1, 3) for image in images])
+    assert np.allclose(found["mean"], pixels.mean(0), atol=1e-4)
+    assert np.allclose(found["std"], pixels.std(0), atol=1e-4)
+    assert main(["data", "stats", str(tmp_path / "d")]) == 0
+    assert "decode us" in capsys.readouterr().out
+
+
+def write_tar(file: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(file, "w") as tar:
+        for name, data in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return file
+
+
+PICTURE = b"picture"
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("/etc/x.jpg", PICTURE), ("/etc/x.cls", b"1")], "'/etc/x.jpg' leads out of the archive"),
+        ([("a/../../x.jpg", PICTURE)], "leads out of the archive"),
+        ([("x.jpg", PICTURE)], "'x.jpg' has no label"),
+        ([("x.jpg", PICTURE), ("x.json", b"[1]")], "the label of 'x.jpg' can't be read"),
+        ([("x.jpg", PICTURE), ("x.cls", b"\xff")], "the label of 'x.jpg' can't be read"),
+        ([("x.jpg", PICTURE), ("x.cls", b" ")], "is empty"),
+        ([("x.txt", b"words")], "hold no sample"),
+    ],
+)
+def test_a_shard_that_is_wrong(members: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(BadInputError, match=message):
+        index_shards(tmp_path)
+    assert not (tmp_path / INDEX).exists()
+
+
+def test_folders_without_shards(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"no \.tar files"):
+        index_shards(tmp_path)
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with pytest.raises(BadInputError, match="compressed tar"):
+        index_shards(tmp_path)
+    (tmp_path / "b.tar").write_bytes(b"no tar at all" * 100)
+    with pytest.raises(BadInputError, match="not a readable tar file"):
+        index_shards(tmp_path)
+
+
+def test_labels_of_shards(tmp_path: Path) -> None:
+    members = [("a/x.y.jpg", b"1"), ("a/x.cls", b"7\n"), ("b/x.json", b'{"label": 2}'), ("b/x.PNG", b"2")]
+    write_tar(tmp_path / "0.tar", members)
+    index_shards(tmp_path)
+    pieces = in_pieces(tmp_path)
+    assert pieces.labels.tolist() == [2]
+    assert list(pieces.classes) == ["0", "1", "2"]
+    assert pieces.read(0) == b"2"
+
+
+def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        about = json.loads((folder / INDEX).read_text())
+        change(about)
+        (folder / INDEX).write_text(json.dumps(about))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / INDEX).unlink(), "no index.json"),
+        (lambda folder: (folder / COLUMNS).unlink(), "no index.safetensors"),
+        (lambda folder: (folder / INDEX).write_text("{"), "the index is damaged"),
+        (lambda folder: (folder / COLUMNS).write_bytes(b"\x80\x04pickle"), "the index is damaged"),
+        (damage(lambda about: about.update(columns_sha256="0" * 64)), "doesn't belong to index.json"),
+        (damage(lambda about: about.update(extra=1)), "extra"),
+        (damage(lambda about: about["pieces"][0].update(name="../../etc/passwd")), "pieces.0.name"),
+        (damage(lambda about: about["pieces"][0].update(name="..")), "leads out"),
+        (damage(lambda about: about["pieces"][0].update(bytes=10)), "points outside"),
+        (damage(lambda about: about.update(classes=["a"])), "points outside"),
+        (damage(lambda about: about.update(samples=3)), "isn't what it should be"),
+    ],
+)
+def test_an_index_that_is_wrong(
+    change: Callable[[Path], None], message: str, photographs: Path, tmp_path: Path
+) -> None:
+    pack(in_folder(photographs), tmp_path / "p", PackSettings(16))
+    change(tmp_path / "p")
+    with pytest.raises(BadInputError, match=message):
+        in_pieces(tmp_path / "p")
+
+
+def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
+    """Pack, and train with every augmentation and a corrupt image: by the command line."""
+    source, packed = tmp_path / "images", tmp_path / "pack"
+    for split in ("train", "val"):
+        shutil.copytree(photographs, source / split)
+    bad = sorted((source / "train").rglob("*.jpg"))[5]
+    bad.write_bytes(bad.read_bytes()[:3000])
+    assert main(["data", "pack", str(source), str(packed), "--short-side", "40", "--processes", "1"]) == 0
+    settings = {
+        "data.name": "pack",
+        "data.path": packed,
+        "data.image_size": 32,
+        "data.workers": 1,
+        "data.policy": "randaugment",
+        "data.jitter": 0.4,
+        "data.augment": "flip",
+        "data.on_corrupt": "quarantine",
+        "data.corrupt_budget": 0.01,
+        "data.micro_batch": 16,
+        "data.global_batch": 32,
+        "max_windows": 6,
+    }
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = (out / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line)["name"].endswith(f"{bad.parent.name}/{bad.name}")
+    assert "data wait" in done.stdout
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= row["data_wait"] <= 1 for row in rows if "data_wait" in row)

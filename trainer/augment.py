@@ -1,0 +1,106 @@
+"""Augmentation of a whole batch on its device; the numbers that it draws on are keyed, not carried."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+# ITU-R BT.601, as torchvision's rgb_to_grayscale.
+_GREY = (0.2989, 0.587, 0.114)
+
+
+def normalised(
+    byte: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, layout: torch.memory_format
+) -> torch.Tensor:
+    """Bytes (n, c, h, w) to floats: each channel times its scale (c, 1, 1), plus its shift."""
+    return torch.addcmul(shift, byte.to(torch.float32, memory_format=layout), scale)
+
+
+def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Mirrors half of the images: any dtype (n, c, h, w), numbers (n, 1) in [0, 1)."""
+    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(3), image)
+
+
+def affine(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Turns by up to 12 degrees, scales by up to 15 % and shifts by up to an eighth of the side.
+
+    Args:
+        image: float (n, c, h, w).
+        random: (n, 5) in [0, 1): angle, width, height, shift right, shift down.
+
+    Returns:
+        float (n, c, h, w); what comes from outside repeats the border.
+    """
+    angle, width, height, right, down = random.mul(2).sub(1).view(-1, 5, 1, 1).unbind(1)
+    cos, sin = (angle * 0.21).cos(), (angle * 0.21).sin()
+    rows, columns = image.shape[2:]
+    # The middle of each pixel on a scale from -1 to 1. By products and sums of each element and not by
+    # affine_grid, whose matrix product autocast would round to bf16: half a pixel of 224.
+    x = torch.arange(1 - columns, columns, 2, device=image.device) / columns
+    y = (torch.arange(1 - rows, rows, 2, device=image.device) / rows)[:, None]
+    across = cos * (1 + width * 0.15) * x - sin * y + right * 0.25
+    down = sin * x + cos * (1 + height * 0.15) * y + down * 0.25
+    grid = torch.stack((across, down), 3)
+    return F.grid_sample(image, grid, padding_mode="border", align_corners=False)
+
+
+def jitter(byte: torch.Tensor, random: torch.Tensor, strength: float) -> torch.Tensor:
+    """Changes brightness, contrast and saturation of each image by a factor of its own, in this order.
+
+    As torchvision's ColorJitter with three equal strengths and no hue, which draws the order as well.
+
+    Args:
+        byte: uint8 (n, c, h, w).
+        random: (n, 3) in [0, 1).
+        strength: Factors lie between 1 - strength and 1 + strength.
+
+    Returns:
+        uint8 (n, c, h, w).
+    """
+    factors = 1 + strength * random.mul(2).sub(1)
+    brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
+    image = (byte.float() * brightness).clamp_(0, 255)
+    middle = _grey(image).mean((1, 2, 3), keepdim=True)
+    image = (middle + contrast * (image - middle)).clamp_(0, 255)
+    if image.shape[1] == 3:
+        grey = _grey(image)
+        image = (grey + saturation * (image - grey)).clamp_(0, 255)
+    return image.round_().to(torch.uint8)
+
+
+def _grey(image: torch.Tensor) -> torch.Tensor:
+    """float (n, c, h, w) to (n, 1, h, w)."""
+    if image.shape[1] != 3:
+        return image[:, :1]
+    red, green, blue = image.unbind(1)
+    return (red * _GREY[0] + green * _GREY[1] + blue * _GREY[2])[:, None]
+
+
+def make_policy(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """RandAugment (Cubuk et al., 2020) or TrivialAugment (Müller and Hutter, 2021), from torchvision.
+
+    It draws from torch's CPU generator, which is seeded anew for each shard.
+    """
+    if name == "none":
+        return None
+    from torchvision.transforms import v2  # here: it takes seconds
+
+    policy: Any = v2.RandAugment() if name == "randaugment" else v2.TrivialAugmentWide()
+    return policy  # type: ignore[no-any-return]
+
+
+def by_policy(byte: torch.Tensor, policy: Callable[[torch.Tensor], torch.Tensor], group: int) -> torch.Tensor:
+    """Applies a policy to groups of a batch: the images of a group share what is drawn.
+
+    Args:
+        byte: uint8 (n, c, h, w).
+        policy: From `make_policy`.
+        group: Images that share a draw; 1 is the policy as published, and the slowest on a GPU.
+
+    Returns:
+        uint8 (n, c, h, w).
+    """
+    # autocast would round the grid of a rotation to bf16.
+    with torch.autocast(byte.device.type, enabled=False):
+        return torch.cat([policy(part) for part in byte.split(group)])

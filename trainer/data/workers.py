@@ -1,0 +1,74 @@
+"""How loader workers are started, and what they must not do."""
+
+import io
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.data.dataset import Dataset
+from trainer.data.shared import Columns
+
+
+def start_method(configured: str) -> str:
+    """How workers are started: as configured, or by what is safe."""
+    if configured != "auto":
+        return configured
+    if sys.platform != "linux":
+        return "spawn"
+    # A fork leaves the other threads behind, with whatever lock they held.
+    return "fork" if threading.active_count() == 1 else "forkserver"
+
+
+def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
+    """One line that names the attribute of a data set that can't be sent to a worker."""
+    where, value = type(dataset).__name__, dataset
+    while True:
+        parts = getattr(value, "__dict__", {})
+        part = next((name for name, inner in parts.items() if not _can_be_sent(inner)), None)
+        if part is None:
+            break
+        where, value = f"{where}.{part}", parts[part]
+    return (
+        f"data.start_method={method}: {where} ({type(value).__name__}) can't be sent to a loader worker "
+        f"({str(error).splitlines()[0]}); make it where it is first used, or set data.start_method=fork"
+    )
+
+
+class _Trial(pickle.Pickler):
+    """Passes over what only a starting process can send."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "shared" if isinstance(value, Columns) else None
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        _Trial(io.BytesIO()).dump(value)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return False
+    return True
+
+
+class CurrentBatches:
+    """A sampler whose batches can be set anew while the workers stay."""
+
+    def __init__(self, numbers: list[range]) -> None:
+        self._numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers[0])
+
+    def __len__(self) -> int:
+        return len(self._numbers[0])
+
+
+def ignore_signals(_worker: int) -> None:
+    """What a worker does at its start."""
+    # Ctrl-C and a scheduler's signal reach the whole group, but stopping is the rank's decision; and the
+    # handler that the rank installed must not keep a worker from being terminated.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
