@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainer.augment import by_policy, flip, jitter, make_policy, normalised
+from trainer.augment import Normalisation, by_policy, flip, jitter, make_policy
 
 
 def images(count: int = 6, channels: int = 3) -> torch.Tensor:
@@ -62,8 +62,21 @@ def test_a_policy_is_drawn_by_the_shards_seed_and_for_each_group(name: str) -> N
     assert not torch.equal(first, policy(byte)), "and not all the same"
 
 
-def test_flipping_bytes_is_flipping_floats() -> None:
-    byte, random = images(), numbers()[:, :1]
-    scale, shift = torch.rand(3, 1, 1), torch.rand(3, 1, 1)
-    first = normalised(flip(byte, random), scale, shift, torch.contiguous_format)
-    assert torch.equal(first, flip(normalised(byte, scale, shift, torch.contiguous_format), random))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalising_gives_the_same_in_both_layouts(channels: int) -> None:
+    byte = images(channels=channels).permute(0, 2, 3, 1).contiguous()
+    mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.3, 0.4)[:channels]
+    normalise = Normalisation(mean, std)
+    expected = (byte.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
+    for channels_last in (True, False):
+        found = normalise(byte, channels_last)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert found.is_contiguous(memory_format=layout)
+        assert torch.allclose(found.permute(0, 2, 3, 1).double(), expected, atol=1e-6)
+
+
+def test_half_of_the_images_are_mirrored() -> None:
+    byte, random = images().permute(0, 2, 3, 1).contiguous(), torch.tensor([[0.1], [0.9]] * 3)
+    flipped = flip(byte, random)
+    assert torch.equal(flipped[0], byte[0].flip(1)), "left and right"
+    assert torch.equal(flipped[1], byte[1])

@@ -1,6 +1,6 @@
 """Augmentation of a whole batch on its device; the numbers that it draws on are keyed, not carried."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,43 @@ from torch.nn import functional as F
 _GREY = (0.2989, 0.587, 0.114)
 
 
-def normalised(
-    byte: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, layout: torch.memory_format
-) -> torch.Tensor:
-    """Bytes (n, c, h, w) to floats: each channel times its scale (c, 1, 1), plus its shift."""
-    return torch.addcmul(shift, byte.to(torch.float32, memory_format=layout), scale)
+class Normalisation:
+    """Bytes to floats: (pixel / 255 - mean) / std, as one multiplication and one addition.
+
+    Args:
+        mean: Of each channel, on the scale 0 to 1.
+        std: Likewise.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Puts nothing on a device yet."""
+        self._scale = 1 / (255 * torch.tensor(std))
+        self._shift = -torch.tensor(mean) / torch.tensor(std)
+        self._there: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, byte: torch.Tensor, channels_last: bool) -> torch.Tensor:
+        """uint8 (n, h, w, c), contiguous, to float32 (n, c, h, w), channels last in memory or contiguous."""
+        n, height, width, channels = byte.shape
+        if not channels_last:
+            scale, shift = (row.view(-1, 1, 1) for row in self._rows(byte.device, 1))
+            planes = byte.permute(0, 3, 1, 2).contiguous().float()
+            return torch.addcmul(shift, planes, scale, out=planes)
+        # Whole rows of pixels: along three channels alone no processor gets into its stride.
+        scale, shift = self._rows(byte.device, width)
+        rows = byte.reshape(n, height, width * channels).float()
+        torch.addcmul(shift, rows, scale, out=rows)  # in place: a CPU pays for each new page of memory
+        return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+
+    def _rows(self, device: torch.device, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (device, width) not in self._there:
+            scale, shift = self._scale.repeat(width), self._shift.repeat(width)
+            self._there[device, width] = (scale.to(device), shift.to(device))
+        return self._there[device, width]
 
 
 def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Mirrors half of the images: any dtype (n, c, h, w), numbers (n, 1) in [0, 1)."""
-    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(3), image)
+    """Mirrors half of the images: any dtype (n, h, w, c), numbers (n, 1) in [0, 1)."""
+    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(2), image)
 
 
 def affine(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

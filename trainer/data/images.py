@@ -31,6 +31,11 @@ class ImageDataset:
         self, records: Records, size: int, random_crop: bool, on_corrupt: OnCorrupt = "fail"
     ) -> None:
         """Reads nothing yet."""
+        # Here: torchvision takes three seconds, and not every run needs it; but before workers are forked,
+        # of which each would take 150 MB for it.
+        from trainer.data import decode
+
+        self._decode = decode.cut_out, decode.resize
         self.records, self._size, self._on_corrupt = records, size, on_corrupt
         self.uniforms = 4 if random_crop else 0
         self.units = 1
@@ -70,12 +75,10 @@ class ImageDataset:
 
     def _image(self, sample: int, choose: Callable[[int, int], Box], scaled: bool) -> torch.Tensor:
         """uint8 (1, 3, size, size)."""
-        from trainer.data import decode  # here: torchvision takes three seconds, and not every run needs it
-
-        records = self.records
+        records, (cut_out, resize) = self.records, self._decode
         if not records.raw:
-            cut = decode.cut_out(records.read(sample), choose, self._size, scaled)
-            return decode.resize(cut, self._size, self._size)
+            cut = cut_out(records.read(sample), choose, self._size, scaled)
+            return resize(cut, self._size, self._size)
         height, width = records.shape(sample)
         if not height:
             raise Corrupt("was not a readable image when it was packed")
@@ -83,7 +86,7 @@ class ImageDataset:
         # Only the rows of the cut: they lie one after another.
         data = records.read(sample, box.top * width * 3, box.height * width * 3)
         pixels = torch.frombuffer(data, dtype=torch.uint8).view(1, box.height, width, 3).permute(0, 3, 1, 2)
-        return decode.resize(pixels[:, :, :, box.left : box.left + box.width], self._size, self._size)
+        return resize(pixels[:, :, :, box.left : box.left + box.width], self._size, self._size)
 
 
 def _by_numbers(numbers: list[float], height: int, width: int) -> Box:

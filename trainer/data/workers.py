@@ -1,5 +1,6 @@
 """How loader workers are started, and what they must not do."""
 
+import gc
 import io
 import pickle
 import signal
@@ -67,6 +68,8 @@ class CurrentBatches:
 
 def ignore_signals(_worker: int) -> None:
     """What a worker does at its start."""
+    # What it got from its parent is never garbage: looking through it would copy page after page.
+    gc.freeze()
     # Ctrl-C and a scheduler's signal reach the whole group, but stopping is the rank's decision; and the
     # handler that the rank installed must not keep a worker from being terminated.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.augment import affine, by_policy, flip, jitter, make_policy, normalised
+from trainer.augment import Normalisation, affine, by_policy, flip, jitter, make_policy
 from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
 from trainer.mixing import RegularizationConfig, mix
@@ -34,11 +34,7 @@ class Classification:
         self._policy = make_policy(data.policy)
         self._model = model
         self._regularization = regularization
-        mean, std = torch.tensor(self.images.mean), torch.tensor(self.images.std)
-        # (pixel / 255 - mean) / std as one multiplication and one addition.
-        self._scale = (1 / (255 * std)).view(-1, 1, 1)
-        self._shift = (-mean / std).view(-1, 1, 1)
-        self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._normalise = Normalisation(self.images.mean, self.images.std)
 
     def describe(self) -> Mapping[str, Any]:
         """Classes, input shape and normalisation: (pixel / 255 - mean) / std."""
@@ -80,21 +76,20 @@ class Classification:
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
         """Bytes (n, h, w, c) to normalised floats (n, c, h, w), augmented, in the model's memory format."""
-        byte = batch.fields[IMAGE].permute(0, 3, 1, 2)
-        if byte.device not in self._constants:
-            self._constants[byte.device] = (self._scale.to(byte.device), self._shift.to(byte.device))
-        scale, shift = self._constants[byte.device]
-        layout = torch.channels_last if self._model.channels_last else torch.contiguous_format
+        byte, chosen = batch.fields[IMAGE], self._data
         if not train:
-            return normalised(byte, scale, shift, layout)
-        chosen, random = self._data, self._numbers(batch)
-        if self._policy is not None:
-            byte = by_policy(byte, self._policy, chosen.policy_group)
-        if chosen.jitter:
-            byte = jitter(byte, random[:, -3:], chosen.jitter)
+            return self._normalise(byte, self._model.channels_last)
+        random = self._numbers(batch)
+        if self._policy is not None or chosen.jitter:
+            planes = byte.permute(0, 3, 1, 2)
+            if self._policy is not None:
+                planes = by_policy(planes, self._policy, chosen.policy_group)
+            if chosen.jitter:
+                planes = jitter(planes, random[:, -3:], chosen.jitter)
+            byte = planes.permute(0, 2, 3, 1).contiguous()
         if chosen.augment == "flip":  # bytes: a quarter of the floats' memory traffic
             byte = flip(byte, random[:, :1])
-        image = normalised(byte, scale, shift, layout)
+        image = self._normalise(byte, self._model.channels_last)
         return affine(image, random[:, :5]) if chosen.augment == "affine" else image
 
     def _numbers(self, batch: Batch) -> torch.Tensor:
