@@ -199,19 +199,16 @@ class _Million(Files):
 
 
 def growth_mib(images: Path) -> float:
-    """By how much the memory of a process grows with 4 workers that read from 1.3 million items.
-
-    Without the ring, whose size is batches and not items.
-    """
+    """How much more memory a process and its 4 workers take with 1.3 million items than with those few."""
     few = in_folder(images)
-    records = _Million(few.path(0))
-    loader, _ = _loader(few, 1)
-    next(loader(range(1)))  # what is imported and mapped for the first batch is no growth
-    loader.close()
-    before = pss()
+    least = _with_workers(few)
+    return _with_workers(_Million(few.path(0))) - least
+
+
+def _with_workers(records: Records) -> float:
     loader, _ = _loader(records, 4)
     for _ in islice(loader(range(64)), 64):
         pass
-    grown = pss() - before - loader.ring_bytes / (1 << 20)
+    taken = pss()
     loader.close()
-    return grown
+    return taken

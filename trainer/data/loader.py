@@ -262,11 +262,6 @@ class RingLoader:
         for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
             yield self._source.batch(self._ring.unpack(slot), units)
 
-    @property
-    def ring_bytes(self) -> int:
-        """Memory that batches travel in."""
-        return self._ring.slots * self._ring.slot_bytes
-
     def _checked(self, filled: _Filled) -> tuple[int, int]:
         if filled.failed:
             raise BadInputError(filled.failed)
