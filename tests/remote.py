@@ -85,7 +85,7 @@ class Web:
         self.app = Faulty(self._answer)
         self._server = make_server("127.0.0.1", 0, self.app, threaded=True, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         found = self.files.get(environ["PATH_INFO"].encode("latin-1").decode().lstrip("/"))

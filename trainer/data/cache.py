@@ -3,7 +3,7 @@
 DIR/<sha256>.piece          a piece, named by its content: whole and right, or not there
 DIR/<sha256>.piece.part     one that is being fetched, by whoever has the lock on it
 DIR/<sha256>.index/         the index of a data set, named by the content of its index.json; never evicted
-DIR/trainer-cache.lock      held for the moment in which room is made
+DIR/trainer-cache.lock      held for the moments in which room is made or a piece gets its name
 
 Nothing else in the folder is touched. A piece that is evicted stays readable for whoever has it open.
 """
@@ -59,7 +59,7 @@ class Cached:
             self._download(piece, file)
 
         with _told(self.folder):
-            return _made_once(self.folder / f"{piece.sha256}.piece", piece.bytes, make)
+            return _made_once(self.folder / f"{piece.sha256}.piece", piece.bytes, make, self.folder / _LOCK)
 
     def __str__(self) -> str:
         return self.url
@@ -135,7 +135,7 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _made_once(path: Path, size: int | None, make: Callable[[int], None]) -> int:
+def _made_once(path: Path, size: int | None, make: Callable[[int], None], lock: Path) -> int:
     """Descriptor of a file that is made by one process, whoever comes first; the others wait for it.
 
     The lock is on the unfinished file itself and ends with the process that holds it.
@@ -149,7 +149,7 @@ def _made_once(path: Path, size: int | None, make: Callable[[int], None]) -> int
             if mine and _opened_and_closed(path, size):
                 part.unlink()
             elif mine:
-                _finish(file, part, path, make)
+                _finish(file, part, path, make, lock)
                 return file
         except BaseException:
             os.close(file)
@@ -158,12 +158,13 @@ def _made_once(path: Path, size: int | None, make: Callable[[int], None]) -> int
     return file
 
 
-def _finish(file: int, part: Path, path: Path, make: Callable[[int], None]) -> None:
+def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock: Path) -> None:
     try:
         make(file)
         os.fsync(file)
         _touch(file)
-        part.rename(path)
+        with _locked(lock):  # else who makes room might list it twice or not at all
+            part.rename(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -285,8 +286,8 @@ def _indexed(url: str, folder: Path) -> tuple[About, Columns]:
         fetch(join(url, COLUMNS), sink)
         os.ftruncate(file, sink.done)
 
-    os.close(_made_once(index / INDEX, len(about), lambda file: _write(file, about)))
-    os.close(_made_once(index / COLUMNS, None, columns))
+    os.close(_made_once(index / INDEX, len(about), lambda file: _write(file, about), folder / _LOCK))
+    os.close(_made_once(index / COLUMNS, None, columns, folder / _LOCK))
     try:
         return read_index(index)
     except BadInputError as error:
