@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -153,7 +154,8 @@ def _file_system(url: str) -> Any:
     if url.startswith("s3:"):
         config = {"connect_timeout": _SILENCE, "read_timeout": _SILENCE}
         retries = {"total_max_attempts": 1, "mode": "standard"}
-        files = fsspec.filesystem("s3", **common, config_kwargs={**config, "retries": retries})
+        config_kwargs = {**config, "retries": retries}
+        files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
         files.retries = files.max_concurrency = 1
         return files
     import aiohttp
@@ -161,6 +163,22 @@ def _file_system(url: str) -> Any:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
     # trust_env: proxies and ~/.netrc.
     return fsspec.filesystem("http", **common, client_kwargs={"timeout": timeout, "trust_env": True})
+
+
+def _session() -> Any:
+    from aiobotocore.session import AioSession
+
+    session = AioSession()
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
+
+
+@lru_cache(maxsize=1)
+def _descriptions(path: str | None) -> Any:
+    """botocore's descriptions of services, which take longer to parse than a piece to fetch."""
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
 
 
 async def _whole(files: Any, url: str, sink: Sink) -> None:
