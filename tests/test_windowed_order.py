@@ -61,6 +61,13 @@ def test_windows_are_shuffled_in_themselves_and_pieces_among_each_other() -> Non
     assert (order == epoch_of(pieces, together, seed=1)).mean() < 0.05
 
 
+def test_seed_and_window_key_the_order_inside() -> None:
+    one, other = (epoch_of([100], 1, seed=seed) for seed in (0, 1))
+    assert (one == other).mean() < 0.1
+    first, second = epoch_of([100, 100], 1).reshape(2, 100) % 100
+    assert (first == second).mean() < 0.1
+
+
 def test_pieces_come_to_each_window_and_samples_to_each_place_equally_often() -> None:
     """Chi-squared over many epochs: (piece, window), and (sample, place in its window)."""
     epochs, pieces = 1000, [5] * 6
