@@ -176,7 +176,7 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
     assert attempt(folder, mode="force", before=other_pixel).code == 0
     newest = max((folder / "checkpoints").iterdir())
     state = json.loads((newest / "state.json").read_text())["state"]
-    assert state["fingerprint"].keys() == {"training data", "evaluation data"}
+    assert state["fingerprint"].keys() == {"training data", "evaluation data", "order"}
 
 
 def test_another_kind_of_device_is_refused(tmp_path: Path, stopped: Path) -> None:

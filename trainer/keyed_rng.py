@@ -34,6 +34,8 @@ class Purpose(IntEnum):
     SPLIT = 5
     DATA = 6
     REPLACEMENT = 7
+    PIECES = 8
+    WINDOW = 9
 
 
 def key(*parts: int) -> int:

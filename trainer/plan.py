@@ -17,6 +17,7 @@ from pydantic import Field
 from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints, permuted
+from trainer.piece_order import in_windows
 
 Last = Literal["cross", "drop", "weighted"]
 
@@ -56,6 +57,8 @@ class Plan:
         seed: Keys the order.
         max_windows: Ends the run earlier.
         shuffle: False leaves the samples in their order (evaluation).
+        pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
+        together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
 
     Raises:
         BadInputError: If the batch doesn't divide or there would be no window at all.
@@ -69,6 +72,8 @@ class Plan:
     seed: int
     max_windows: int | None = None
     shuffle: bool = True
+    pieces: tuple[int, ...] = ()
+    together: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -153,8 +158,14 @@ class Plan:
             epoch = np.broadcast_to(epoch[:, None], position.shape)
         real = position < self.samples
         position = np.where(real, position, 0)
-        sample = permuted(self.seed, epoch, position, self.samples) if self.shuffle else position
-        return Samples(epoch, sample, real.astype(np.float32))
+        return Samples(epoch, self._sample(epoch, position), real.astype(np.float32))
+
+    def _sample(self, epoch: Ints, position: Ints) -> Ints:
+        if not self.shuffle:
+            return position
+        if self.together:
+            return in_windows(self.seed, epoch, position, self.pieces, self.together)
+        return permuted(self.seed, epoch, position, self.samples)
 
 
 @dataclass(frozen=True)

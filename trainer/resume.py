@@ -16,9 +16,12 @@ from trainer.errors import BadInputError
 RUNS = Path("runs")
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
+# (The order that data.cache_limit leads to is compared with the data.)
 _FREE = (
     "about",
     "data.path",
+    "data.cache",
+    "data.cache_limit",
     "data.workers",
     "data.prefetch",
     "data.resident",

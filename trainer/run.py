@@ -11,6 +11,7 @@ from torch import nn
 from trainer.batchnorm import WindowStatistics
 from trainer.data.corrupt import Quarantine
 from trainer.data.loader import Loader, Source, make_loader
+from trainer.data.sources import order_of
 from trainer.errors import BadInputError
 from trainer.memory import blocks, candidates
 from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
@@ -31,15 +32,18 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def data_of(task: Task) -> dict[str, str]:
-    """What the data is, for comparison with that of another attempt."""
+    """What the data is and how it is shuffled, for comparison with that of another attempt."""
+    _, together = order_of(task.train_data)
     return {
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
+        "order": f"shuffled within {together} pieces" if together else "shuffled",
     }
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
     """The order of a run."""
+    pieces, together = order_of(task.train_data)
     return Plan(
         samples=len(task.train_data),
         global_batch=recipe.data.global_batch,
@@ -48,6 +52,8 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         last=recipe.window.last,
         seed=recipe.seed,
         max_windows=recipe.max_windows,
+        pieces=pieces,
+        together=together,
     )
 
 

@@ -155,6 +155,9 @@ class Pieces:
         if (size := os.fstat(file).st_size) != piece.bytes:
             os.close(file)
             raise OSError(0, f"has {size:,} bytes and not {piece.bytes:,} as when it was indexed")
+        # What a cache has evicted takes up the disk as long as it is open.
+        for gone in [other for other, open_file in self._files.items() if not os.fstat(open_file).st_nlink]:
+            os.close(self._files.pop(gone))
         self._files[number] = file
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

@@ -68,12 +68,7 @@ class Columns:
             OSError: If it can't be read.
             ValueError: If it isn't safetensors.
         """
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return cls(file)
-        except BaseException:
-            os.close(file)
-            raise
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """An array; writing to it is an error."""

@@ -4,11 +4,12 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from trainer.data.cache import CachedPieces, open_cached, pieces_together
 from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import in_folder, in_table
@@ -16,11 +17,21 @@ from trainer.data.images import ImageDataset
 from trainer.data.loader import LoaderConfig
 from trainer.data.pieces import in_pieces
 from trainer.data.records import Records
+from trainer.data.remote import check_url, is_url, join
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key, keys
+from trainer.sizes import parse_size
 
 IMAGE = "image"
 LABEL = "label"
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _as_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) and not is_url(value) else value
 
 
 class DataConfig(LoaderConfig):
@@ -32,7 +43,18 @@ class DataConfig(LoaderConfig):
         "(train/ and val/ by class), table (train.csv and val.csv, or .parquet, with path and label), shards "
         "(tar, after `trainer data index`) or pack (made by `trainer data pack`)",
     )
-    path: Path | None = Field(None, description="where the data lies")
+    path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
+        None,
+        description="where the data lies: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
+    )
+    cache: Path | None = Field(
+        None, description="folder on this machine with copies of what lies behind a URL; jobs may share it"
+    )
+    cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
+        None,
+        description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
+        "isn't all, the order shuffles within a few of them at a time",
+    )
     on_corrupt: OnCorrupt = Field(
         "fail",
         description="a sample that can't be decoded: fail, skip (another, always the same, stands in) or "
@@ -78,6 +100,37 @@ class DataConfig(LoaderConfig):
             )
         return self
 
+    @field_validator("cache_limit")
+    @classmethod
+    def _limit_is_a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size(value)
+        return value
+
+    @model_validator(mode="after")
+    def _urls_are_cached(self) -> "DataConfig":
+        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
+        if not isinstance(self.path, str):
+            if self.cache is not None or self.cache_limit is not None:
+                raise ValueError(
+                    "data.cache and data.cache_limit are for a data.path that is a URL; leave them out"
+                )
+            return self
+        try:
+            check_url(self.path)
+        except ValueError as error:
+            raise ValueError(f"data.path: {error}") from None
+        if self.name not in ("shards", "pack"):
+            raise ValueError(
+                f"data.path is a URL, and data.name={self.name} reads files of this machine; use "
+                "data.name=pack or shards, or copy the data here"
+            )
+        if self.cache is None:
+            raise ValueError(
+                "data.path is a URL, so data.cache is needed: --set data.cache=DIR, a folder for copies"
+            )
+        return self
+
 
 class ImageData(NamedTuple):
     """Images for training and evaluation, and what the model must know of them.
@@ -111,11 +164,12 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         return _synthetic(config, seed)
     if config.path is None:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
-    try:
-        path = config.path.expanduser()
-    except RuntimeError as error:
-        raise BadInputError(f"data.path={config.path}: there is no such user; write the path out") from error
-    train, evaluation = (open_records(config.name, path, split) for split in ("train", "val"))
+    path = _at_home("path", config.path)
+    train, evaluation = (
+        open_records(config.name, path, split, config.cache, config.cache_limit) for split in ("train", "val")
+    )
+    if isinstance(train, CachedPieces) and isinstance(evaluation, CachedPieces):
+        train.together = pieces_together(_bytes(config.cache_limit), (train, evaluation))
     classes = _common_classes(path, train.classes, evaluation.classes)
     # The usual statistics of ImageNet.
     return ImageData(
@@ -128,17 +182,25 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     )
 
 
-def open_records(name: str, path: Path, split: str) -> Records:
-    """Opens one part of a data set on disk.
+def open_records(
+    name: str, path: Path | str, split: str, cache: Path | None = None, cache_limit: str | None = None
+) -> Records:
+    """Opens one part of a data set.
 
     Args:
         name: "folder", "table", "shards" or "pack".
-        path: What data.path says.
+        path: What data.path says; a string if it is a URL.
         split: "train" or "val".
+        cache: What data.cache says; needed for a URL.
+        cache_limit: What data.cache_limit says.
 
     Raises:
         BadInputError: If it isn't there or isn't what it should be.
     """
+    if isinstance(path, str):
+        assert cache is not None
+        folder = Path(_at_home("cache", cache)).absolute()
+        return open_cached(join(path, split), folder, _bytes(cache_limit))
     if name == "folder":
         return in_folder(path / split)
     if name == "table":
@@ -147,7 +209,28 @@ def open_records(name: str, path: Path, split: str) -> Records:
     return in_pieces(path / split)
 
 
-def _common_classes(path: Path, train: Sequence[str], evaluation: Sequence[str]) -> tuple[str, ...]:
+def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
+    """Samples of each piece, and of how many pieces they are shuffled together; () and 0: of all."""
+    records = getattr(dataset, "records", None)
+    if isinstance(records, CachedPieces) and records.together:
+        return tuple(records.sizes), records.together
+    return (), 0
+
+
+def _bytes(size: str | None) -> int | None:
+    return None if size is None else parse_size(size)
+
+
+def _at_home(key: str, path: Path | str) -> Path | str:
+    if isinstance(path, str):
+        return path
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise BadInputError(f"data.{key}={path}: there is no such user; write the path out") from error
+
+
+def _common_classes(path: Path | str, train: Sequence[str], evaluation: Sequence[str]) -> tuple[str, ...]:
     """Those of both; where classes are numbers, one part may lack the last."""
     longer, shorter = sorted((tuple(train), tuple(evaluation)), key=len, reverse=True)
     if longer == shorter or (longer[: len(shorter)] == shorter and longer[0] == "0"):

@@ -1,0 +1,174 @@
+"""What tests of remote data share: servers that count and fail as they are told, and a small pack."""
+
+import hashlib
+import io
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from moto.server import ThreadedMotoServer
+from PIL import Image
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from trainer.data.pieces import About, Piece, hash_of, write_index
+from trainer.data.shared import joined
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+BUCKET = "bucket"
+
+
+class Faulty:
+    """A web application in front of another.
+
+    Attributes:
+        asked: How often each path was asked for.
+        faults: For the last part of a path, what happens to one request after another; then all is well.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app, self._lock = app, threading.Lock()
+        self.asked = Counter[str]()
+        self.faults: dict[str, Iterator[str]] = {}
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        # WSGI gives the bytes of a path as latin-1.
+        path = environ["PATH_INFO"].encode("latin-1").decode()
+        with self._lock:
+            self.asked[path] += 1
+            fault = next(self.faults.get(path.rpartition("/")[2], iter(())), "")
+        if fault.isdigit():
+            start(f"{fault} told so", [("Content-Type", "text/plain")])
+            return [b"no"]
+        if fault == "lead away":
+            start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?X-Amz-Signature=secret")])
+            return []
+        if fault == "hang":
+            time.sleep(1.5)
+        given: list[Any] = []
+        body = b"".join(self._app(environ, lambda status, headers, *_: given.extend((status, headers))))
+        start(*given)
+        if fault == "truncate":
+            body = body[: len(body) // 2]  # the length that is announced stays
+        if fault == "damage":
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        return _in_drops(body) if fault == "drip" else _in_halves(body) if fault == "slow" else [body]
+
+
+def _in_drops(body: bytes) -> Iterator[bytes]:
+    for at in range(len(body)):
+        yield body[at : at + 1]
+        time.sleep(0.05)
+
+
+def _in_halves(body: bytes) -> Iterator[bytes]:
+    yield body[: len(body) // 2]
+    time.sleep(0.7)
+    yield body[len(body) // 2 :]
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:
+        pass
+
+
+class Web:
+    """Files at http://127.0.0.1:PORT; ranges of them aren't known there."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files = dict(files)
+        self.app = Faulty(self._answer)
+        self._server = make_server("127.0.0.1", 0, self.app, threaded=True, request_handler=_Quiet)
+        self.url = f"http://127.0.0.1:{self._server.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        found = self.files.get(environ["PATH_INFO"].encode("latin-1").decode().lstrip("/"))
+        if found is None:
+            start("404 Not Found", [])
+            return []
+        start("200 OK", [("Content-Length", str(len(found)))])
+        return [found]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class S3:
+    """moto's server, with files in a bucket: s3://bucket."""
+
+    url = f"s3://{BUCKET}"
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        inner: Any = self._server._server
+        inner.RequestHandlerClass = type("Quiet", (inner.RequestHandlerClass, _Quiet), {"log": _Quiet.log})
+        self.app = inner.app = Faulty(inner.app)
+        host, port = self._server.get_host_and_port()
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "something",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        os.environ.update(self.environment)
+        import boto3
+
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        for name, data in files.items():
+            client.put_object(Bucket=BUCKET, Key=name, Body=data, ACL="public-read")
+        self.app.asked.clear()
+
+    def close(self) -> None:
+        self._server.stop()
+        for name in self.environment:
+            os.environ.pop(name, None)
+
+
+def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
+    """A pack of small images, so many in each piece; the names of the pieces are awkward."""
+    folder.mkdir(parents=True)
+    random, rows = np.random.default_rng(seed), list[tuple[int, int, int, int, int]]()
+    pieces = []
+    for number, count in enumerate(samples):
+        content = io.BytesIO()
+        for _ in range(count):
+            file, label, at = io.BytesIO(), int(random.integers(4)), content.tell()
+            pixels = random.integers(0, 60, (12, 12, 3), dtype=np.uint8) + np.uint8(label * 60)
+            Image.fromarray(pixels).save(file, "PNG")
+            content.write(file.getvalue())
+            rows.append((number, at, len(file.getvalue()), label, hash_of(file.getvalue())))
+        data, name = content.getvalue(), f"{number} #ä%20.bin"
+        (folder / name).write_bytes(data)
+        pieces.append(Piece(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    types = {"piece": np.int32, "offset": np.int64, "bytes": np.int64, "label": np.int64, "hash": np.uint64}
+    columns: dict[str, Any] = {
+        name: np.array(column, dtype)
+        for (name, dtype), column in zip(types.items(), zip(*rows, strict=True), strict=True)
+    }
+    columns |= joined([f"{sample}.png".encode() for sample in range(len(rows))])
+    return write_index(folder, pieces, columns, list("abcd"), "files", "made up", {})
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Path and content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def asked_for(app: Faulty, about: About) -> list[int]:
+    """How often each piece of the training data was asked for."""
+    found = Counter[str]()
+    for path, count in app.asked.items():
+        folder, _, name = path.rpartition("/")
+        if folder.endswith("/train"):
+            found[name] += count
+    assert quote("ä") not in "".join(found)
+    return [found[piece.name] for piece in about.pieces]

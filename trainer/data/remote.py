@@ -1,0 +1,295 @@
+"""Bytes from s3:// and https://, through fsspec: tried again where that may help, then one clear line.
+
+Each download has an event loop of its own that ends with it. So no thread is left behind that a fork would
+cut short, and nothing has to be carried to a worker.
+"""
+
+import asyncio
+import hashlib
+import io
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+from trainer.errors import BadInputError
+
+SCHEMES = ("s3", "https", "http")
+
+# Seconds between tries.
+_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Seconds without a byte, and bytes per second at least: whoever is slower has failed.
+_SILENCE, _SLOWEST = 30.0, 64 << 10
+_UNKNOWN = 256 << 20
+# S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
+_PART, _PARTS_AT_ONCE = 8 << 20, 8
+_STATUS = {401: "not signed in", 403: "access denied", 404: "not found"}
+
+T = TypeVar("T")
+
+
+class DiskError(Exception):
+    """What was fetched can't be written; the cause is the OSError."""
+
+
+class WrongContentError(Exception):
+    """More came than there should be."""
+
+
+class Sink(io.RawIOBase):
+    """Writes a download to a file and hashes it.
+
+    Args:
+        file: Descriptor; what lies there is overwritten from the beginning.
+        size: Bytes that there should be; None if nobody knows.
+    """
+
+    def __init__(self, file: int, size: int | None = None) -> None:
+        """Nothing has come yet."""
+        self._file, self.size = file, size
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what has come."""
+        self.done, self._digest = 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Takes the next bytes.
+
+        Raises:
+            DiskError: If they can't be written.
+            WrongContentError: If there are too many.
+        """
+        rest = memoryview(data)
+        if self.size is not None and self.done + len(rest) > self.size:
+            raise WrongContentError
+        self._digest.update(rest)
+        while rest:
+            try:
+                count = os.pwrite(self._file, rest, self.done)
+            except OSError as error:
+                raise DiskError(str(error)) from error
+            rest, self.done = rest[count:], self.done + count
+        return len(data)
+
+    def sha256(self) -> str:
+        """Of what has come, hexadecimal."""
+        return self._digest.hexdigest()
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL; then it is a string."""
+    return isinstance(path, str) and "://" in path
+
+
+def check_url(url: str) -> None:
+    """Makes sure that a URL names a place that can be read, and holds no secret.
+
+    Raises:
+        ValueError: What is wrong; it doesn't repeat the URL.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.netloc, parts.port
+    except ValueError as error:
+        raise ValueError("not a URL: user, password and blanks don't belong there") from error
+    if "@" in host or (parts.scheme == "s3" and (":" in host or port)):
+        raise ValueError(
+            "a URL with user or password would be written down with the run; leave them out: S3 reads "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/.aws, https reads ~/.netrc"
+        )
+    if "?" in url or "#" in url:
+        raise ValueError("a URL with ? or # can't be the root of a data set; give what comes before")
+    if parts.scheme not in SCHEMES or not host:
+        raise ValueError("this URL can't be read; give s3://BUCKET/PATH or https://HOST/PATH")
+
+
+def join(url: str, name: str) -> str:
+    """URL of a file in a folder."""
+    return f"{url.rstrip('/')}/{name if url.startswith('s3:') else quote(name)}"
+
+
+def fetch(url: str, sink: Sink) -> None:
+    """Copies a file.
+
+    Raises:
+        BadInputError: If it can't be had.
+        DiskError: If it can't be written.
+        WrongContentError: If there is more of it than the sink expects.
+    """
+    _run(_fetch(url, sink))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose own loop goes on in this one
+        return thread.submit(asyncio.run, work).result()
+
+
+async def _fetch(url: str, sink: Sink) -> None:
+    files = _file_system(url)
+    session = await _tried(url, _SILENCE, files.set_session)
+    try:
+        if not url.startswith("s3:"):
+            await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink))
+        elif sink.size is None:
+            sink.write(await _tried(url, _seconds(None), lambda: files._cat_file(url)))
+        else:
+            await _in_parts(files, url, sink, sink.size)
+    finally:
+        await session.close()
+
+
+def _file_system(url: str) -> Any:
+    """One that tries nothing again by itself: botocore and s3fs would, each in its own way."""
+    import fsspec
+
+    common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
+    if url.startswith("s3:"):
+        config = {"connect_timeout": _SILENCE, "read_timeout": _SILENCE}
+        retries = {"total_max_attempts": 1, "mode": "standard"}
+        config_kwargs = {**config, "retries": retries}
+        files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
+        files.retries = files.max_concurrency = 1
+        return files
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
+    # trust_env: proxies and ~/.netrc.
+    return fsspec.filesystem("http", **common, client_kwargs={"timeout": timeout, "trust_env": True})
+
+
+def _session() -> Any:
+    from aiobotocore.session import AioSession
+
+    session = AioSession()
+    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    return session
+
+
+@lru_cache(maxsize=1)
+def _descriptions(path: str | None) -> Any:
+    """botocore's descriptions of services, which take longer to parse than a piece to fetch."""
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
+
+
+async def _whole(files: Any, url: str, sink: Sink) -> None:
+    sink.restart()
+    await files._get_file(url, sink)
+    if sink.size is not None and sink.done < sink.size:
+        raise EOFError(f"ended after {sink.done:,} of {sink.size:,} bytes")
+
+
+async def _in_parts(files: Any, url: str, sink: Sink, size: int) -> None:
+    """Several parts at once, written in their order."""
+    sink.restart()
+    starts, under_way = deque(range(0, size, _PART)), deque[asyncio.Task[bytes]]()
+    try:
+        while starts or under_way:
+            while starts and len(under_way) < _PARTS_AT_ONCE:
+                start = starts.popleft()
+                under_way.append(asyncio.create_task(_part(files, url, start, min(start + _PART, size))))
+            sink.write(await under_way[0])
+            under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+async def _part(files: Any, url: str, start: int, end: int) -> bytes:
+    async def attempt() -> bytes:
+        data: bytes = await files._cat_file(url, start=start, end=end)
+        if len(data) != end - start:
+            raise EOFError(f"ended after {start + len(data):,} bytes")
+        return data
+
+    return await _tried(url, _seconds(end - start), attempt)
+
+
+def _seconds(size: int | None) -> float:
+    return _SILENCE + (_UNKNOWN if size is None else size) / _SLOWEST
+
+
+async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
+    import aiohttp
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    for wait in (*_WAITS, None):
+        try:
+            return await asyncio.wait_for(attempt(), seconds)
+        # Not "from error" below: its text may hold a signed address that the server led to.
+        except (OSError, EOFError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+            found = error
+        except (BotoCoreError, ClientError) as error:
+            found = error
+        status, code = _answer(found)
+        if not _may_pass(found, status):
+            raise BadInputError(f"{url}: {_what(found, status, code)}; {_remedy(found, status)}") from None
+        if wait is None:
+            break
+        await asyncio.sleep(wait)
+    raise BadInputError(
+        f"{url}: {_what(found, status, code)}, after {len(_WAITS) + 1} tries; check the address, and that "
+        "the server can be reached from here, then start again"
+    ) from None
+
+
+def _answer(error: BaseException) -> tuple[int | None, str]:
+    """HTTP status, where a server answered, and S3's word for it."""
+    for each in (error, error.__cause__):
+        answer = getattr(each, "response", None)
+        if isinstance(answer, dict):
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return status, str(answer.get("Error", {}).get("Code", ""))
+        if isinstance(status := getattr(each, "status", None), int) and status >= 300:
+            return status, ""
+    return (404, "") if isinstance(error, FileNotFoundError) else (None, "")
+
+
+def _may_pass(error: BaseException, status: int | None) -> bool:
+    import aiohttp
+    from botocore import exceptions
+
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return True
+    if status is not None:
+        return status in (408, 425, 429) or (status >= 500 and status != 501)
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.ClientSSLError | exceptions.SSLError):
+        return False
+    return isinstance(error, exceptions.HTTPClientError) or not isinstance(error, exceptions.BotoCoreError)
+
+
+def _what(error: BaseException, status: int | None, code: str) -> str:
+    if isinstance(error, EOFError):
+        return str(error)
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
+        return "no answer in time"
+    if status == 416:
+        return "is shorter than its index says"
+    if status is not None:
+        reason = _STATUS.get(status, code if code != str(status) else "")
+        return f"HTTP {status} ({reason})" if reason else f"HTTP {status}"
+    return f"can't be reached ({type(error).__name__})"
+
+
+def _remedy(error: BaseException, status: int | None) -> str:
+    if status == 404:
+        return (
+            "check the address: data.path holds train/ and val/, each made by `trainer data pack` or "
+            "`trainer data index`"
+        )
+    if status in (401, 403) or "Credentials" in type(error).__name__:
+        return (
+            "check the address and the credentials (AWS_ACCESS_KEY_ID or AWS_PROFILE; FSSPEC_S3_ANON=true "
+            "for a bucket that is open to all; ~/.netrc for https)"
+        )
+    return "check the address and the server"

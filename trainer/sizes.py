@@ -1,0 +1,30 @@
+"""Sizes of files as people write them."""
+
+import re
+
+_LETTERS = " kmgtp"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "200GB" (powers of 1000) or "1.5TiB" (powers of 1024).
+
+    Raises:
+        ValueError: If it isn't a size above 0 with its unit.
+    """
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(?:([kmgtp])(i?))?b\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError("give a number and a unit, such as 200GB or 1.5TiB")
+    number, letter, binary = match.groups()
+    size = int(float(number) * (1024 if binary else 1000) ** _LETTERS.index((letter or " ").lower()))
+    if size < 1:
+        raise ValueError("give a size above 0, such as 200GB")
+    return size
+
+
+def size_text(size: int) -> str:
+    """A size that `parse_size` reads: rounded up, by less than a hundredth."""
+    for exponent in range(len(_LETTERS) - 1, 0, -1):
+        if size >= 100 * 1000**exponent:
+            letter = _LETTERS[exponent] if exponent == 1 else _LETTERS[exponent].upper()
+            return f"{-(-size // 1000**exponent)}{letter}B"
+    return f"{size}B"
