@@ -27,8 +27,9 @@ LABEL = "org.opencontainers.image"
 # Of a build of the default stack: wheels in the cache, layers, their copies in the engine's store; and of one
 # whose wheels are in layers already.
 BUILD_GB, AGAIN_GB = 25.0, 8.0
-# Of two builds of it: of each the layers, their blobs twice (first times, rewritten times), and the archive.
-VERIFY_GB = {"uncompressed": 65.0, "zstd": 45.0}
+# Of two builds of it: the wheels, and of each its layers, their blobs twice (first times, rewritten times),
+# and its archive. Measured for zstd; reckoned from that, with 7.3 GB in place of each 3.3, for uncompressed.
+VERIFY_GB = {"uncompressed": 70.0, "zstd": 45.0}
 STAND_IN = "/opt/stand-in"
 # Where a network has a certificate authority of its own, its certificates are here.
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
