@@ -92,13 +92,14 @@ chaos: ## cut, kill and signal runs at random (up to 20 minutes); ARGS="--kills 
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
-lint: ## check style, types and shell files
+lint: ## check style, types, shell files and the Dockerfile
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict
 	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs \) -prune -o \
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
+	$(VENV)/bin/hadolint Dockerfile
 
 bench: ## measure the overhead per step over a hand-written loop
 	$(call bootstrap,--groups train)

@@ -15,8 +15,16 @@ from prune_env import prune
 from wheels import canonical, read_lock, select
 
 
-def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
-    """Installs the groups."""
+def install(lock: Path, python: Path, groups: list[str], uv: Path, replace: set[str]) -> None:
+    """Installs the groups.
+
+    Args:
+        lock: wheels.lock of a stack.
+        python: The environment's.
+        groups: Of the lock.
+        uv: The program.
+        replace: Packages to install even where their version is there: conda's are not the locked wheels.
+    """
     environment = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",  # with times in it
@@ -29,21 +37,21 @@ def install(lock: Path, python: Path, groups: list[str], uv: Path) -> None:
         listed.write(select(read_lock(lock.read_text()), groups))
         listed.flush()
         words = [uv, "pip", "install", "--python", python, "--require-hashes", "--no-deps", "-r", listed.name]
-        words.append(
-            "--reinstall"
-        )  # what conda brought in the same version isn't the wheel whose hash is locked
+        # Not --reinstall: that would download every wheel anew, whatever the cache holds.
+        words += [f"--reinstall-package={name}" for name in sorted(replace)]
         subprocess.run([str(word) for word in words], env=environment, check=True)
     (python.parent.parent / ".lock").unlink(missing_ok=True)  # uv's
 
 
-def drop_records(prefix: Path, installed: set[str]) -> None:
-    """Removes conda's records of what a wheel has replaced (setuptools, packaging): no longer true."""
+def replaced_records(prefix: Path, wheels: set[str]) -> dict[Path, str]:
+    """Conda's records, and the names, of Python packages that wheels replace (setuptools, packaging)."""
+    found = {}
     for file in (prefix / "conda-meta").glob("*.json"):
         record = json.loads(file.read_text())
-        if canonical(record["name"]) in installed and any(
-            "site-packages/" in path for path in record["files"]
-        ):
-            file.unlink()
+        name = canonical(record["name"])
+        if name in wheels and any("site-packages/" in path for path in record["files"]):
+            found[file] = name
+    return found
 
 
 def compile_all(python: Path, paths: list[Path]) -> None:
@@ -93,9 +101,11 @@ def main() -> None:
     wheels = [
         wheel for wheel in read_lock(options.lock.read_text()) if set(wheel.groups) & set(options.groups)
     ]
+    replaced = replaced_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
     if wheels:  # a stack whose dev tools come from conda has none in that group
-        install(options.lock, python, options.groups, options.uv)
-    drop_records(options.prefix, {canonical(wheel.name) for wheel in wheels})
+        install(options.lock, python, options.groups, options.uv, set(replaced.values()))
+    for record in replaced:  # no longer true
+        record.unlink()
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
         options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")

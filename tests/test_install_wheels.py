@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import wheels
-from install_wheels import compile_all, drop_records, has_bytecode
+from install_wheels import compile_all, has_bytecode, install, replaced_records
 
 
 def record(prefix: Path, name: str, *files: str) -> Path:
@@ -17,13 +17,23 @@ def record(prefix: Path, name: str, *files: str) -> Path:
     return file
 
 
-def test_only_records_of_what_a_wheel_replaced_go(tmp_path: Path) -> None:
+def test_a_wheel_replaces_what_conda_brought_and_nothing_else_is_fetched_anew(tmp_path: Path) -> None:
     replaced = record(tmp_path, "setuptools", "lib/python3.12/site-packages/setuptools/__init__.py")
-    other = record(tmp_path, "pip", "lib/python3.12/site-packages/pip/__init__.py")
+    record(tmp_path, "pip", "lib/python3.12/site-packages/pip/__init__.py")
     # The library of the same name as a wheel, without its Python part, is still conda's.
-    native = record(tmp_path, "zstandard", "lib/libzstd.so")
-    drop_records(tmp_path, {"setuptools", "zstandard"})
-    assert [file.exists() for file in (replaced, other, native)] == [False, True, True]
+    record(tmp_path, "zstandard", "lib/libzstd.so")
+    found = replaced_records(tmp_path, {"setuptools", "zstandard"})
+    assert found == {replaced: "setuptools"}
+    lock, uv = tmp_path / "wheels.lock", tmp_path / "uv"
+    lock.write_text("# groups: train\nsetuptools==2.0 \\\n    --hash=sha256:11\n")
+    uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n')
+    uv.chmod(0o755)
+    install(lock, Path(sys.executable), ["train"], uv, set(found.values()))
+    words = (tmp_path / "words").read_text().split()
+    assert [word for word in words if "install-" in word or "refresh" in word] == [
+        "--reinstall-package=setuptools"
+    ]
+    assert "--reinstall" not in words
 
 
 def compiled(folder: Path) -> dict[str, bytes]:

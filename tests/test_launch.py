@@ -298,6 +298,33 @@ def arguments_and_variables_arrive_and_one_rank_can_ask_for_a_requeue(tmp: Path)
 
 
 @_check
+def ranks_import_what_the_launcher_imported(tmp: Path) -> None:
+    """Not what lies in the working folder, where a container often has a checkout of this project."""
+    decoy = tmp / "here" / "trainer"
+    decoy.mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('the wrong trainer')")
+    start = tmp / "start.py"  # so that the working folder isn't on the launcher's own path
+    start.write_text(f"import json, sys; print(json.dumps(sys.path))\n{START}")
+    for processes in (1, 2):
+        folder = tmp / str(processes)
+        folder.mkdir()
+        asked = json.dumps({"processes": processes, "threads": 1, "module": WORKER})
+        ended = subprocess.run(
+            [sys.executable, start, asked, folder, "tell-paths"],
+            cwd=decoy.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        wanted = [str(ROOT / "trainer/__init__.py"), json.loads(ended.stdout), [], WORKER]
+        told = [json.loads((folder / f"paths-{rank}").read_text()) for rank in range(processes)]
+        assert told == [wanted] * processes
+
+
+@_check
 def two_nodes_are_one_job(tmp: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

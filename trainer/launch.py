@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer import rank as ranks
+from trainer import as_launcher, rank as ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.preempt import Inbox, blocked
 from trainer.rank import FOLDER_VARIABLE, PARENT_VARIABLE, TORCHRUN, Outcome
@@ -48,6 +48,8 @@ def launch(
 ) -> int:
     """Runs `python -m module arguments` as ranks and returns the job's exit code; call it in the main thread.
 
+    The ranks find modules where this process does, not in the working folder.
+
     Args:
         arguments: What each rank gets as its command line.
         processes: Ranks on this node.
@@ -71,12 +73,12 @@ def launch(
     with Inbox() as inbox:
         for attempt in range(1, max_restarts + 2):
             with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
-                command = [sys.executable, "-u", "-m", module, *arguments]
+                command = [sys.executable, "-u", as_launcher.__file__, module, *arguments]
                 if world == 1:  # torchrun would only add the seconds in which it imports torch
                     variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
                 else:
                     options = _torchrun_options(processes, nodes, node_rank, master, folder)
-                    command[2:4] = ["-m", "trainer.launch", *options, "--", module]
+                    command[3:4] = ["trainer.launch", *options, "--", module]
                 outcomes = _Job(Path(folder), inbox, local, world, grace_seconds).run(command, variables)
             _say(ranks.explain(outcomes, world))
             code = ranks.job_code(outcomes)
@@ -116,6 +118,7 @@ class _Job:
         # torchrun takes defaults from PET_ variables, which are for those who start it without us.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         environment |= {**variables, FOLDER_VARIABLE: str(self.folder), PARENT_VARIABLE: str(os.getpid())}
+        environment[as_launcher.PATH_VARIABLE] = as_launcher.search_path()
         # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
         with blocked():  # and a session of its own: a terminal's Ctrl-C reaches the launcher alone
             process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -229,9 +232,9 @@ def _torchrun(argv: Sequence[str]) -> None:
     del os.environ["TORCH_CPP_LOG_LEVEL"]
     os.environ.update(given)
     cut = argv.index("--")
-    request = run.parse_args([*argv[:cut], "-m", argv[cut + 1]])
+    request = run.parse_args([*argv[:cut], as_launcher.__file__.replace("$", "$$")])
     # Not through its parser, which takes a rank's `--signal` for an abbreviation. It expands `$` later.
-    request.training_script_args = [argument.replace("$", "$$") for argument in argv[cut + 2 :]]
+    request.training_script_args = [argument.replace("$", "$$") for argument in argv[cut + 1 :]]
     if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
         socket.getfqdn = lambda name="": name or "localhost"
     exits, error = {}, ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import preempt
+from trainer.as_launcher import PATH_VARIABLE
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError
 
 FOLDER_VARIABLE = "TRAINER_LAUNCH_FOLDER"
@@ -105,6 +106,7 @@ def register() -> None:
     preempt.install()
     die_with_parent()
     # Taken out of the environment: a program that the rank starts must not write into this launch.
+    os.environ.pop(PATH_VARIABLE, None)
     folder = os.environ.pop(FOLDER_VARIABLE, None)
     if folder is None:
         if sys.__stderr__ is not None:

@@ -378,6 +378,16 @@ def test_tight_limits(train_image: str) -> None:
     assert "accuracy" in said
 
 
+def test_a_checkout_in_the_working_folder_is_not_the_trainer(train_image: str, tmp_path: Path) -> None:
+    """Without PYTHONPATH, which Compose and make set, every process takes the image's own."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/__init__.py").write_text("raise SystemExit('the checkout of the host')\n")
+    tmp_path.chmod(0o755)
+    mount = ("--volume", f"{tmp_path}:/workspace:ro")
+    said = engine("run", "--rm", *mount, train_image, "trainer", "train", *QUICK, "--out", "/tmp/run")
+    assert "accuracy" in said
+
+
 def test_docker_stop_ends_with_a_checkpoint_and_75(train_image: str, tmp_path: Path) -> None:
     name = f"trainer-test-{os.getpid()}"
     engine("run", "--detach", "--name", name, train_image, "trainer", "train", *LONG, "--out", "/tmp/run")

@@ -13,16 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image import (
-    Request,
-    commit_of,
-    differing_files,
-    labels_of,
-    mismatches,
-    push,
-    read_layers,
-    read_stack,
-)
+from image import Request, commit_of, labels_of, mismatches, push, read_stack
+from image_archives import differing_files, read_layers
 
 from tests.container.run import engine
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import trainer
 from trainer import preempt
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.rank import leave_now, run_rank
@@ -126,6 +127,13 @@ def _tell() -> int:
     return 0
 
 
+def _tell_paths() -> None:
+    """Where it imports from, and what of the launch the programs that it starts would see."""
+    leaked = [name for name in os.environ if name.startswith("TRAINER_LAUNCH") or name == "PYTHONSAFEPATH"]
+    told = [trainer.__file__, sys.path, leaked, __spec__.name]
+    (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
+
+
 WHAT: dict[str, Callable[[], int | None]] = {
     "bad": _bad,
     "collective": lambda: _collective(broken=False),
@@ -143,6 +151,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "sleep": lambda: time.sleep(1000),
     "stop": _stop,
     "tell": _tell,
+    "tell-paths": _tell_paths,
     "terminate-a-fork": _terminate_a_fork,
 }
 
