@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.data.dataset import spread
 from trainer.data.shared import Columns, joined, name_at
@@ -64,12 +65,12 @@ class Files:
         """Path, readable."""
         return readable(self.path(sample))
 
-    def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
+    def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
         try:
             file = os.open(self.path(sample), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return read_exactly(file, start, os.fstat(file).st_size - start if count is None else count)
+                return read_exactly(file, 0, os.fstat(file).st_size)
             finally:
                 os.close(file)
         except OSError as error:
@@ -80,6 +81,10 @@ class Files:
     def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
         """No pixels here."""
         return (0, 0)
+
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        """No pixels here."""
+        raise NotImplementedError
 
     def path(self, sample: int) -> bytes:
         """Path of a sample."""
@@ -93,13 +98,22 @@ def read_exactly(file: int, start: int, count: int) -> bytearray:
         OSError: If there are fewer.
     """
     data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
+    fill_exactly(file, start, memoryview(data))
+    return data
+
+
+def fill_exactly(file: int, start: int, view: memoryview) -> None:
+    """Fills memory with bytes of an open file.
+
+    Raises:
+        OSError: If there are fewer.
+    """
+    done = 0
+    while done < len(view):
         got = os.preadv(file, [view[done:]], start + done)
         if not got:
             raise OSError(0, f"ends after {start + done:,} bytes")
         done += got
-    return data
 
 
 def readable(path: bytes) -> str:

@@ -84,9 +84,9 @@ class ImageDataset:
             raise Corrupt("was not a readable image when it was packed")
         box = choose(height, width)
         # Only the rows of the cut: they lie one after another.
-        data = records.read(sample, box.top * width * 3, box.height * width * 3)
-        pixels = torch.frombuffer(data, dtype=torch.uint8).view(1, box.height, width, 3).permute(0, 3, 1, 2)
-        return resize(pixels[:, :, :, box.left : box.left + box.width], self._size, self._size)
+        rows = torch.from_numpy(records.rows(sample, box.top, box.height))
+        pixels = rows[:, box.left : box.left + box.width].permute(2, 0, 1)[None]
+        return resize(pixels, self._size, self._size)
 
 
 def _by_numbers(numbers: list[float], height: int, width: int) -> Box:

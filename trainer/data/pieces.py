@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.checkpoint import files as disk, strict_json
 from trainer.checkpoint.tensor_file import encode
-from trainer.data.files import read_exactly, readable
+from trainer.data.files import fill_exactly, readable
 from trainer.data.shared import Columns, name_at
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints
@@ -126,17 +126,23 @@ class Pieces:
             return (0, 0)
         return int(self._columns["height"][sample]), int(self._columns["width"][sample])
 
-    def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
-        """See `Records.read`.
+    def read(self, sample: int) -> bytearray:
+        """See `Records.read`."""
+        data = bytearray(int(self._columns["bytes"][sample]))
+        self._fill(sample, 0, memoryview(data))
+        return data
 
-        By pread and not from a mapping: a piece that is cut off under a mapping ends the process (SIGBUS).
-        """
-        columns = self._columns
-        size = int(columns["bytes"][sample])
-        count = size - start if count is None else count
-        number = int(columns["piece"][sample])
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        """See `Records.rows`."""
+        pixels = np.empty((height, int(self._columns["width"][sample]), 3), np.uint8)
+        self._fill(sample, top * pixels.strides[0], pixels.data.cast("B"))
+        return pixels
+
+    def _fill(self, sample: int, start: int, view: memoryview) -> None:
+        # By pread and not from a mapping: a piece that is cut off under a mapping ends the process (SIGBUS).
         try:
-            return read_exactly(self._file(number), int(columns["offset"][sample]) + start, count)
+            file = self._file(int(self._columns["piece"][sample]))
+            fill_exactly(file, int(self._columns["offset"][sample]) + start, view)
         except OSError as error:
             raise BadInputError(
                 f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved or changed?"
@@ -213,6 +219,10 @@ def _check(folder: Path, about: About, columns: Columns) -> None:
             raise BadInputError(f"{folder / COLUMNS}: column '{name}' isn't what it should be; make it again")
     if any(piece.name in (".", "..") for piece in about.pieces):
         raise BadInputError(f"{folder / INDEX}: the name of a piece leads out of the folder")
+    if about.stored == "pixels":
+        heights, widths = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
+        if bool(((heights > 0) & (heights * widths * 3 != columns["bytes"])).any()):
+            raise BadInputError(f"{folder / COLUMNS}: shapes and sizes differ; make it again")
     lowest = min(int(columns[name].min()) for name in ("piece", "offset", "bytes", "label"))
     ends = columns["offset"] + columns["bytes"]
     sizes = np.array([piece.bytes for piece in about.pieces])

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from trainer.keyed_rng import Ints
 
 
@@ -41,8 +44,8 @@ class Records(Protocol):
         """The name of a sample below its root, the same in each format that it is brought to."""
         ...
 
-    def read(self, sample: int, start: int = 0, count: int | None = None) -> bytearray:
-        """Bytes of a sample, all or some.
+    def read(self, sample: int) -> bytearray:
+        """Bytes of a sample.
 
         Raises:
             BadInputError: If they can't be read.
@@ -51,4 +54,12 @@ class Records(Protocol):
 
     def shape(self, sample: int) -> tuple[int, int]:
         """Height and width where pixels are stored; (0, 0) for one that is stored as the file it was."""
+        ...
+
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        """Some rows of stored pixels: (height, width, 3).
+
+        Raises:
+            BadInputError: If they can't be read.
+        """
         ...
