@@ -76,7 +76,8 @@ def test_digits_reach_98_percent(tmp_path: Path) -> None:
     from trainer.data.sources import DataConfig, load_images
 
     images: Any = load_images(DataConfig(), 0)
-    pixels = (torch.from_numpy(images.evaluation.arrays["image"]).float() / 255 - 0.287) / 0.354
+    pixels = torch.from_numpy(images.evaluation.arrays["image"]).permute(0, 3, 1, 2)
+    pixels = (pixels.float() / 255 - 0.287) / 0.354
     with torch.inference_mode():
         right = model.eval()(pixels).argmax(1) == torch.from_numpy(images.evaluation.arrays["label"])
     assert float(right.float().mean()) == pytest.approx(end["accuracy"], abs=1.5 / 360)

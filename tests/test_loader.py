@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,24 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     what = source(load_images(DataConfig(name="folder", path=root, image_size=16), 0).train, uniforms=4)
     with pytest.raises(BadInputError, match=r"cat/3.png: not a readable image"):
         read_all(RingLoader(what, CPU, 2, LoaderConfig()), what.share.batches())
+
+
+class Slow(Numbers):
+    """Takes 20 ms for a batch."""
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        time.sleep(0.02)
+        super().read(samples, random, out)
+
+
+def test_waiting_for_data_is_what_is_counted() -> None:
+    """And not the time in which batches are used."""
+    what = source(Slow(40))
+    loader = RingLoader(what, CPU, 0, LoaderConfig())
+    for _ in loader(range(5)):
+        time.sleep(0.05)
+    assert 0.1 <= loader.waited() / 1e9 < 0.2
+    fast = RingLoader(source(Numbers(40)), CPU, 0, LoaderConfig())
+    for _ in fast(range(5)):
+        time.sleep(0.02)
+    assert fast.waited() / 1e9 < 0.05

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.bench.photographs import write_photographs
 from trainer.checkpoint import files as disk
 from trainer.cli import main
 from trainer.data.files import in_folder
-from trainer.data.pack import UNFINISHED, PackSettings, pack
+from trainer.data.pack import UNFINISHED, PackSettings, pack, samples_per_piece
 from trainer.data.pieces import COLUMNS, INDEX, in_pieces
 from trainer.data.shards import index_shards
 from trainer.errors import BadInputError
@@ -110,6 +111,64 @@ def test_a_full_disk_leaves_what_can_be_gone_on_with(
     assert len(in_pieces(tmp_path / "p")) == 150
 
 
+def test_two_at_once_is_one_too_many(photographs: Path, tmp_path: Path) -> None:
+    records = in_folder(photographs)
+
+    def second(_: int) -> None:
+        with pytest.raises(BadInputError, match="another process is packing into it"):
+            pack(records, tmp_path / "p", PackSettings(32))
+
+    pack(records, tmp_path / "p", PackSettings(32), advance=second)
+
+
+def test_a_process_that_is_killed_ends_it(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> "Broken":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def map(self, *_: Any) -> Any:
+            raise BrokenProcessPool
+
+    monkeypatch.setattr("trainer.data.pack.ProcessPoolExecutor", Broken)
+    with pytest.raises(BadInputError, match=r"was killed.*the same command goes on"):
+        pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
+
+
+def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    Image.new("RGB", (30, 70_000)).save(tmp_path / "a" / "b" / "x.png")
+    pack(in_folder(tmp_path / "a"), tmp_path / "p", PackSettings(29))
+    assert in_pieces(tmp_path / "p").read(0) == in_folder(tmp_path / "a").read(0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "pieces"), [(1, 1), (150, 3), (10_000, 16), (100_000, 49), (1_281_167, 256)]
+)
+def test_there_are_never_more_pieces_than_can_stay_open(samples: int, pieces: int) -> None:
+    assert -(-samples // samples_per_piece(samples)) == pieces
+
+
+def test_an_index_that_is_cut_off_while_it_is_read(photographs: Path, tmp_path: Path) -> None:
+    """From a mapping of the file that would end the process."""
+    pack(in_folder(photographs), tmp_path / "p", PackSettings(16))
+    pieces = in_pieces(tmp_path / "p")
+    os.truncate(tmp_path / "p" / COLUMNS, 0)
+    assert len(set(pieces.labels.tolist())) == 10
+
+
+def test_a_class_named_train_is_not_taken_for_a_part(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bus", "train"):
+        shutil.copytree(photographs, tmp_path / "vehicles" / name)
+    assert main(["data", "pack", str(tmp_path / "vehicles"), str(tmp_path / "p")]) == 2
+    assert "a class like 'bus' beside it?" in capsys.readouterr().err
+
+
 def test_what_is_in_the_way_is_left_alone(photographs: Path, tmp_path: Path) -> None:
     records = in_folder(photographs)
     (tmp_path / "mine").mkdir()
@@ -182,6 +241,7 @@ PICTURE = b"picture"
         ([("a/../../x.jpg", PICTURE)], "leads out of the archive"),
         ([("x.jpg", PICTURE)], "'x.jpg' has no label"),
         ([("x.jpg", PICTURE), ("x.json", b"[1]")], "the label of 'x.jpg' can't be read"),
+        ([("x.jpg", PICTURE), ("x.json", b'{"label": null}')], "the label of 'x.jpg' can't be read"),
         ([("x.jpg", PICTURE), ("x.cls", b"\xff")], "the label of 'x.jpg' can't be read"),
         ([("x.jpg", PICTURE), ("x.cls", b" ")], "is empty"),
         ([("x.txt", b"words")], "hold no sample"),
@@ -202,6 +262,19 @@ def test_folders_without_shards(tmp_path: Path) -> None:
         index_shards(tmp_path)
     (tmp_path / "b.tar").write_bytes(b"no tar at all" * 100)
     with pytest.raises(BadInputError, match="not a readable tar file"):
+        index_shards(tmp_path)
+
+
+def test_links_in_a_shard_are_not_left_out(tmp_path: Path) -> None:
+    with tarfile.open(write_tar(tmp_path / "0.tar", [("x.jpg", PICTURE), ("x.cls", b"1")]), "a") as tar:
+        entry = tarfile.TarInfo("y.jpg")
+        entry.type, entry.linkname = tarfile.LNKTYPE, "x.jpg"
+        tar.addfile(entry)
+    with pytest.raises(BadInputError, match=r"'y\.jpg' is a link"):
+        index_shards(tmp_path)
+    (tmp_path / "0.tar").rename(tmp_path / "a\\b.tar")
+    write_tar(tmp_path / "a\\b.tar", [("x.jpg", PICTURE), ("x.cls", b"1")])
+    with pytest.raises(BadInputError, match="can't hold this name"):
         index_shards(tmp_path)
 
 

@@ -104,6 +104,7 @@ class ByHand:
         arrays = images.train.arrays
         assert arrays is not None
         image, label = (torch.from_numpy(arrays[name]) for name in ("image", "label"))
+        image = image.permute(0, 3, 1, 2).contiguous()
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
         decayed = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]

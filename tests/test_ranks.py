@@ -152,7 +152,7 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks, bat
     task = make_task(recipe)
     parts = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0)
     images: Any = task.evaluation_data.arrays
-    pixels = (torch.from_numpy(images["image"]).float() / 255 - 0.287) / 0.354
+    pixels = (torch.from_numpy(images["image"]).permute(0, 3, 1, 2).float() / 255 - 0.287) / 0.354
     with torch.inference_mode():
         logits = parts.training.model.eval()(pixels)
     label = torch.from_numpy(images["label"])

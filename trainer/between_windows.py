@@ -15,7 +15,6 @@ from trainer.evaluate import evaluate
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
-from trainer.observe.waiting import Waiting
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
@@ -64,11 +63,11 @@ class BetweenWindows:
         """
         start = self._progress.window
         windows = range(start, self._plan.windows)
-        batches = Waiting(self._parts.loader(self._training.share.batches(start)))
-        self._meter.waited = lambda: batches.nanoseconds
+        batches = self._training.share.batches(start)
+        self._meter.waited = self._parts.loader.waited
         train(
             self._training,
-            batches,
+            self._parts.loader(batches),
             windows,
             self._meter,
             self._recipe.log.every,

@@ -22,7 +22,7 @@ from trainer.data.images import ImageDataset
 from trainer.data.loader import LoaderConfig, RingLoader, Source
 from trainer.data.pieces import INDEX, in_pieces
 from trainer.data.records import Records
-from trainer.observe.waiting import Waiting
+from trainer.data.waiting import Waiting
 from trainer.plan import Plan, Share
 
 BATCH, SIDE = 64, 224

@@ -127,7 +127,8 @@ def _removed(path: Path) -> bool:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            if _is_at(file, path):  # else it was finished or replaced meanwhile
+                path.unlink()
         except BlockingIOError:
             return False
         finally:
@@ -235,6 +236,13 @@ class CachedPieces(Pieces):
     """Pieces behind a cache; `together` of them are shuffled together, or all (0)."""
 
     together = 0
+
+    def _file(self, number: int) -> int:
+        if number not in self._files:
+            # What was evicted takes up the disk as long as it is open.
+            for gone in [other for other, file in self._files.items() if not os.fstat(file).st_nlink]:
+                os.close(self._files.pop(gone))
+        return super()._file(number)
 
     def check_order(self) -> None:
         """Makes sure that the samples of a piece have consecutive numbers.

@@ -49,7 +49,9 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     index.set_defaults(run=_index)
 
     verify = kinds.add_parser("verify", help="check every sample of a pack or of shards", allow_abbrev=False)
-    verify.add_argument("folder", type=Path, metavar="DIR", help="with an index; or train and val have one")
+    verify.add_argument(
+        "folder", type=Path, metavar="DIR", help="has an index, or train and val do; or tokens.bin"
+    )
     verify.set_defaults(run=_verify)
 
     stats = kinds.add_parser("stats", help="counts, sizes, cost, mean and std", allow_abbrev=False)
@@ -66,6 +68,12 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
         found += [(split, source / name) for name in names if (source / name).exists()][:1]
     if not source.exists():
         raise BadInputError(f"{source}: no such file or folder")
+    beside = {entry.name for entry in source.iterdir() if entry.is_dir()} if found else set[str]()
+    if odd := sorted(beside - {*_SPLITS, "test"}):
+        raise BadInputError(
+            f"{source}: is '{found[0][0]}' a part of the data or a class like '{odd[0]}' beside it? "
+            "Put the classes into a folder train, or name one part alone"
+        )
     return found or [("", source)]
 
 
@@ -150,6 +158,8 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.data.pieces import in_pieces
     from trainer.data.stats import damaged
 
+    if options.folder.suffix == ".bin":
+        return _verify_tokens(options.folder)
     bad = 0
     for _, folder in _parts(options.folder):
         pieces = in_pieces(folder)
@@ -162,6 +172,15 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{folder}: {len(pieces) - len(lines):,} of {len(pieces):,} samples are as they were indexed")
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE
+
+
+def _verify_tokens(file: Path) -> int:
+    from trainer.data.tokens import verify_tokens
+
+    with _progress(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
+        about = verify_tokens(file, advance)
+    print(f"{file}: {about.tokens:,} tokens are as they were written")
+    return EXIT_DONE
 
 
 def _stats(options: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 """Samples that can't be decoded: refused, or replaced by the same others on every rank and after a resume."""
 
+import contextlib
+import fcntl
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -84,54 +85,69 @@ def fill_rows(
 class Quarantine:
     """Counts the corrupt samples of a run against its budget, and writes them down.
 
+    With a file the count is that of all ranks and attempts; without one, this rank's in this attempt.
+
     Args:
         what: Which data set: "training" or "evaluation".
-        budget: How many different samples may be corrupt, as this rank sees them.
+        budget: How many different samples may be corrupt.
         file: Where they are written, one JSON object per line, or None.
+
+    Raises:
+        BadInputError: If an earlier attempt found too many, or the file can't be read.
     """
 
     def __init__(self, what: str, budget: int, file: Path | None = None) -> None:
-        """Starts with none, or with what an earlier attempt wrote."""
+        """Starts with none, or with what is in the file."""
         self._what, self._budget, self._file = what, budget, file
         self.samples = set[int]()
-        if file is not None:
-            self._read(file)
-
-    def _read(self, file: Path) -> None:
-        try:
-            lines = file.read_bytes().splitlines()
-        except FileNotFoundError:
-            return
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                if entry["data"] == self._what:
-                    self.samples.add(int(entry["sample"]))
-            except (ValueError, KeyError, TypeError):  # cut off by a kill
-                continue
+        if file is not None and file.exists():
+            self._exchange(file, {})
+            self._check(f"{file} names them")
 
     def add(self, found: Sequence[Bad]) -> None:
         """Takes note of corrupt samples.
 
         Raises:
-            BadInputError: If there are more than the budget allows.
+            BadInputError: If there are more than the budget allows, or the file can't be written.
         """
         new = {bad.sample: bad for bad in found if bad.sample not in self.samples}
-        if not new:
-            return
+        if new and self._file is not None:
+            self._exchange(self._file, new)
         self.samples.update(new)
-        if self._file is not None:
-            lines = [json.dumps({"data": self._what, **bad._asdict()}) + "\n" for bad in new.values()]
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            # One write in append mode: the lines of several ranks don't mix.
-            file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                os.write(file, "".join(lines).encode())
-            finally:
-                os.close(file)
+        if found:
+            self._check(f"the last is {found[-1].name} ({found[-1].reason})")
+
+    def _check(self, which: str) -> None:
         if len(self.samples) > self._budget:
-            last = list(new.values())[-1]
             raise BadInputError(
                 f"{len(self.samples)} {self._what} samples are corrupt, and data.corrupt_budget allows "
-                f"{self._budget}: the last is {last.name} ({last.reason}); mend the data or raise the budget"
+                f"{self._budget}: {which}; mend the data or raise the budget"
             )
+
+    def _exchange(self, path: Path, new: Mapping[int, Bad]) -> None:
+        """Reads what all ranks have found, and adds what none of them has."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                text = file.read()
+                self.samples.update(_samples_in(text, self._what))
+                lines = [
+                    json.dumps({"data": self._what, **bad._asdict()}) + "\n"
+                    for bad in new.values()
+                    if bad.sample not in self.samples
+                ]
+                # What a kill cut off stays a line of its own.
+                start = "\n" if lines and text and not text.endswith(b"\n") else ""
+                file.write((start + "".join(lines)).encode())
+        except OSError as error:
+            raise BadInputError(f"{path}: can't be written ({error.strerror})") from error
+
+
+def _samples_in(text: bytes, what: str) -> Iterator[int]:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
+            entry = json.loads(line)
+            if entry["data"] == what:
+                yield int(entry["sample"])

@@ -24,6 +24,8 @@ _BASELINE, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
 _NO_LENGTH = (0x01, *range(0xD0, 0xD9))
 _NOT_FRAMES = (0xC4, 0xC8, 0xCC)
 _PNG = b"\x89PNG\r\n\x1a\n"
+# Not all that PIL knows: its plugin for EPS runs Ghostscript.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _RGB = tvio.ImageReadMode.RGB
 
 
@@ -138,11 +140,11 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], shrink: int = 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data)) as file:
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as file:
                 if shrink > 1:
                     file.draft("RGB", (file.width // shrink, file.height // shrink))
                 pixels = _pixels(file)
-    except MemoryError:
+    except (MemoryError, Corrupt):
         raise
     except Image.DecompressionBombWarning as error:
         raise Corrupt("it has too many pixels") from error
@@ -159,6 +161,11 @@ def _pixels(file: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """uint8 (height, width, 3), of the first frame."""
     if file.mode.startswith("I;16"):
         grey = (np.asarray(file).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if file.mode in ("I", "F"):
+        if file.format != "PPM":
+            raise Corrupt("pixels of 32 bits, whose range nobody knows")
+        grey = (np.asarray(file) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     return np.array(file.convert("RGB"))
 

@@ -1,8 +1,10 @@
 """Samples that are files: a folder of classes, or a table of paths and labels."""
 
+import contextlib
 import csv
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".ti
 
 # Of how many files the fingerprint holds the size, and of how many the content.
 _SIZES, _CONTENTS = 10_000, 32
+_MOST_GAPS = 100
 
 
 class Files:
@@ -54,7 +57,8 @@ class Files:
         for sample in spread(len(self), _SIZES).tolist():
             digest.update(f"{_size(self.path(sample))} ".encode())
         for sample in spread(len(self), _CONTENTS).tolist():
-            digest.update(_content(self.path(sample)))
+            with contextlib.suppress(OSError):  # who trains on it says which it is
+                digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
 
     def file_name(self, sample: int) -> bytes:
@@ -68,14 +72,10 @@ class Files:
     def read(self, sample: int) -> bytearray:
         """See `Records.read`."""
         try:
-            file = os.open(self.path(sample), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return read_exactly(file, 0, os.fstat(file).st_size)
-            finally:
-                os.close(file)
+            return _content(self.path(sample))
         except OSError as error:
             raise BadInputError(
-                f"{self.name(sample)}: can't be read ({error.strerror}); was it moved while the run goes on?"
+                f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved meanwhile?"
             ) from error
 
     def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
@@ -129,23 +129,43 @@ def in_folder(root: Path, suffixes: Sequence[str] = IMAGES) -> Files:
     """
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
-    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-    found = [
-        (number, os.fsencode(name) + b"/" + path)
-        for number, name in enumerate(folders)
-        for path in sorted(_below(os.fsencode(root / name), tuple(os.fsencode(s) for s in suffixes)))
-    ]
+    try:
+        folders = _in_order([entry.name for entry in root.iterdir() if entry.is_dir()])
+        found = [
+            (number, os.fsencode(name) + b"/" + path)
+            for number, name in enumerate(folders)
+            for path in sorted(_below(os.fsencode(root / name), tuple(os.fsencode(s) for s in suffixes)))
+        ]
+    except OSError as error:
+        where = readable(os.fsencode(error.filename)) if error.filename else root
+        raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
     if not found:
         raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders")
     names = [readable(os.fsencode(name)) for name in folders]
     return Files(root, [path for _, path in found], [number for number, _ in found], names)
 
 
-def _below(folder: bytes, suffixes: tuple[bytes, ...], prefix: bytes = b"") -> Iterator[bytes]:
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Classes by their numbers where all are numbers, else by name."""
+    if all(_is_number(name) for name in names):
+        return sorted(names, key=int)
+    return sorted(names)
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdecimal() and str(int(label)) == label
+
+
+def _below(
+    folder: bytes, suffixes: tuple[bytes, ...], prefix: bytes = b"", above: tuple[tuple[int, int], ...] = ()
+) -> Iterator[bytes]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _below(entry.path, suffixes, prefix + entry.name + b"/")
+                facts = entry.stat()
+                if (place := (facts.st_dev, facts.st_ino)) in above:  # a link to what it lies in
+                    continue
+                yield from _below(entry.path, suffixes, prefix + entry.name + b"/", (*above, place))
             elif entry.name.lower().endswith(suffixes):
                 yield prefix + entry.name
 
@@ -170,19 +190,22 @@ def in_table(file: Path) -> Files:
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
     """Labels as numbers, and the classes: in the order of their names, or 0 to the largest number."""
-    if all(label.isdecimal() and label.isascii() and len(label) < 9 for label in labels):
-        numbers = [int(label) for label in labels]
-        return numbers, [str(number) for number in range(max(numbers) + 1)]
-    classes = sorted(set(labels))
+    names = set(labels)
+    if all(_is_number(name) for name in names):
+        largest = max(map(int, names))
+        # Else they are no numbers of classes but dates, say.
+        if largest < _MOST_GAPS * len(names) + 1000:
+            return [int(label) for label in labels], [str(number) for number in range(largest + 1)]
+    classes = _in_order(list(names))
     number_of = {name: number for number, name in enumerate(classes)}
     return [number_of[label] for label in labels], classes
 
 
 def _csv(file: Path) -> list[tuple[bytes, str]]:
-    with file.open(newline="", encoding="utf-8", errors="surrogateescape") as text:
+    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         table = csv.DictReader(text, strict=True)
-        _check_columns(file, table.fieldnames or [])
         try:
+            _check_columns(file, table.fieldnames or [])
             rows = [_row(file, f"line {table.line_num}", row["path"], row["label"]) for row in table]
         except csv.Error as error:
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
@@ -213,10 +236,15 @@ def _check_columns(file: Path, columns: Sequence[str]) -> None:
 def _row(file: Path, where: str, path: Any, label: Any) -> tuple[bytes, str]:
     if path in (None, "", b"") or label in (None, ""):
         raise BadInputError(f"{file}: {where}: path or label is empty")
-    return path if isinstance(path, bytes) else os.fsencode(str(path)), str(label)
+    path = path if isinstance(path, bytes) else os.fsencode(str(path))
+    if b"\0" in path:
+        raise BadInputError(f"{file}: {where}: a path can't hold a zero byte")
+    return path, printable(str(label))
 
 
-# A file that can't be read has no part in the fingerprint: who trains on it says which it is.
+def printable(text: str) -> str:
+    """Text without halves of surrogate pairs, which neither JSON nor a terminal takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _size(path: bytes) -> int:
@@ -226,9 +254,17 @@ def _size(path: bytes) -> int:
         return -1
 
 
-def _content(path: bytes) -> bytes:
+def _content(path: bytes) -> bytearray:
+    """Of a regular file: a pipe would keep its reader waiting.
+
+    Raises:
+        OSError: If it isn't one or can't be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            return file.read()
-    except OSError:
-        return b""
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(0, "isn't a file")
+        return read_exactly(file, 0, facts.st_size)
+    finally:
+        os.close(file)

@@ -22,6 +22,7 @@ from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
+from trainer.data.waiting import Waiting
 from trainer.data.workers import CurrentBatches, ignore_signals, start_method, unsendable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
@@ -147,6 +148,10 @@ class ResidentLoader:
             units = self._units[sample]
         return [int(row) for row in (units * extras.get(_WEIGHT, np.float32(1))).sum(1)]
 
+    def waited(self) -> int:
+        """No wait: the data is there."""
+        return 0
+
     def close(self) -> None:
         """Nothing to stop."""
 
@@ -229,6 +234,7 @@ class RingLoader:
         self._filler = _Filler(source, self._ring)
         self._numbers: list[range] = [range(0)]
         self._loader: DataLoader[_Filled] | None = None
+        self._filled: Waiting[tuple[int, int]] | None = None
         self._pinned = False
         if workers:
             self._loader = DataLoader(
@@ -252,7 +258,7 @@ class RingLoader:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
         self._numbers[0] = batches
         results = iter(self._loader) if self._loader else self._filler.in_process(batches)
-        filled = map(self._checked, results)
+        filled = self._filled = Waiting(map(self._checked, results))
         if self._device.type != "cuda":
             for number, units in filled:
                 yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
@@ -261,6 +267,10 @@ class RingLoader:
         slots = ((self._ring.slot(number), units) for number, units in filled)
         for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
             yield self._source.batch(self._ring.unpack(slot), units)
+
+    def waited(self) -> int:
+        """Nanoseconds, in the call under way, until batches were filled; not those that a GPU was behind."""
+        return self._filled.nanoseconds if self._filled is not None else 0
 
     def _checked(self, filled: _Filled) -> tuple[int, int]:
         if filled.failed:
@@ -280,6 +290,8 @@ class RingLoader:
                 torch.cuda.synchronize(self._device)
             self._ring.unpin()
             self._pinned = False
+        self._ring.close()
+        self._filled = None
 
 
 Loader = ResidentLoader | RingLoader

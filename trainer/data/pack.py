@@ -4,11 +4,15 @@ The samples keep their numbers, so a pack is read in the same order as what it w
 made by one process, whatever their number, and is kept when the work is cut off: the next call goes on.
 """
 
+import contextlib
+import fcntl
 import io
 import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +32,7 @@ from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
 
 UNFINISHED = ".unfinished"
+_LONGEST_JPEG = 65_500  # pixels, of either side
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,15 @@ def pack(
     if records.raw:
         raise BadInputError("the source holds pixels already: pack from the images that it was made from")
     work = _prepared(target, records, settings)
+    with _locked(work):
+        about = _packed(records, target, settings, processes, advance)
+        disk.remove(work)
+    return about
+
+
+def _packed(
+    records: Records, target: Path, settings: PackSettings, processes: int, advance: Callable[[int], object]
+) -> About:
     size = samples_per_piece(len(records))
     ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
     done = partial(_pack_piece, records, target, settings)
@@ -93,7 +107,7 @@ def pack(
         if name not in ("name", "name_end")
     }
     merged |= joined([records.file_name(sample) for sample in range(len(records))])
-    about = write_index(
+    return write_index(
         target,
         pieces,
         merged,
@@ -102,13 +116,11 @@ def pack(
         records.fingerprint(),
         vars(settings),
     )
-    disk.remove(work)
-    return about
 
 
 def samples_per_piece(samples: int) -> int:
-    """Enough pieces to share out the work, and few enough to be kept open."""
-    return min(2048, max(64, -(-samples // 16)))
+    """Enough pieces to share out the work, and at most 256 of more than 2048, so that all can stay open."""
+    return max(64, min(2048, -(-samples // 16)), -(-samples // 256))
 
 
 def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
@@ -135,14 +147,34 @@ def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
     return work
 
 
+@contextlib.contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """Keeps others out; a process that is killed lets go."""
+    file = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise BadInputError(f"{work.parent}: another process is packing into it; wait for it") from error
+    finally:
+        os.close(file)
+
+
 def _worked_off(
     work: Callable[[int, range], int], pieces: list[tuple[int, range]], processes: int
 ) -> Iterator[int]:
     if processes < 2:
         yield from (work(*piece) for piece in pieces)
         return
-    with multiprocessing.get_context("forkserver").Pool(min(processes, len(pieces))) as pool:
-        yield from pool.imap(partial(_starred, work), pieces)
+    context = multiprocessing.get_context("forkserver")
+    try:
+        with ProcessPoolExecutor(min(processes, len(pieces)), context) as pool:
+            yield from pool.map(partial(_starred, work), pieces)
+    except BrokenProcessPool as error:
+        raise BadInputError(
+            "a process of the pool was killed (out of memory?); the same command goes on, with a smaller "
+            "--processes perhaps"
+        ) from error
 
 
 def _starred(work: Callable[[int, range], int], piece: tuple[int, range]) -> int:
@@ -180,7 +212,7 @@ def _pack_piece(records: Records, target: Path, settings: PackSettings, number: 
 
 
 def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[Any]]]:
-    columns = Columns.open(target / UNFINISHED / f"{number:05d}.safetensors")
+    columns = Columns.copy((target / UNFINISHED / f"{number:05d}.safetensors").read_bytes())
     wanted = ("piece", "offset", "bytes", "label", "hash", "height", "width")
     arrays = {name: columns[name] for name in wanted if name in columns}
     piece = Piece(
@@ -219,6 +251,8 @@ def _stored(data: bytearray, settings: PackSettings) -> _Stored:
         image = decode.resize(image, height, width)
     elif not settings.raw:
         return _Stored(data)  # small enough: encoding again would only lose
+    if not settings.raw and max(height, width) > _LONGEST_JPEG:
+        return _Stored(data)
     pixels = image[0].permute(1, 2, 0).contiguous().numpy()
     if settings.raw:
         return _Stored(pixels.tobytes(), height, width)

@@ -161,9 +161,6 @@ class Pieces:
         if (size := os.fstat(file).st_size) != piece.bytes:
             os.close(file)
             raise OSError(0, f"has {size:,} bytes and not {piece.bytes:,} as when it was indexed")
-        # What a cache has evicted takes up the disk as long as it is open.
-        for gone in [other for other, open_file in self._files.items() if not os.fstat(open_file).st_nlink]:
-            os.close(self._files.pop(gone))
         self._files[number] = file
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
@@ -172,6 +169,10 @@ class Pieces:
     def __getstate__(self) -> dict[str, Any]:
         """A worker opens its own files."""
         return {**self.__dict__, "_files": OrderedDict()}
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            os.close(file)
 
 
 def hash_of(data: bytes | bytearray) -> int:
@@ -188,8 +189,8 @@ def read_index(folder: Path) -> tuple[About, Columns]:
     file = folder / INDEX
     try:
         about = About.model_validate(strict_json.parse(file.read_bytes()))
-        digest = hashlib.sha256((folder / COLUMNS).read_bytes()).hexdigest()
-        columns = Columns.open(folder / COLUMNS)
+        data = (folder / COLUMNS).read_bytes()
+        digest, columns = hashlib.sha256(data).hexdigest(), Columns.copy(data)
     except FileNotFoundError as error:
         raise BadInputError(
             f"{folder}: no {error.filename and Path(error.filename).name}; make it with `trainer data pack` "

@@ -98,6 +98,12 @@ class Ring:
         """Undoes `pin`."""
         torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
 
+    def close(self) -> None:
+        """Lets go of the file; the memory goes with the last tensor in it."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork: sends the descriptor, not the bytes."""
         kept = {name: self.__dict__[name] for name in ("fields", "slots", "offsets", "slot_bytes")}

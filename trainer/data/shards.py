@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
-from trainer.data.files import IMAGES, numbered, read_exactly, readable
+from trainer.data.files import IMAGES, numbered, printable, read_exactly, readable
 from trainer.data.pieces import About, Piece, hash_of, write_index
 from trainer.data.shared import joined
 from trainer.errors import BadInputError
@@ -53,6 +54,10 @@ def index_shards(folder: Path, advance: Callable[[int], object] = lambda _: None
         try:
             found = list(_samples(file))
             pieces.append(Piece(name=file.name, bytes=file.stat().st_size, sha256=_sha256(file, advance)))
+        except ValidationError as error:
+            raise BadInputError(
+                f"{readable(os.fsencode(file))}: an index can't hold this name; rename the shard"
+            ) from error
         except OSError as error:
             raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
         samples += found
@@ -95,6 +100,11 @@ def _members(file: Path) -> Iterator[tarfile.TarInfo]:
                 if member.name.startswith("/") or ".." in member.name.split("/"):
                     name = readable(os.fsencode(member.name))
                     raise BadInputError(f"{file}: '{name}' leads out of the archive; make the shard again")
+                if member.islnk() or member.issym():
+                    name = readable(os.fsencode(member.name))
+                    raise BadInputError(
+                        f"{file}: '{name}' is a link; make the shard with --dereference --hard-dereference"
+                    )
                 if member.isfile() and not member.issparse():
                     yield member
     except tarfile.TarError as error:
@@ -111,13 +121,21 @@ def _sample(file: Path, descriptor: int, group: dict[str, tarfile.TarInfo]) -> I
         raise BadInputError(f"{file}: '{readable(name)}' has no label (.cls or .json beside it)")
     data = read_exactly(descriptor, label.offset_data, label.size)
     try:
-        text = data.decode().strip() if "cls" in group else str(json.loads(data)["label"])
+        text = data.decode().strip() if "cls" in group else _label_in(data)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadInputError(f"{file}: the label of '{readable(name)}' can't be read ({error!r})") from error
+    text = printable(text)
     if not text:
         raise BadInputError(f"{file}: the label of '{readable(name)}' is empty")
     digest = hash_of(read_exactly(descriptor, image.offset_data, image.size))
     yield _Sample(name, text, image.offset_data, image.size, digest)
+
+
+def _label_in(data: bytearray) -> str:
+    label = json.loads(data)["label"]
+    if isinstance(label, bool) or not isinstance(label, str | int):
+        raise TypeError("neither text nor a whole number")
+    return str(label)
 
 
 def _sha256(file: Path, advance: Callable[[int], object]) -> str:

@@ -3,9 +3,8 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing import reduction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,22 +52,25 @@ class Columns:
     @classmethod
     def hold(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> "Columns":
         """Copies arrays into anonymous memory."""
+        return cls._written(encode({name: torch.from_numpy(array) for name, array in arrays.items()}))
+
+    @classmethod
+    def copy(cls, data: bytes) -> "Columns":
+        """Copies the content of a file, which may then be cut off without a bus error here.
+
+        Raises:
+            ValueError: If it isn't safetensors.
+        """
+        return cls._written([data])
+
+    @classmethod
+    def _written(cls, parts: Iterable[bytes | memoryview]) -> "Columns":
         file = anonymous_file()
-        for part in encode({name: torch.from_numpy(array) for name, array in arrays.items()}):
+        for part in parts:
             rest = memoryview(part)
             while rest:
                 rest = rest[os.write(file, rest) :]
         return cls(file)
-
-    @classmethod
-    def open(cls, path: Path) -> "Columns":
-        """Maps a file.
-
-        Raises:
-            OSError: If it can't be read.
-            ValueError: If it isn't safetensors.
-        """
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """An array; writing to it is an error."""

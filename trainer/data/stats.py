@@ -110,7 +110,7 @@ def statistics(records: Records, advance: Callable[[int], object] = lambda _: No
         width,
         cost,
         mean.round(4).tolist(),
-        np.sqrt(squares / pixels - mean**2).round(4).tolist(),
+        np.sqrt(np.maximum(squares / pixels - mean**2, 0)).round(4).tolist(),
         unreadable,
     )
 

@@ -5,6 +5,8 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from trainer.data.files import in_folder
+
 _SHARDS = 8
 
 
@@ -28,13 +30,12 @@ def load(folder: Path, work: Path, batch: int, side: int, workers: int) -> Calla
 
 
 def _write_shards(folder: Path, work: Path) -> None:
-    files = sorted(folder.rglob("*.jpg"))
-    classes = sorted({file.parent.name for file in files})
+    records = in_folder(folder)
     for shard in range(_SHARDS):
         with tarfile.open(work / f"{shard:02d}.tar", "w") as tar:
-            for number in range(shard, len(files), _SHARDS):
-                label = str(classes.index(files[number].parent.name)).encode()
-                for name, data in (("jpg", files[number].read_bytes()), ("cls", label)):
+            for number in range(shard, len(records), _SHARDS):
+                label = str(records.labels[number]).encode()
+                for name, data in (("jpg", records.read(number)), ("cls", label)):
                     entry = tarfile.TarInfo(f"{number:06d}.{name}")
                     entry.size = len(data)
                     tar.addfile(entry, io.BytesIO(data))
