@@ -280,12 +280,28 @@ def verify(request: Request, above: bool) -> int:
     return 1
 
 
-def push(request: Request, registry: str) -> None:
+def signing_words(digest: str, sbom: Path | None) -> list[list[str]]:
+    """What cosign is asked for: to sign a pushed image, and to attest its bill of materials."""
+    words = [["cosign", "sign", "--yes", digest]]
+    if sbom is not None:
+        what = ["--type", "cyclonedx", "--predicate", str(sbom)]
+        words.append(["cosign", "attest", "--yes", *what, digest])
+    return words
+
+
+def push(request: Request, registry: str, sbom: Path | None = None) -> None:
     """Pushes the image that anybody can rebuild, and says its digest; signs it where cosign is.
+
+    Args:
+        request: What is built and pushed.
+        registry: Host and path.
+        sbom: Bill of materials of this image, from `make sbom`; attested where cosign is.
 
     Raises:
         BadInputError: If it can't be built or pushed.
     """
+    if sbom is not None and not sbom.is_file():
+        raise BadInputError(f"--sbom {sbom}: no such file; make it with make sbom IMAGE=… BASE=…")
     if not registry:
         raise BadInputError("where to? make push REGISTRY=host/path")
     stack = read_stack(request.stack)
@@ -309,9 +325,12 @@ def push(request: Request, registry: str) -> None:
         )
     print(f"image: pull it by {digests[0]}")
     if shutil.which("cosign"):
-        run("cosign", "sign", "--yes", digests[0])
+        for words in signing_words(digests[0], sbom):
+            run(*words)
+        if sbom is None:
+            print("image: signed, and nothing attested: give the bill of materials with --sbom FILE")
     else:
-        print("image: not signed: cosign isn't on PATH")
+        print("image: neither signed nor attested: cosign isn't on PATH")
 
 
 def main() -> int:
@@ -340,6 +359,7 @@ def main() -> int:
             )
         if name == "push":
             command.add_argument("--registry", required=True, help="host[:port][/path]")
+            command.add_argument("--sbom", type=Path, metavar="FILE", help="attest this, from make sbom")
     options = parser.parse_args()
     if sys.version_info < (3, 11):
         print("image: needs Python 3.11 or newer (tomllib): name one with PYTHON=…", file=sys.stderr)
@@ -349,7 +369,7 @@ def main() -> int:
         if options.command == "verify":
             return verify(request, options.above_wheels)
         if options.command == "push":
-            push(request, options.registry)
+            push(request, options.registry, options.sbom)
         else:
             build(request)
     except BadInputError as error:

@@ -5,7 +5,17 @@ from typing import Any
 
 import image
 import pytest
-from image import Request, archive_words, build_words, check_size, labels_of, mismatches, read_stack
+from image import (
+    Request,
+    archive_words,
+    build_words,
+    check_size,
+    labels_of,
+    mismatches,
+    push,
+    read_stack,
+    signing_words,
+)
 
 from trainer.errors import BadInputError
 
@@ -71,3 +81,14 @@ def test_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch, target: str, fits: fl
     monkeypatch.setattr(image, "size_of", lambda _: large)
     with pytest.raises(BadInputError, match=r"its budget in stack.toml is"):
         check_size(Request(STACK, target), read_stack(STACK))
+
+
+def test_what_is_pushed_is_signed_and_its_bill_attested(tmp_path: Path) -> None:
+    digest = "host/trainer@sha256:0"
+    assert signing_words(digest, None) == [["cosign", "sign", "--yes", digest]]
+    _, attest = signing_words(digest, tmp_path / "sbom.json")
+    assert attest[:3] == ["cosign", "attest", "--yes"]
+    assert attest[-1] == digest
+    assert attest[attest.index("--predicate") + 1] == str(tmp_path / "sbom.json")
+    with pytest.raises(image.BadInputError, match="no such file; make it with make sbom"):
+        push(Request("torch2.9-cu128", "train", ""), "host", tmp_path / "none.json")
