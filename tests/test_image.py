@@ -90,5 +90,5 @@ def test_what_is_pushed_is_signed_and_its_bill_attested(tmp_path: Path) -> None:
     assert attest[:3] == ["cosign", "attest", "--yes"]
     assert attest[-1] == digest
     assert attest[attest.index("--predicate") + 1] == str(tmp_path / "sbom.json")
-    with pytest.raises(image.BadInputError, match="no such file; make it with make sbom"):
+    with pytest.raises(BadInputError, match="no such file; make it with make sbom"):
         push(Request("torch2.9-cu128", "train", ""), "host", tmp_path / "none.json")
