@@ -281,7 +281,7 @@ def test_workers_and_a_resume_change_no_bit(kind: str, photographs: Path, tmp_pa
     expected = read_all(RingLoader(source, CPU, 0, LoaderConfig()), batches)
     assert len({batch[0] for batch in expected}) == len(batches), "no two batches are the same"
     other = "forkserver" if kind in ("csv", "raw") else "fork"  # imports torch in each: seconds
-    for workers, method in ((1, other), (2, "fork"), (4, "fork")):
+    for workers, method in ((0, "fork"), (1, other), (2, "fork"), (4, "fork")):
         config = LoaderConfig(start_method=method, prefetch=2)
         assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
 
@@ -364,6 +364,23 @@ def test_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
     assert Quarantine("training", 5, file).samples == {7}
     with pytest.raises(BadInputError, match="can't be written"):
         Quarantine("training", 5, tmp_path / "quarantine.jsonl" / "x").add([Bad(7, "7.jpg", "torn")])
+
+
+def test_what_stands_in_goes_by_the_sample_alone() -> None:
+    """Not by the row of a batch, which is another one in each epoch."""
+
+    def stand_in(samples: list[int]) -> int:
+        filled = dict[int, int]()
+
+        def fill(row: int, sample: int) -> None:
+            if sample == 5:
+                raise Corrupt("torn")
+            filled[row] = sample
+
+        assert [bad.sample for bad in fill_rows(np.array(samples), fill, str, "skip", 100)] == [5]
+        return filled[samples.index(5)]
+
+    assert stand_in([5]) == stand_in([1, 2, 5]) == stand_in([9, 5, 3, 4])
 
 
 def test_where_nothing_can_stand_in_it_ends() -> None:
