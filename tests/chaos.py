@@ -89,19 +89,23 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
     )
 
 
-def start(recipe: Recipe, folder: Path, phase: mmap.mmap) -> multiprocessing.process.BaseProcess:
-    """Forks a rank; `phase` says all the time what it is doing."""
+def start(
+    recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int, int] = (0, 1, 0)
+) -> multiprocessing.process.BaseProcess:
+    """Forks a rank: its number, how many there are, and where they meet; `phase` says what it is doing."""
     phase[0] = 0
-    process = multiprocessing.get_context("fork").Process(target=_rank, args=(recipe, folder, phase))
+    process = multiprocessing.get_context("fork").Process(target=_rank, args=(recipe, folder, phase, world))
     process.start()
     return process
 
 
-def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap) -> None:
+def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int, int]) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    rank, size, port = map(str, world)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
     preempt.install()
     commit, loop = store.commit, sys.modules["trainer.between_windows"]
 
@@ -302,13 +306,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--topologies", type=int, default=100, help="runs on changing numbers of ranks")
     parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
     options = parser.parse_args()
+    from tests.topologies import topologies  # it is made of what is in here
+
     torch.set_num_threads(1)
     began = time.monotonic()
     tally = chaos(options.kills, options.signals, options.seed)
     for number in THROUGH_THE_LAUNCHER:
         chaos_launched(number, options.launched, tally, random.Random(options.seed))
+    told = topologies(options.topologies, options.seed, tally)
     for failure in tally.failures:
         print(failure)
     counts = tally.counts
@@ -319,6 +327,7 @@ def main() -> int:
         print(f"{counts[name]} {name} ({places})")
     for name in (number.name for number in THROUGH_THE_LAUNCHER):
         print(f"{counts[f'{name} through the launcher']} {name} through the launcher")
+    print(told)
     lost = len(tally.failures) - counts["different"]
     print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
     return 1 if tally.failures else 0

@@ -173,10 +173,10 @@ def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
         raise BadInputError(
             f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
         ) from error
-    # Another world has other parts of the sum; their total is the same.
-    same = len(progress.losses) == world.size
-    own = progress.losses[world.rank] if same else math.fsum(progress.losses) * (world.rank == 0)
-    t.loss.fill_(own)
+    # Another world has other parts of the sum; their total is the same. With a tree each rank has it.
+    same = len(progress.losses) == world.size and t.tree is None
+    total = math.fsum(progress.losses) * (world.rank == 0 or t.tree is not None)
+    t.loss.fill_(progress.losses[world.rank] if same else total)
     return progress
 
 
@@ -188,8 +188,10 @@ def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progres
         return [*notes, "begins again: the earlier attempt left no checkpoint"]
     notes.append(f"goes on after window {progress.window}")
     if stored.world_size != world.size:
+        tree = stored.config.get("parallel", {}).get("reduction") == "tree"
+        sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"
         notes.append(
             f"on {world.size} ranks instead of {stored.world_size}: the same samples in the same windows, "
-            "but sums in another order"
+            f"{sums}"
         )
     return notes

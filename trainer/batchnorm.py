@@ -32,6 +32,7 @@ class WindowStatistics:
         if self._buffers:
             self._momentum = torch.cat(momenta)
             self._sizes = [buffer.numel() for buffer in self._buffers]
+        self._kept = self._sum = next(model.parameters()).detach().new_empty(0)
         self.reload()
 
     def reload(self) -> None:
@@ -46,6 +47,14 @@ class WindowStatistics:
         """Call after a shard's backward pass."""
         if self._buffers:
             self._sum += torch.cat(self._buffers)
+
+    def of_shard(self) -> torch.Tensor:
+        """The statistics of the shard whose backward pass was last, float64 (n,), for somebody else's sum."""
+        return torch.cat(self._buffers or [self._kept]).double()
+
+    def set_sum(self, total: torch.Tensor) -> None:
+        """Takes the sum over the shards of a window, float64 (n,), that somebody else made."""
+        self._sum.copy_(total)
 
     def end_window(self, shards: int, skipped: torch.Tensor | None = None) -> None:
         """Puts the updated statistics into the model.

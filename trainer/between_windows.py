@@ -126,9 +126,11 @@ class BetweenWindows:
         """Every rank has a part in it: the losses since the last row are each rank's own."""
         t, meter = self._training, self._meter
         self._set_due()
-        losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
-        losses[self._world.rank] = t.loss
-        losses = sum_over_ranks(losses, self._world.group)
+        losses = t.loss.clone().view(1)  # with a tree it is everyone's
+        if t.tree is None:
+            losses = torch.zeros(self._world.size, dtype=torch.float64, device=self._world.device)
+            losses[self._world.rank] = t.loss
+            losses = sum_over_ranks(losses, self._world.group)
         if self._writer is None:
             return
         meter.deliver()

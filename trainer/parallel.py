@@ -28,6 +28,11 @@ class ParallelConfig(Section):
     )
     timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+    reduction: Literal["all_reduce", "tree"] = Field(
+        "all_reduce",
+        description="how a window's gradients are added; tree: the same bits on any number of ranks that "
+        "splits global_batch / micro_batch into powers of two",
+    )
     compress: Literal["none", "bf16"] = Field(
         "none", description="bf16: gradients cross the network in bfloat16, half the bytes, less exact"
     )
@@ -42,6 +47,21 @@ class ParallelConfig(Section):
         False,
         description="let DDP look for parameters that a step doesn't use; costs time each step",
     )
+
+    @model_validator(mode="after")
+    def _a_tree_is_exact(self) -> "ParallelConfig":
+        if self.reduction == "tree":
+            reasons = {
+                "compress": self.compress != "none" and "rounds what crosses the network",
+                "static_graph": self.static_graph and "is DDP's, which a tree doesn't use",
+                "find_unused_parameters": self.find_unused_parameters
+                and "is DDP's; a tree takes zeros for what is unused",
+                "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
+            }
+            for key, reason in reasons.items():
+                if reason:
+                    raise ValueError(f"parallel.{key} {reason}: leave it out with parallel.reduction=tree")
+        return self
 
     @model_validator(mode="after")
     def _a_static_graph_is_known(self) -> "ParallelConfig":
@@ -170,11 +190,18 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
 def replicate(
     model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
 ) -> nn.Module:
-    """Wraps a model so that backward sums its gradients over the ranks; alone it stays as it is.
+    """Wraps a model so that backward sums its gradients over the ranks.
 
+    Alone it stays as it is, and so it does where a tree sums them: then all ranks take rank 0's tensors.
     Buffers are not broadcast at each forward: `WindowStatistics` keeps them equal at a window's cost.
     """
     if group is None:
+        return model
+    if config.reduction == "tree":
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()
+            dist.broadcast(contiguous, 0, group=group)
+            tensor.detach().copy_(contiguous)
         return model
     replica = DistributedDataParallel(
         model,

@@ -23,6 +23,7 @@ from trainer.recipe import Recipe
 from trainer.step import Training
 from trainer.tasks import Task
 from trainer.tasks.classification import Classification
+from trainer.tree import TreeReduction, shares_a_tree
 from trainer.weights import load_initial
 
 
@@ -68,7 +69,12 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         raise BadInputError(
             f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} ranks"
         )
-    Share(plan, 0, world_size)
+    each = Share(plan, 0, world_size).accumulation
+    if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.shards, world_size):
+        raise BadInputError(
+            f"parallel.reduction=tree: {plan.shards} micro-batches a window on {world_size} ranks are {each} "
+            "each, which is no power of two; change data.micro_batch or the number of ranks"
+        )
     model = _shapes_only(task)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
@@ -136,6 +142,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     set_determinism(recipe)
     prepared = prepare_model(recipe, task, world)
     groups = parameter_groups(recipe.optim, prepared.model)
+    in_tree = recipe.parallel.reduction == "tree"
     rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
     training = Training(
         task=task,
@@ -146,13 +153,14 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, world.group),
+        statistics=WindowStatistics(prepared.model, None if in_tree else world.group),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,
         ragged="units" in task.train_data.fields,
         nonfinite=prepared.nonfinite,
         cuda_graphs=prepared.cuda_graphs,
+        tree=TreeReduction(world.group, recipe.parallel.bucket_mb) if in_tree else None,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
     measured = len(task.evaluation_data)

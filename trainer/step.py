@@ -18,6 +18,7 @@ from trainer.parallel import sum_over_ranks, unsynchronised
 from trainer.plan import Share
 from trainer.precision import found_inf, scale_of
 from trainer.tasks import Task
+from trainer.tree import TreeReduction
 
 
 @dataclass
@@ -41,8 +42,9 @@ class Training:
         cuda_graphs: True where gradients must stay where they are: a graph replayed for the next shard
             of a window would overwrite those that it handed out for the last.
         ragged: True where the units of a window are known only after loading (valid tokens).
+        tree: Adds up a window's shards in one order for any number of ranks, or None: backward and DDP do.
         loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
-            by its window's units.
+            by its window's units; with a tree those of all ranks.
         norm: float (): gradient norm of the last window, before clipping.
     """
 
@@ -61,6 +63,7 @@ class Training:
     ragged: bool
     nonfinite: FirstNonFinite | None = None
     cuda_graphs: bool = False
+    tree: TreeReduction | None = None
     loss: torch.Tensor = field(init=False)
     norm: torch.Tensor = field(init=False)
 
@@ -103,8 +106,15 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
             with t.autocast:
                 loss = t.task.loss(t.replica, batch) / expected
             (loss if t.scaler is None else t.scaler.scale(loss)).backward()
-        window_loss = loss.detach() if window_loss is None else window_loss + loss.detach()
-        t.statistics.add_shard()
+        loss = loss.detach()
+        if t.tree is None:
+            window_loss = loss if window_loss is None else window_loss + loss
+            t.statistics.add_shard()
+        else:
+            figures = torch.cat((loss.double().view(1), t.statistics.of_shard()))
+            t.tree.add_shard(_take_gradients(t), figures)
+    if t.tree is not None:
+        window_loss = _sum_by_tree(t, t.tree)
     assert window_loss is not None
     if t.ragged:
         window_loss = window_loss * _divide_by_true_units(t, expected, units)
@@ -117,7 +127,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:
     """Figures () since the last call, on the device: loss (a sum over windows and ranks) and others."""
-    loss = sum_over_ranks(t.loss.clone(), t.group)
+    loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
     figures = {"loss": loss, "learning_rate": t.rates.current, "applied": t.rates.applied[0]}
     if t.clip:
@@ -144,15 +154,40 @@ def _update(t: Training, window: int) -> torch.Tensor | None:
     else:
         t.scaler.step(t.optimizer)
         t.scaler.update()
+    _clear_gradients(t)
+    if t.average is not None:
+        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
+    t.rates.advance(skipped)
+    return skipped
+
+
+def _take_gradients(t: Training) -> list[torch.Tensor]:
+    """The gradients of a shard, to keep; zeros for a parameter that had no part in it."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in t.parameters]
+    if t.cuda_graphs:
+        gradients = [g.clone() for g in gradients]  # the next replay writes to the same place
+    _clear_gradients(t)
+    return gradients
+
+
+def _sum_by_tree(t: Training, tree: TreeReduction) -> torch.Tensor:
+    """Puts the gradients of the window in place; returns its loss, float64 ()."""
+    sums = tree.end_window()
+    if t.cuda_graphs:
+        torch._foreach_copy_([p.grad for p in t.parameters if p.grad is not None], sums.gradients)
+    else:
+        for parameter, gradient in zip(t.parameters, sums.gradients, strict=True):
+            parameter.grad = gradient
+    t.statistics.set_sum(sums.figures[1:])
+    return sums.figures[0]
+
+
+def _clear_gradients(t: Training) -> None:
     if t.cuda_graphs:
         torch._foreach_zero_([p.grad for p in t.parameters if p.grad is not None])
     else:
         for parameter in t.parameters:
             parameter.grad = None
-    if t.average is not None:
-        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
-    t.rates.advance(skipped)
-    return skipped
 
 
 def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""Histories of runs whose number of ranks changes again and again; for `make chaos`.
+
+With parallel.reduction=tree each must end with the bits of the run that one rank did alone.
+"""
+
+import mmap
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+from collections import Counter
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests import chaos
+from trainer import agreement
+from trainer.errors import EXIT_REQUEUE
+from trainer.recipe import Recipe
+
+_MOST_CHANGES = 4
+
+
+def kinds() -> list[dict[str, Any]]:
+    """As `chaos.kinds`, with windows that four ranks can share."""
+    return [{**kind, "accumulation": 4 << number % 2} for number, kind in enumerate(chaos.kinds())]
+
+
+def recipe_of(kind: dict[str, Any]) -> Recipe:
+    """As `chaos.recipe_of`, summed by the tree."""
+    recipe = chaos.recipe_of(kind)
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"reduction": "tree"})})
+
+
+def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random) -> list[str]:
+    """Trains a run to its end on changing numbers of ranks; returns each number and how it was left."""
+    told, last = list[str](), 0
+    while True:
+        size = random_.choice([size for size in (1, 2, 4) if size != last])
+        last = size
+        phase = mmap.mmap(-1, 1)
+        ranks = _start(recipe, folder, phase, size)
+        if len(told) < _MOST_CHANGES:
+            chaos.wait_for(ranks[0], phase, random_, seconds * size)
+        killing = random_.random() < 0.3
+        disturbed = len(told) < _MOST_CHANGES and ranks[0].exitcode is None
+        # A kill ends all, as when a machine is lost; a request reaches any one of them.
+        for rank in () if not disturbed else ranks if killing else (random_.choice(ranks),):
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
+        for rank in ranks:
+            rank.join(120)
+        codes = {rank.exitcode for rank in ranks}
+        told.append(f"{size}{'!' if killing and disturbed else ''}")
+        if codes == {0}:
+            return told
+        if codes - {0, 1, EXIT_REQUEUE, -signal.SIGKILL}:
+            raise AssertionError(f"{' '.join(told)}: exit codes {codes}")
+
+
+def _start(recipe: Recipe, folder: Path, phase: mmap.mmap, size: int) -> list[BaseProcess]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [chaos.start(recipe, folder, phase, (rank, size, port)) for rank in range(size)]
+
+
+def topologies(count: int, seed: int, tally: chaos.Tally) -> str:
+    """Judges so many histories, all different; returns a line about them."""
+    random_, changes = random.Random(seed), Counter[str]()
+    agreement._SECONDS_BETWEEN = 0.02  # a run here is over in a second
+    recipes = [recipe_of(kind) for kind in kinds()]
+    wanted: dict[int, tuple[chaos.Ending, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="topologies-") as root:
+        for number in range(count):
+            which = number % len(recipes)
+            if which not in wanted:
+                whole = Path(root, f"whole-{which}")
+                whole.mkdir()
+                wanted[which] = chaos.undisturbed(recipes[which], whole, mmap.mmap(-1, 1))
+            end, seconds = wanted[which]
+            folder = Path(root, str(number))
+            folder.mkdir()
+            told = history(recipes[which], folder, seconds, random_)
+            changes.update({"changes": len(told) - 1, "kills": sum("!" in part for part in told)})
+            tally.judge(f"ranks {' '.join(told)} ({kinds()[which]})", folder, end)
+            shutil.rmtree(folder)
+    return (
+        f"{count} histories of 1, 2 and 4 ranks with parallel.reduction=tree: {changes['changes']} changes "
+        f"of their number, {changes['kills']} of them after a kill"
+    )
