@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.bench.commands import add_parser as bench_commands
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
 
@@ -96,66 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     data_commands(commands, _Parser)
 
-    bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
-    benches = bench.add_subparsers(required=True, metavar="BENCH", parser_class=_Parser)
-    overhead = benches.add_parser(
-        "overhead", help="host time per step over a hand-written loop", allow_abbrev=False
-    )
-    overhead.add_argument(
-        "--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)"
-    )
-    overhead.add_argument(
-        "--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)"
-    )
-    overhead.add_argument(
-        "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
-    )
-    overhead.add_argument(
-        "--against", default="", metavar="LIST", help="lightning,fabric,accelerate,ignite: which to time too"
-    )
-    overhead.set_defaults(run=_bench_overhead)
-    accumulation = benches.add_parser(
-        "accumulation", help="gradient of every window against its samples concatenated", allow_abbrev=False
-    )
-    accumulation.add_argument(
-        "--against", default="", metavar="LIST", help="lightning,accelerate,timm: which to measure too"
-    )
-    accumulation.add_argument(
-        "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
-    )
-    accumulation.set_defaults(run=_bench_accumulation)
-    loader = benches.add_parser(
-        "loader", help="CPU time, speed and memory of loading images", allow_abbrev=False
-    )
-    loader.add_argument(
-        "folder", type=Path, nargs="?", metavar="DIR", help="images by class (default: photographs made here)"
-    )
-    loader.add_argument(
-        "--against", default="", metavar="LIST", help="torchvision,timm,webdataset: which to measure too"
-    )
-    loader.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
-    loader.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
-    loader.set_defaults(run=_bench_loader)
-    tokens = benches.add_parser(
-        "tokens", help="token batches per CPU second against a nanoGPT-style get_batch", allow_abbrev=False
-    )
-    tokens.add_argument(
-        "--rounds", type=int, default=20, metavar="N", help="interleaved rounds (default: 20)"
-    )
-    tokens.add_argument("--target", type=float, default=8.0, metavar="X", help="smallest ratio (default: 8)")
-    tokens.set_defaults(run=_bench_tokens)
-    resume = benches.add_parser(
-        "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
-    )
-    resume.add_argument(
-        "--against", default="", metavar="LIST", help="lightning,accelerate: which to measure too"
-    )
-    resume.set_defaults(run=_bench_resume)
-    optimizers = benches.add_parser(
-        "optimizers", help="what each optimiser learns in the same updates", allow_abbrev=False
-    )
-    optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
-    optimizers.set_defaults(run=_bench_optimizers)
+    bench_commands(commands, _Parser)
     return parser
 
 
@@ -189,39 +131,3 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from trainer.checkpoint.show import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
-
-
-def _bench_overhead(options: argparse.Namespace) -> int:
-    from trainer.bench.overhead import bench_overhead
-
-    return bench_overhead(options.rounds, options.steps, options.target, options.against)
-
-
-def _bench_accumulation(options: argparse.Namespace) -> int:
-    from trainer.bench.accumulation import bench_accumulation
-
-    return bench_accumulation(options.against, options.timm_train)
-
-
-def _bench_loader(options: argparse.Namespace) -> int:
-    from trainer.bench.loader import bench_loader
-
-    return bench_loader(options.folder, options.against, options.rounds, options.workers)
-
-
-def _bench_tokens(options: argparse.Namespace) -> int:
-    from trainer.bench.tokens import bench_tokens
-
-    return bench_tokens(rounds=options.rounds, target=options.target)
-
-
-def _bench_resume(options: argparse.Namespace) -> int:
-    from trainer.bench.resume import bench_resume
-
-    return bench_resume(options.against)
-
-
-def _bench_optimizers(options: argparse.Namespace) -> int:
-    from trainer.bench.optimizers import bench_optimizers
-
-    return bench_optimizers(options.quick)
