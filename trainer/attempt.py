@@ -3,31 +3,38 @@
 import contextlib
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import distributed as dist
 
-from trainer.between_windows import BetweenWindows, Requeue
+from trainer.between_windows import BetweenWindows, Incident, Requeue
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.guard import Guard
+from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, write_incidents
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
-from trainer.observe.console import warn
+from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.parallel import World, check_agreement, joined_world
 from trainer.progress import Progress, from_state
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
-from trainer.run import assemble, check_request, data_of, device_kind, make_task
+from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_task
 from trainer.run_folder import check_space, make_manifest, open_folder, set_status
 from trainer.run_lock import lock
 from trainer.state import load_tensors
 from trainer.step import Training, take_figures
 from trainer.summary import finish, introduce
+from trainer.tasks import Task
+
+_ROLLED_BACK = -1
 
 
 def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto") -> int:
@@ -44,6 +51,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
 
     Raises:
         BadInputError: If the recipe can't be trained here, or another process trains in the folder.
+        DivergedError: If its numbers went bad.
         Stopped: If a signal stopped it and there is no checkpoint.
     """
     if _is_first():
@@ -52,54 +60,113 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
     stored = read_stored(folder)
     kind, task = device_kind(recipe), make_task(recipe)
     data = data_of(task)
-    if stored is not None and _is_through(folder, stored, recipe, kind, data, mode):
-        return EXIT_DONE
-    with joined_world(kind, recipe.parallel.timeout_s) as world, contextlib.ExitStack() as stack:
+    if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
+        return code
+    with joined_world(kind, recipe.parallel.timeout_s) as world:
+        while True:
+            code = _train(recipe, recipe_name, folder, mode, world, task, data, stored)
+            if code != _ROLLED_BACK:
+                return code
+            # Until rank 0 has written everything, the others don't look for where to go on.
+            if world.group is not None:
+                dist.barrier(world.control or world.group)
+            stored = read_stored(folder)
+
+
+def _train(
+    recipe: Recipe,
+    recipe_name: str,
+    folder: Path,
+    mode: Mode,
+    world: World,
+    task: Task,
+    data: dict[str, str],
+    stored: Stored | None,
+) -> int:
+    """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
+    with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        limits = read_limits()
         threads = _threads(recipe, stored, mode, local_size)
         torch.set_num_threads(threads)
         check_request(recipe, task, world.size)
         found, skipped = _newest(folder, mode, world)
         at = found.step if found else 0
-        check_agreement(f"{config_hash(recipe)} {data} from {at}", world)
-        parts = assemble(recipe, task, world, workers_per_rank(limits, local_size), folder)
+        incidents = incidents_before(read_incidents(folder), at)
+        refused = left_out(incidents)
+        check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
+        parts = assemble(recipe, task, world, workers_per_rank(read_limits(), local_size), folder)
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         t = parts.training
         progress = _go_on(t, found, world)
-        notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world)]
-        writer = display = None
-        sinks: list[Sink] = []
-        manifest: dict[str, Any] = {}
+        notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
+        desk = None
         if world.rank == 0:
+            write_incidents(folder, incidents)
             manifest = make_manifest(
                 recipe, recipe_name, world, t.share.plan, threads, task.describe(), data, notes
             )
-            check_space(folder, t.model, copies=_copies(recipe))
-            sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
-            display = introduce(manifest, parts, world, folder)
-            stack.callback(display.close)
-            sinks.append(display)
-            if t.nonfinite is not None:
-                sinks.append(t.nonfinite.explain)
-            writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, found and found.step)
-            stack.callback(writer.abandon)
-        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
+            desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window)
+        meter = Meter(t.share.plan, world.device, desk.sinks if desk else [], lambda: take_figures(t))
         meter.go_on(progress.row, progress.seconds, progress.samples)
-        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data)
+        log = IncidentLog(folder if desk else None, t.share.plan)
+        guard = None
+        if t.ring is not None:
+            group = None if t.tree is not None else t.group
+            guard = Guard(
+                recipe.guard, t.ring, group, at, progress.history, refused, len(incidents), log.skipped
+            )
+        writer, display = (desk.writer, desk.display) if desk else (None, None)
+        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data, guard, refused)
         try:
             between.train()
         except Requeue as requeue:
-            if display is not None:
-                display.close()
-                display.say(f"  {requeue}")
-                set_status(folder, manifest, "stopped", str(requeue))
+            if desk:
+                desk.display.close()
+                desk.display.say(f"  {requeue}")
+                set_status(folder, desk.manifest, "stopped", str(requeue))
             return EXIT_REQUEUE
-        if writer is not None:
-            writer.finish()
-            finish(folder, manifest, t, meter, task.metric, progress.figures, display)
+        except Incident as incident:
+            if desk:
+                desk.writer.finish()
+                desk.display.close()
+            log.ends(incident.finding, recipe.guard)
+            return _ROLLED_BACK
+        if desk:
+            desk.writer.finish()
+            finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display)
     return EXIT_DONE
+
+
+class _Desk(NamedTuple):
+    """What rank 0 writes with."""
+
+    manifest: dict[str, Any]
+    sinks: list[Sink]
+    display: Display
+    writer: BackgroundWriter
+
+
+def _open_desk(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    recipe: Recipe,
+    manifest: dict[str, Any],
+    parts: Parts,
+    world: World,
+    window: int,
+) -> _Desk:
+    """Opens the run folder for a run that goes on after so many windows; the stack closes it."""
+    check_space(folder, parts.training.model, copies=_copies(recipe))
+    sinks = stack.enter_context(open_folder(folder, recipe, manifest, window))
+    display = introduce(manifest, parts, world, folder)
+    stack.callback(display.close)
+    sinks.append(display)
+    if parts.training.nonfinite is not None:
+        sinks.append(parts.training.nonfinite.explain)
+    writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, window or None)
+    stack.callback(writer.abandon)
+    return _Desk(manifest, sinks, display, writer)
 
 
 def _is_first() -> bool:
@@ -108,13 +175,13 @@ def _is_first() -> bool:
 
 def _is_through(
     folder: Path, stored: Stored, recipe: Recipe, kind: str, data: dict[str, str], mode: Mode
-) -> bool:
-    """Whether the run in the folder has come to its end, which is told; if not, it may be gone on with."""
+) -> int | None:
+    """The exit code if the folder's run has come to its end, which is told; else it may be gone on with."""
     check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data, mode)
-    over = ended(folder, stored)
+    over = ended(folder, stored, mode)
     if over and _is_first():
-        print(over, flush=True)
-    return over is not None
+        print(over[0], flush=True)
+    return over[1] if over else None
 
 
 def _copies(recipe: Recipe) -> int:
@@ -180,8 +247,12 @@ def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
     return progress
 
 
-def _how_it_goes_on(stored: Stored | None, skipped: list[str], progress: Progress, world: World) -> list[str]:
+def _how_it_goes_on(
+    stored: Stored | None, skipped: list[str], progress: Progress, world: World, refused: Collection[int]
+) -> list[str]:
     notes = [f"checkpoint left out: {line}" for line in skipped]
+    if refused:
+        notes.append(f"without window {', '.join(str(window + 1) for window in sorted(refused))}")
     if stored is None:
         return notes
     if not progress.window:

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import distributed as dist
@@ -12,6 +12,7 @@ from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.config import config_hash
 from trainer.evaluate import evaluate
+from trainer.guard import Finding, Guard
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
@@ -28,6 +29,15 @@ class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error
     """A signal stopped this run, and it can be gone on with."""
 
 
+class Incident(Exception):  # noqa: N818  (as above)
+    """A guard found what ends this attempt."""
+
+    def __init__(self, finding: Finding, done: int) -> None:
+        """Found after so many windows."""
+        super().__init__(str(finding))
+        self.finding, self.done = finding, done
+
+
 class BetweenWindows:
     """Trains, and does between two windows what is due there."""
 
@@ -41,8 +51,11 @@ class BetweenWindows:
         writer: BackgroundWriter | None,
         display: Display | None,
         data: Mapping[str, str],
+        guard: Guard | None = None,
+        left_out: Collection[int] = (),
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
+        self._guard, self._left_out = guard, left_out
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
@@ -60,11 +73,12 @@ class BetweenWindows:
         Raises:
             Requeue: After a signal, with a checkpoint to go on from.
             Stopped: After a signal, without one.
+            Incident: After bad numbers, on every rank.
         """
         start = self._progress.window
         windows = range(start, self._plan.windows)
         batches = self._training.share.batches(start)
-        self._meter.waited = self._parts.loader.waited
+        self._meter.waited, self._meter.left_out = self._parts.loader.waited, self._left_out
         train(
             self._training,
             self._parts.loader(batches),
@@ -75,6 +89,7 @@ class BetweenWindows:
             self._evaluate,
             self.window_done,
             self._recipe.compile.warm_up,
+            self._left_out,
         )
 
     def _evaluate(self, done: int) -> None:
@@ -105,16 +120,25 @@ class BetweenWindows:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+        self._look(done, now=done == self._windows)
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
         due = self._every > 0 and done % self._every == 0
         if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
             return
         if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
+            self._look(done, now=True)  # no checkpoint lies behind an incident that nobody knows of
             self._save(done)
         self._is_best = False
         if decision.signal:
             self._stop(decision.signal, done)
+
+    def _look(self, done: int, now: bool) -> None:
+        """Raises what the guard finds; on all ranks after the same window."""
+        if self._guard is not None and (finding := self._guard.look(done, now)):
+            self._meter.stage(done)
+            self._meter.deliver()
+            raise Incident(finding, done)
 
     def _set_due(self) -> None:
         seconds = self._recipe.checkpoint.minutes * 60
@@ -142,6 +166,7 @@ class BetweenWindows:
             meter.timed_samples,
             self._progress.figures,
             self._progress.best,
+            self._guard.history if self._guard is not None else [],
         )
         state = {
             **to_state(now),

@@ -8,5 +8,9 @@ EXIT_REQUEUE = 75
 EXIT_HANG = 76
 
 
+class DivergedError(Exception):
+    """A run whose numbers went bad, so that it can't go on: one line, exit code 1, no traceback."""
+
+
 class BadInputError(Exception):
     """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2."""

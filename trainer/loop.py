@@ -1,10 +1,10 @@
 """The training loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
-from trainer.step import Training, train_window
+from trainer.step import Training, leave_out_window, train_window
 
 
 def train(
@@ -17,6 +17,7 @@ def train(
     evaluate: Callable[[int], None],
     window_done: Callable[[int], None],
     warm_up: int = 1,
+    left_out: Collection[int] = (),
 ) -> None:
     """Trains windows in their order.
 
@@ -30,10 +31,14 @@ def train(
         evaluate: Evaluates, given the number of windows done.
         window_done: Told how many windows are done: shows it, keeps it, may raise to stop.
         warm_up: Windows of this call that are not timed: those that compile.
+        left_out: Windows that are not trained.
     """
     training.replica.train()
     for window in windows:
-        train_window(training, batches, window)
+        if window in left_out:
+            leave_out_window(training, batches, window)
+        else:
+            train_window(training, batches, window)
         done = window + 1
         if done <= windows.start + warm_up:
             meter.start_clock(done)

@@ -20,6 +20,7 @@ class Progress:
         samples: Samples in them.
         figures: The last evaluation.
         best: The best evaluation's metric, and its window.
+        history: Losses of the windows before, for a guard that knows leaps.
     """
 
     window: int = 0
@@ -29,6 +30,7 @@ class Progress:
     samples: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     best: tuple[float, int] | None = None
+    history: list[float] = field(default_factory=list)
 
 
 class _State(BaseModel):
@@ -43,6 +45,7 @@ class _State(BaseModel):
     samples: int = Field(ge=0, lt=1 << 63)
     figures: dict[str, float | None]
     best: Annotated[tuple[float, int], Field(strict=False)] | None
+    history: list[float] = []
 
 
 def to_state(progress: Progress) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def to_state(progress: Progress) -> dict[str, Any]:
         "samples": progress.samples,
         "figures": finite(progress.figures),
         "best": list(progress.best) if progress.best else None,
+        "history": progress.history,
     }
 
 
@@ -73,7 +77,9 @@ def from_state(window: int, state: Mapping[str, Any]) -> Progress:
         raise ValueError(f"state.json: it is of window {window} and speaks of later ones")
     figures = {name: math.nan if figure is None else figure for name, figure in known.figures.items()}
     losses = [float(loss) for loss in known.losses]
-    return Progress(window, known.row, losses, known.seconds, known.samples, figures, known.best)
+    return Progress(
+        window, known.row, losses, known.seconds, known.samples, figures, known.best, known.history
+    )
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float | None]:

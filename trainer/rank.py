@@ -19,7 +19,15 @@ from typing import NoReturn
 
 from trainer import preempt
 from trainer.as_launcher import PATH_VARIABLE
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_HANG,
+    EXIT_REQUEUE,
+    BadInputError,
+    DivergedError,
+)
 
 FOLDER_VARIABLE = "TRAINER_LAUNCH_FOLDER"
 PARENT_VARIABLE = "TRAINER_LAUNCH_PARENT"
@@ -84,7 +92,8 @@ def run_rank(main: Callable[[], int | None]) -> int:
     """Runs `main` as a rank; call it before the slow imports, and exit with what it returns.
 
     Signals set the flag of `trainer.preempt` from here on. A return value is the exit code (None: 0),
-    BadInputError means 2 and Stopped 1, each with one line; any other exception means 1 with its traceback.
+    BadInputError means 2, Stopped and DivergedError 1, each with one line; any other exception means 1 with
+    its traceback.
     """
     register()
     outcome = _outcome(main)
@@ -220,7 +229,7 @@ def _outcome(main: Callable[[], int | None]) -> Outcome:
     except BadInputError as error:
         line = " ".join(str(error).split())
         return Outcome(_rank(), EXIT_BAD_INPUT, line, time=time.monotonic(), for_all=True)
-    except preempt.Stopped as error:
+    except (preempt.Stopped, DivergedError) as error:
         return Outcome(_rank(), EXIT_FAILED, str(error), time=time.monotonic(), for_all=True)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):

@@ -8,6 +8,7 @@ from trainer.average import AverageConfig
 from trainer.compiling import CompileConfig
 from trainer.config import Section
 from trainer.data.sources import DataConfig
+from trainer.guard import GuardConfig
 from trainer.memory import MemoryConfig
 from trainer.mixing import RegularizationConfig
 from trainer.models import ModelConfig
@@ -45,6 +46,7 @@ class Recipe(Section):
     ema: AverageConfig = AverageConfig()
     regularization: RegularizationConfig = RegularizationConfig()
     parallel: ParallelConfig = ParallelConfig()
+    guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trainer import checkpoint
 from trainer.checkpoint import strict_json
 from trainer.config import Section
-from trainer.errors import BadInputError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 
 RUNS = Path("runs")
 
@@ -33,7 +33,6 @@ _FREE = (
 _SHOWN = 4
 
 Mode = Literal["auto", "newest", "force", "never"]
-ENDED = ("finished", "diverged")
 
 
 class CheckpointConfig(Section):
@@ -152,9 +151,14 @@ def check_resumable(
         )
 
 
-def ended(folder: Path, stored: Stored) -> str | None:
-    """What to say of a run that is through; None if it can be gone on with."""
-    return f"{folder} is {stored.status} already; nothing to do" if stored.status in ENDED else None
+def ended(folder: Path, stored: Stored, mode: Mode) -> tuple[str, int] | None:
+    """What to say of a run that is through, and the exit code; None if it can be gone on with."""
+    if stored.status == "finished":
+        return f"{folder} is finished already; nothing to do", EXIT_DONE
+    if stored.status == "diverged" and mode != "force":
+        remedy = "go on from its newest checkpoint, with what you changed, by --resume force"
+        return f"{folder} is diverged already; {remedy}", EXIT_FAILED
+    return None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

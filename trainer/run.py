@@ -13,6 +13,7 @@ from trainer.data.corrupt import Quarantine
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.data.sources import order_of
 from trainer.errors import BadInputError
+from trainer.guard import make_ring
 from trainer.memory import blocks, candidates
 from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
 from trainer.parallel import World, replicate
@@ -160,6 +161,8 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         ragged="units" in task.train_data.fields,
         nonfinite=prepared.nonfinite,
         cuda_graphs=prepared.cuda_graphs,
+        ring=make_ring(recipe.guard, recipe.log.every, device),
+        skips=recipe.guard.nonfinite == "skip" and recipe.precision.mode != "fp16",
         tree=TreeReduction(world.group, recipe.parallel.bucket_mb) if in_tree else None,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)

@@ -21,7 +21,7 @@ import trainer
 from trainer import checkpoint
 from trainer.checkpoint.files import sync_folder
 from trainer.config import config_hash
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, DivergedError
 from trainer.observe.console import warn
 from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.parallel import World
@@ -178,7 +178,8 @@ def open_folder(
         try:
             yield sinks
         except BaseException as error:
-            status = "stopped" if isinstance(error, Stopped) else "failed"
+            kinds = {Stopped: "stopped", DivergedError: "diverged"}
+            status = kinds.get(type(error), "failed")
             set_status(folder, manifest, status, f"{type(error).__name__}: {error}")
             raise
 

@@ -10,7 +10,7 @@ import torch
 
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.errors import BadInputError
 from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
@@ -62,9 +62,9 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         folder = wanted
         kind = device_kind(recipe)
         check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
-        if over := ended(shown(folder), stored):
-            print(over)
-            return EXIT_DONE
+        if over := ended(shown(folder), stored, options.resume):
+            print(over[0])
+            return over[1]
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:

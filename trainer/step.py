@@ -11,9 +11,10 @@ from torch.amp.grad_scaler import GradScaler
 from trainer.average import WeightAverage
 from trainer.batchnorm import WindowStatistics
 from trainer.data.loader import Batch
+from trainer.guard import Ring
 from trainer.keyed_rng import Purpose, key
 from trainer.nonfinite import FirstNonFinite
-from trainer.optim import Rates, clip_gradients
+from trainer.optim import Rates, clip_gradients, gradient_norm
 from trainer.parallel import sum_over_ranks, unsynchronised
 from trainer.plan import Share
 from trainer.precision import found_inf, scale_of
@@ -42,6 +43,9 @@ class Training:
         cuda_graphs: True where gradients must stay where they are: a graph replayed for the next shard
             of a window would overwrite those that it handed out for the last.
         ragged: True where the units of a window are known only after loading (valid tokens).
+        ring: What the guards look at, or None.
+        skips: True where an update whose loss or gradients aren't finite is not made. (fp16's scaler does
+            that itself.)
         tree: Adds up a window's shards in one order for any number of ranks, or None: backward and DDP do.
         loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
             by its window's units; with a tree those of all ranks.
@@ -63,6 +67,8 @@ class Training:
     ragged: bool
     nonfinite: FirstNonFinite | None = None
     cuda_graphs: bool = False
+    ring: Ring | None = None
+    skips: bool = False
     tree: TreeReduction | None = None
     loss: torch.Tensor = field(init=False)
     norm: torch.Tensor = field(init=False)
@@ -105,8 +111,10 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.task.loss(t.replica, batch) / expected
-            (loss if t.scaler is None else t.scaler.scale(loss)).backward()
-        loss = loss.detach()
+            scaled = loss if t.scaler is None else t.scaler.scale(loss)
+            loss = loss.detach()
+            # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
+            scaled.backward(loss * 0 + 1 if t.skips else None)
         if t.tree is None:
             window_loss = loss if window_loss is None else window_loss + loss
             t.statistics.add_shard()
@@ -119,7 +127,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     if t.ragged:
         window_loss = window_loss * _divide_by_true_units(t, expected, units)
     t.loss += window_loss
-    skipped = _update(t, window)
+    skipped = _update(t, window, window_loss)
     t.statistics.end_window(t.shards, skipped)
     if t.nonfinite is not None:
         t.nonfinite.end_window(window)
@@ -139,16 +147,35 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     return figures
 
 
-def _update(t: Training, window: int) -> torch.Tensor | None:
-    """Returns float (), 1 if the scaler skipped the update; None where there is no scaler."""
+def leave_out_window(t: Training, batches: Iterator[Batch], window: int) -> None:
+    """Passes over a window whose samples are not to be learned from; only its number is used up."""
+    for _ in range(t.accumulation):
+        next(batches)
+    if t.average is not None:
+        skipped = torch.ones_like(t.norm) if t.scaler is not None or t.skips else None
+        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
+
+
+def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor | None:
+    """Returns float (), 1 if the update was skipped; None where that can't be."""
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its
     # gradients overflowed in fp16) moves neither schedule nor average.
     skipped = None
     if t.scaler is not None:
         t.scaler.unscale_(t.optimizer)
         skipped = found_inf(t.scaler, t.optimizer)
+    gradients = [p.grad for p in t.parameters if p.grad is not None]
     if t.clip:
-        t.norm = clip_gradients([p.grad for p in t.parameters if p.grad is not None], t.clip)
+        t.norm = clip_gradients(gradients, t.clip)
+    elif t.ring is not None:
+        t.norm = gradient_norm(gradients)
+    if t.ring is not None:
+        # An overflow in fp16 is the scaler's business, unless the scale is too small to be the cause.
+        norm = t.norm if t.scaler is None else torch.where(scale_of(t.scaler) < 1, t.norm, 0.0)
+        t.ring.record(window, window_loss, norm)
+    if t.skips:
+        skipped = (~t.norm.isfinite()).to(torch.float32)
+        t.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler tells it
     if t.scaler is None:
         t.optimizer.step()
     else:

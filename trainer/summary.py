@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from trainer.data.images import ImageDataset
-from trainer.observe.console import Display, warn
+from trainer.errors import DivergedError
+from trainer.observe.console import Display
 from trainer.observe.log import Meter
 from trainer.parallel import World
 from trainer.plan import Plan
@@ -39,7 +40,11 @@ def finish(
     figures: dict[str, float],
     display: Display | None,
 ) -> None:
-    """Writes the weights and the summary, and tells it."""
+    """Writes the weights and the summary, and tells it.
+
+    Raises:
+        DivergedError: If the evaluation isn't finite.
+    """
     save_weights(t.model, folder / "model.safetensors")
     if t.average is not None:
         save_weights(t.average.averaged(), folder / "ema.safetensors")
@@ -49,9 +54,10 @@ def finish(
     meter.emit({"kind": "end", "window": plan.windows, **summary})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
-    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": finite(summary)})
+    manifest["summary"] = finite(summary)
+    write_json(folder / "manifest.json", {**manifest, "status": status})
     if diverged:
-        warn(
+        raise DivergedError(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
             "(precision.debug=true says where it began)"
         )

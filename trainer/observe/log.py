@@ -8,7 +8,7 @@ import csv
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class Meter:
 
     Attributes:
         busy_seconds: Time of the windows that were timed.
+        left_out: Numbers of the windows that aren't trained.
         waited: Gives the nanoseconds in which the training waited for data, since it began.
         timed_samples: Samples in them.
     """
@@ -100,6 +101,7 @@ class Meter:
         self._window = 0
         self.busy_seconds = 0.0
         self.timed_samples = 0
+        self.left_out: Collection[int] = ()
         self.waited: Callable[[], int] = lambda: 0
         self._waited_seconds = self._host_seconds = 0.0
         self.start_clock(0)
@@ -143,7 +145,8 @@ class Meter:
                 values, non_blocking=True
             )
         now = self._now(window)
-        self._staged = _Staged(self._start, now, window - self._window, tuple(figures), values)
+        windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
+        self._staged = _Staged(self._start, now, max(1, windows), tuple(figures), values)
         self._start, self._window = now, window
 
     def deliver(self) -> None:
