@@ -612,15 +612,17 @@ def test_an_odd_manifest_is_one_line(tmp_path: Path, stopped: Path, change: dict
 def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
     """Its losses and figures aren't finite, for which JSON has no word."""
     folder, other = tmp_path / "run", tmp_path / "other"
-    recipe = small(optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "sinks": ["csv"]})
-    assert attempt(other, recipe).code == 0
+    recipe = small(
+        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "sinks": ["csv"]}, guard={"nonfinite": "off"}
+    )
+    assert attempt(other, recipe).code == 1
     assert attempt(folder, recipe, stop_at=12).code == 75
     state = json.loads((folder / "checkpoints" / "step-00000012" / "state.json").read_text())["state"]
     assert state["losses"] == ["nan"]
-    assert attempt(folder, recipe).code == 0
+    assert attempt(folder, recipe).code == 1
     assert (folder / "train.csv").read_text().split(",")[2] == (other / "train.csv").read_text().split(",")[2]
     again = attempt(folder, recipe)
-    assert again.code == 0 and "is diverged already" in again.said
+    assert again.code == 1 and "is diverged already" in again.said
 
 
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
