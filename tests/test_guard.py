@@ -29,7 +29,11 @@ from trainer.run import make_plan, make_task
 from trainer.tasks.classification import Classification
 
 Harm = Literal["loss", "gradient", "leap"]
-SEED = {"data": {"augment": "flip"}, "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0}}
+SEED = {
+    "data": {"augment": "flip"},
+    "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.3},  # so low that it counts from the start
+}
 
 
 def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
@@ -144,10 +148,7 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     kind = "spike" if harm == "leap" else "nonfinite"
     recipe = guarded(**{kind: "rollback"}, spike_history=10)
     # The oracle: the same, told from the start to leave the window out.
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    told = {"number": 1, "window": 13, "kind": kind, "policy": "rollback"}
-    (whole / "incidents.jsonl").write_text(json.dumps(told) + "\n")
+    whole = leaves_out_the_13th(tmp_path / "whole", kind)
     assert attempt(whole, recipe, before=poison([12], harm)).code == 0
     folder = tmp_path / "run"
     done = attempt(folder, recipe, before=poison([12], harm))
@@ -163,6 +164,28 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
         assert attempt(cut, recipe, stop_at=stop_at, before=poison([12], harm)).code == 75
         assert attempt(cut, recipe, before=poison([12], harm)).code == 0
         assert ending(cut).weights == ending(whole).weights, stop_at
+    cut = leaves_out_the_13th(tmp_path / "right-after", kind)
+    assert attempt(cut, recipe, stop_at=13).code == 75
+    assert attempt(cut, recipe).code == 0
+    assert ending(cut).weights == ending(whole).weights
+
+
+def leaves_out_the_13th(folder: Path, kind: str) -> Path:
+    """A run folder of a run that was rolled back before its first window, so to say."""
+    folder.mkdir()
+    told = {"number": 1, "window": 13, "kind": kind, "policy": "rollback"}
+    (folder / "incidents.jsonl").write_text(json.dumps(told) + "\n")
+    return folder
+
+
+def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
+    losses = {}
+    for every in (1, 2):
+        folder = leaves_out_the_13th(tmp_path / f"every-{every}", "spike")
+        assert attempt(folder, small(**SEED, log={"every": every})).code == 0
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses[every] = next(row["loss"] for row in rows if row["window"] == 14)
+    assert losses[1] == losses[2]
 
 
 def test_rollback_to_the_very_start(tmp_path: Path) -> None:
