@@ -15,6 +15,7 @@ from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.hang import watching
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.observe.console import warn
 from trainer.observe.log import Meter, Sink
@@ -54,7 +55,11 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
     data = data_of(task)
     if stored is not None and _is_through(folder, stored, recipe, kind, data, mode):
         return EXIT_DONE
-    with joined_world(kind, recipe.parallel.timeout_s) as world, contextlib.ExitStack() as stack:
+    with (
+        joined_world(kind, recipe.parallel.timeout_s) as world,
+        watching(world, recipe.parallel) as guard,
+        contextlib.ExitStack() as stack,
+    ):
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         limits = read_limits()
         threads = _threads(recipe, stored, mode, local_size)
@@ -88,6 +93,7 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
         meter.go_on(progress.row, progress.seconds, progress.samples)
         between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data)
+        guard.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             between.train()
         except Requeue as requeue:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
+from trainer.pulse import mark
 from trainer.step import Training, train_window
 
 
@@ -34,6 +35,7 @@ def train(
     training.replica.train()
     for window in windows:
         train_window(training, batches, window)
+        mark("logging")
         done = window + 1
         if done <= windows.start + warm_up:
             meter.start_clock(done)
