@@ -4,6 +4,7 @@ A hang is put where a real one would be: into the reading of a sample, the model
 the disk. It knows its window from the training loop and not from the marks that are under test.
 """
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -66,42 +67,64 @@ def recipe_of(hang_s: float, **sections: Any) -> Recipe:
     return small(parallel=parallel, data=data, optim={"clip": 1.0}, **sections)
 
 
-def run(size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 60.0) -> Ending:
-    """Trains on forked ranks; each fault is called with the rank's number before it trains.
+class Job:
+    """Forked ranks that train. Does what the launcher does: kills those that stay when one has failed."""
 
-    The parent does what the launcher does: it reads what the ranks leave and kills those that are left.
-    """
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
-    context, began = multiprocessing.get_context("fork"), time.monotonic()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="hang-") as root:
-        folder, words = Path(root, "run"), Path(root, "words")
-        folder.mkdir()
-        words.mkdir()
-        ranks = [
-            context.Process(target=_rank, args=(number, size, port, folder, words, recipe, faults))
+    def __init__(
+        self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 60.0
+    ) -> None:
+        """Starts them; each fault is called with a rank's number before that rank trains."""
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._root = tempfile.TemporaryDirectory(prefix="hang-")
+        self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")
+        self.folder.mkdir()
+        self._words.mkdir()
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds
+        self.ranks = [
+            multiprocessing.get_context("fork").Process(
+                target=_rank, args=(number, size, port, self.folder, self._words, recipe, faults)
+            )
             for number in range(size)
         ]
-        for process in ranks:
+        for process in self.ranks:
             process.start()
-        deadline = began + seconds
-        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
-            if any(process.exitcode for process in ranks):
-                deadline = min(deadline, time.monotonic() + 3.0)
+
+    def send(self, number: int) -> None:
+        """Sends every rank a signal."""
+        for process in self.ranks:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+    def over(self) -> bool:
+        """Whether all have ended, or their time is up."""
+        if any(process.exitcode for process in self.ranks):
+            self._deadline = min(self._deadline, time.monotonic() + 1.0)
+        return time.monotonic() > self._deadline or not any(process.is_alive() for process in self.ranks)
+
+    def end(self) -> Ending:
+        """Waits for them; how the job ended."""
+        while not self.over():
             time.sleep(0.02)
-        took, late = time.monotonic() - began, [process.is_alive() for process in ranks]
-        for process in ranks:
+        took, late = time.monotonic() - self._began, [process.is_alive() for process in self.ranks]
+        for process in self.ranks:
+            with contextlib.suppress(OSError):  # what it started, too
+                os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
         outcomes = []
-        for number in range(size):
+        for number, process in enumerate(self.ranks):
             try:
-                outcomes.append(rank.read_outcome(words, number))
+                outcomes.append(rank.read_outcome(self._words, number))
             except FileNotFoundError:
-                outcomes.append(rank.Outcome(number, 1, "no word", consequence=late[number]))
-        return Ending(rank.job_code(outcomes), rank.explain(outcomes, size), took)
+                outcomes.append(
+                    rank.Outcome(number, 1, f"no word, {process.exitcode}", consequence=late[number])
+                )
+        self._root.cleanup()
+        return Ending(rank.job_code(outcomes), rank.explain(outcomes, len(outcomes)), took)
 
 
 def _rank(
@@ -135,7 +158,7 @@ def sleep_forever() -> None:
 
 
 def hang(where: Hang) -> Callable[[int], object]:
-    """A fault for `run`: this rank does not go on there."""
+    """A fault for `Job`: this rank does not go on there."""
 
     def put(number: int) -> None:
         if number == where.rank:
@@ -145,7 +168,7 @@ def hang(where: Hang) -> Callable[[int], object]:
 
 
 def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
-    """A fault for `run`: this rank's forward passes take so long, in windows that `at` chooses."""
+    """A fault for `Job`: this rank's forward passes take so long, in windows that `at` chooses."""
 
     def put(this: int) -> None:
         if this == number:
@@ -251,7 +274,7 @@ def hangs(count: int, seed: int, hang_s: float = 2.0) -> list[str]:
     chosen = random_hangs(random.Random(seed))
     for number in range(count):
         size, where, sections = next(chosen)
-        ending = run(size, recipe_of(hang_s, **sections), hang(where))
+        ending = Job(size, recipe_of(hang_s, **sections), hang(where)).end()
         told = f"{size} ranks, {where}, {sections}: {ending.seconds:.1f} s, code {ending.code}"
         print(f"hang {number}: {told}", flush=True)
         if not is_named(ending, where):

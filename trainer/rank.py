@@ -4,6 +4,7 @@ Under `trainer.launch` the word is a file, because torchrun turns every exit cod
 `torchrun -m trainer` a rank prints its own traceback and exits with its own code.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -114,6 +115,9 @@ def leave_now(
     now = time.monotonic()
     _leave_word(Outcome(_rank(), code, line, trace, now, for_all=for_all, consequence=consequence))
     time.sleep(linger)
+    for child in children(os.getpid()):  # a loader worker that hangs would stay
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
     os._exit(_code_for_torchrun(code))
 
 
