@@ -5,6 +5,7 @@ the disk. It knows its window from the training loop and not from the marks that
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -257,10 +258,8 @@ def random_hangs(random_: random.Random) -> Iterator[tuple[int, Hang, dict[str, 
         "logging": range(2, 17, 2),
         "checkpoint": (5, 10, 15),
     }
-    while True:
-        size = random_.choice((1, 2, 4))
-        alone = ("communication", "stopped") if size == 1 else ()
-        phase = random_.choice([phase for phase in PHASES if phase not in alone])
+    for phase in itertools.cycle(PHASES):
+        size = random_.choice((2, 4) if phase in ("communication", "stopped") else (1, 2, 4))
         window = random_.choice(windows.get(phase, range(1, 17)))
         sections: dict[str, Any] = {"data": {"workers": random_.choice((0, 0, 2))}}
         if phase not in ("communication", "checkpoint"):  # these hang in what a tree doesn't do

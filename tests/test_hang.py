@@ -178,7 +178,6 @@ if os.environ.get("RANK") == "1":
 def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INJECTED)
     words = "train digits --ranks 2 --set data.micro_batch=32 --set parallel.hang_s=2 --set log.sinks=[jsonl]"
-    began = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-m", "trainer", *words.split(), "--out", str(tmp_path / "run")],
         cwd=ROOT,
@@ -193,7 +192,6 @@ def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
     assert head.startswith("trainer: no progress for 2 s: rank 1 hangs in update, window 21; rank 0 waits in")
     assert rest[0] == "rank 1 is here:"
     assert "time.sleep(1000)" in rest[-1] or "sitecustomize.py" in rest[-1]
-    assert time.monotonic() - began < 60
 
 
 # --- who is blamed ---
