@@ -88,7 +88,7 @@ test-all: ## run every test
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-chaos: ## cut, kill and signal runs at random (up to 20 minutes); ARGS="--kills 20"
+chaos: ## cut, kill, signal and hang runs at random (up to 20 minutes); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 

@@ -307,8 +307,10 @@ def main() -> int:
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--topologies", type=int, default=100, help="runs on changing numbers of ranks")
+    parser.add_argument("--hangs", type=int, default=30, help="ranks that hang somewhere")
     parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
     options = parser.parse_args()
+    from tests.hangs import hangs
     from tests.topologies import topologies  # it is made of what is in here
 
     torch.set_num_threads(1)
@@ -317,6 +319,8 @@ def main() -> int:
     for number in THROUGH_THE_LAUNCHER:
         chaos_launched(number, options.launched, tally, random.Random(options.seed))
     told = topologies(options.topologies, options.seed, tally)
+    unnamed = hangs(options.hangs, options.seed)
+    tally.failures += unnamed
     for failure in tally.failures:
         print(failure)
     counts = tally.counts
@@ -328,7 +332,8 @@ def main() -> int:
     for name in (number.name for number in THROUGH_THE_LAUNCHER):
         print(f"{counts[f'{name} through the launcher']} {name} through the launcher")
     print(told)
-    lost = len(tally.failures) - counts["different"]
+    print(f"{options.hangs} hangs, {options.hangs - len(unnamed)} named, with phase and window")
+    lost = len(tally.failures) - counts["different"] - len(unnamed)
     print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
     return 1 if tally.failures else 0
 

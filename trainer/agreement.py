@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
+from trainer.pulse import communicating, mark
+
 _SECONDS_BETWEEN = 1.0
 # Windows this long aren't slowed down by waiting for the collective; and a stop then comes a window sooner.
 _LONG_WINDOW_SECONDS = 0.1
@@ -78,7 +80,9 @@ class Agreement:
 
     def _read(self, window: int) -> Decision:
         assert self._under_way is not None
+        before = communicating()
         self._under_way.wait()
+        mark(before)
         self._under_way = None
         signal, save, per_window = self._wish.tolist()
         self._long_windows = per_window > _LONG_WINDOW_SECONDS

@@ -18,12 +18,14 @@ from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.guard import Guard
+from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, write_incidents
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.parallel import World, check_agreement, joined_world
 from trainer.progress import Progress, from_state
+from trainer.pulse import mark
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_task
@@ -62,14 +64,16 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
     data = data_of(task)
     if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
         return code
-    with joined_world(kind, recipe.parallel.timeout_s) as world:
+    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
         while True:
-            code = _train(recipe, recipe_name, folder, mode, world, task, data, stored)
+            code = _train(recipe, recipe_name, folder, mode, world, task, data, stored, watch)
             if code != _ROLLED_BACK:
                 return code
             # Until rank 0 has written everything, the others don't look for where to go on.
+            mark("communication")
             if world.group is not None:
                 dist.barrier(world.control or world.group)
+            mark("start")
             stored = read_stored(folder)
 
 
@@ -82,6 +86,7 @@ def _train(
     task: Task,
     data: dict[str, str],
     stored: Stored | None,
+    watch: Watch,
 ) -> int:
     """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
     with contextlib.ExitStack() as stack:
@@ -118,6 +123,7 @@ def _train(
             )
         writer, display = (desk.writer, desk.display) if desk else (None, None)
         between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data, guard, refused)
+        watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             between.train()
         except Requeue as requeue:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 import torch
-from torch import distributed as dist
 
 from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
@@ -20,6 +19,7 @@ from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
 from trainer.progress import Progress, to_state
+from trainer.pulse import mark
 from trainer.recipe import Recipe
 from trainer.run import Parts
 from trainer.state import tensors_of
@@ -91,8 +91,10 @@ class BetweenWindows:
             self._recipe.compile.warm_up,
             self._left_out,
         )
+        mark("end")
 
     def _evaluate(self, done: int) -> None:
+        mark("evaluation")
         t, parts = self._training, self._parts
         model = t.model if t.average is None else t.average.averaged()
         figures = evaluate(
@@ -103,6 +105,7 @@ class BetweenWindows:
             self._world,
             self._recipe.precision,
         )
+        mark("logging")
         self._meter.deliver()
         epoch = round(self._plan.epoch_at(done), 4)
         self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
@@ -148,6 +151,7 @@ class BetweenWindows:
 
     def _save(self, done: int) -> None:
         """Every rank has a part in it: the losses since the last row are each rank's own."""
+        mark("checkpoint")
         t, meter = self._training, self._meter
         self._set_due()
         losses = t.loss.clone().view(1)  # with a tree it is everyone's
@@ -180,10 +184,10 @@ class BetweenWindows:
 
     def _stop(self, number: int, done: int) -> None:
         """Ends this attempt by what is on the disk, whenever it was written."""
+        mark("checkpoint")
         newest = self._writer.newest() if self._writer is not None else None
         kept = torch.tensor([0 if newest is None else newest + 1])
-        if self._world.control is not None or self._world.group is not None:
-            dist.all_reduce(kept, group=self._world.control or self._world.group)
+        sum_over_ranks(kept, self._world.control or self._world.group)
         name, window = signal.Signals(number), int(kept) - 1
         if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")

@@ -8,6 +8,7 @@ from trainer.errors import BadInputError
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Share
 from trainer.precision import PrecisionConfig, autocast
+from trainer.pulse import mark
 from trainer.tasks import Task
 
 
@@ -40,6 +41,7 @@ def evaluate(
     numbers = share.shards(torch.arange(len(batches)).numpy())
     with torch.inference_mode(), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
+            mark("evaluation")
             measured = task.measure(model, batch)
             if table is None:
                 names = tuple(measured)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
+from trainer.pulse import mark
 from trainer.step import Training, leave_out_window, train_window
 
 
@@ -39,6 +40,7 @@ def train(
             leave_out_window(training, batches, window)
         else:
             train_window(training, batches, window)
+        mark("logging")
         done = window + 1
         if done <= windows.start + warm_up:
             meter.start_clock(done)

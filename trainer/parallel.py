@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import Section
 from trainer.errors import BadInputError
+from trainer.pulse import communicating, mark
 
 
 class ParallelConfig(Section):
@@ -27,6 +28,13 @@ class ParallelConfig(Section):
         description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
     )
     timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
+    hang_s: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="seconds without progress after which the ranks name the one that hangs and end with "
+        "code 76; never more than half of timeout_s; 0: off",
+    )
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
@@ -151,7 +159,9 @@ def sum_hook(
 
     The loss is already divided by the window's total over all ranks, so that a sum is what's right.
     """
+    mark("communication")
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    _launched(bucket)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return summed
 
@@ -165,11 +175,18 @@ def bf16_sum_hook(
     torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
     """
     buffer = bucket.buffer()
+    mark("communication")
     work = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True)
+    _launched(bucket)
     restored: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda future: buffer.copy_(_first(future))
     )
     return restored
+
+
+def _launched(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    # What is left of backward after the last bucket is to wait for the others.
+    mark("communication" if bucket.is_last() else "backward")
 
 
 def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
@@ -249,5 +266,7 @@ def check_agreement(text: str, world: World) -> None:
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sums a tensor over the ranks, in place."""
     if group is not None:
+        before = communicating()
         dist.all_reduce(tensor, group=group)
+        mark(before)
     return tensor

@@ -4,6 +4,7 @@ Under `trainer.launch` the word is a file, because torchrun turns every exit cod
 `torchrun -m trainer` a rank prints its own traceback and exits with its own code.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -61,9 +62,9 @@ class Outcome:
         rank: Its global number.
         code: The exit code that it means (see `trainer.errors`).
         line: One line for people; empty if there is nothing to say.
-        traceback: The traceback of what it raised or crashed with; empty otherwise.
+        traceback: The traceback of what it raised or crashed with, or where it hangs; empty otherwise.
         time: When it ended, by the host's monotonic clock, in seconds; infinite if nobody knows.
-        for_all: Whether the line speaks for the whole job (bad input, a stop that was asked for).
+        for_all: Whether the line speaks for the whole job (bad input, a stop that was asked for, a hang).
         consequence: Whether it looks like the effect of another rank's end.
     """
 
@@ -101,9 +102,31 @@ def run_rank(main: Callable[[], int | None]) -> int:
     return _code_for_torchrun(outcome.code)
 
 
-def leave_now(code: int, line: str) -> NoReturn:
-    """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective."""
-    _leave_word(Outcome(_rank(), code, line, time=time.monotonic()))
+def leave_now(
+    code: int,
+    line: str,
+    trace: str = "",
+    *,
+    for_all: bool = False,
+    consequence: bool = False,
+    linger: float = 0.0,
+) -> NoReturn:
+    """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective.
+
+    Args:
+        code: The exit code.
+        line: For people.
+        trace: What to show below it: where the main thread is.
+        for_all: Whether the line speaks for the whole job.
+        consequence: Whether another rank is to blame.
+        linger: Seconds to stay after the word is left, for others who need this process.
+    """
+    now = time.monotonic()
+    _leave_word(Outcome(_rank(), code, line, trace, now, for_all=for_all, consequence=consequence))
+    time.sleep(linger)
+    for child in children(os.getpid()):  # a loader worker that hangs would stay
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
     os._exit(_code_for_torchrun(code))
 
 
@@ -190,7 +213,7 @@ def explain(outcomes: Sequence[Outcome], world: int) -> str:
         return ""
     cause = min(candidates, key=lambda outcome: (outcome.consequence, outcome.time, outcome.rank))
     if cause.for_all:
-        return f"trainer: {cause.line}\n"
+        return f"trainer: {cause.line}\n{cause.traceback}"
     who = "torchrun" if cause.rank == TORCHRUN else f"rank {cause.rank} of {world}"
     line = cause.line or f"ended with exit code {cause.code}"
     text = f"trainer: {who} failed:\n{cause.traceback}" if cause.traceback else f"trainer: {who}: {line}\n"
@@ -250,7 +273,8 @@ def _raised(error: BaseException) -> Outcome:
 
 def _leave_word(outcome: Outcome) -> None:
     """Tells the launcher, or else the user."""
-    text = outcome.traceback or (f"trainer: {outcome.line}\n" if outcome.line else "")
+    text = f"trainer: {outcome.line}\n" if outcome.line else ""
+    text = text + outcome.traceback if outcome.for_all else outcome.traceback or text
     if _State.folder is not None:
         try:
             write_whole(_State.folder / f"rank-{outcome.rank}.json", json.dumps(asdict(outcome)))

@@ -27,6 +27,7 @@ _FREE = (
     "data.resident",
     "data.start_method",
     "parallel.timeout_s",
+    "parallel.hang_s",
     "log.*",
     "checkpoint.*",
 )

@@ -18,6 +18,7 @@ from trainer.optim import Rates, clip_gradients, gradient_norm
 from trainer.parallel import sum_over_ranks, unsynchronised
 from trainer.plan import Share
 from trainer.precision import found_inf, scale_of
+from trainer.pulse import PULSE, mark
 from trainer.tasks import Task
 from trainer.tree import TreeReduction
 
@@ -102,15 +103,19 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     expected = t.share.plan.window_samples(window) * t.units
     first_key = t.first_key + window * t.shards + t.share.rank * t.accumulation
     units, window_loss = 0, None
+    PULSE.window = window + 1
     for index in range(t.accumulation):
+        mark("data")
         batch = next(batches)
         units += batch.units
         for generator in t.generators:
             generator.manual_seed(first_key + index)
+        mark("forward")
         last = index == t.accumulation - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.task.loss(t.replica, batch) / expected
+            mark("backward")
             scaled = loss if t.scaler is None else t.scaler.scale(loss)
             loss = loss.detach()
             # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
@@ -121,6 +126,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         else:
             figures = torch.cat((loss.double().view(1), t.statistics.of_shard()))
             t.tree.add_shard(_take_gradients(t), figures)
+    mark("update")
     if t.tree is not None:
         window_loss = _sum_by_tree(t, t.tree)
     assert window_loss is not None
@@ -149,6 +155,8 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
 
 def leave_out_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     """Passes over a window whose samples are not to be learned from; only its number is used up."""
+    PULSE.window = window + 1
+    mark("data")
     for _ in range(t.accumulation):
         next(batches)
     if t.average is not None:

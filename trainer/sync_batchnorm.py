@@ -10,6 +10,8 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.pulse import Phase, communicating, mark
+
 
 def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
     """Turns every BatchNorm layer into a synchronised one, in place; names stay as they are.
@@ -68,6 +70,16 @@ class _Synchronised:
 _LOW = (torch.float16, torch.bfloat16)
 
 
+def _communicating() -> Phase | None:
+    # Compiled code would be guarded by the number of marks.
+    return None if torch.compiler.is_compiling() else communicating()
+
+
+def _communicated(before: Phase | None) -> None:
+    if before is not None:
+        mark(before)
+
+
 class _GatherOverRanks(torch.autograd.Function):
     """Tensors of all ranks, stacked; backward sums each rank's gradient over the ranks."""
 
@@ -75,11 +87,15 @@ class _GatherOverRanks(torch.autograd.Function):
     def forward(ctx: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        before = _communicating()
         dist.all_gather(everyones, mine.contiguous(), group=group)
+        _communicated(before)
         return torch.stack(everyones)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         summed = gradient.contiguous()
+        before = _communicating()
         dist.all_reduce(summed, group=ctx.group)
+        _communicated(before)
         return summed[dist.get_rank(ctx.group)], None

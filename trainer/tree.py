@@ -13,6 +13,8 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from trainer.pulse import communicating, mark
+
 
 class Sums(NamedTuple):
     """What a shard gives, or the sum of that over some shards.
@@ -112,6 +114,7 @@ def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     size = flat.numel()
     flat = F.pad(flat, (0, -size % world))
     received = torch.empty_like(flat)
+    before = communicating()
     dist.all_to_all_single(received, flat, group=group)
     slices = Tournament()
     nothing = received.new_empty(0, dtype=torch.float64)
@@ -119,5 +122,6 @@ def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         slices.add(Sums([of_rank], nothing))
     ((own,), _) = slices.total()
     dist.all_gather_into_tensor(flat, own, group=group)
+    mark(before)
     parts = flat[:size].split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

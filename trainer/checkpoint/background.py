@@ -10,6 +10,7 @@ import torch
 
 from trainer.checkpoint import store
 from trainer.checkpoint.folder import Contents, contents
+from trainer.pulse import beat
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -119,9 +120,13 @@ class BackgroundWriter:
         """
         self._abandoned.set()
 
+    def _is_abandoned(self) -> bool:
+        beat()  # it is asked for each tensor: a disk that is slow does not hang
+        return self._abandoned.is_set()
+
     def _write(self, step: int, files: Contents, best: int | None) -> None:
         try:
-            store.commit(self._folder, step, files, self._abandoned.is_set)
+            store.commit(self._folder, step, files, self._is_abandoned)
         except store.Abandoned:
             return
         except Exception as error:
