@@ -69,7 +69,7 @@ class Machine:
             "version": (0, "26.1\n", ""),
             "buildx version": (0, "v0.13\n", ""),
             "compose version": (0, "2.26\n", ""),
-            "image inspect": (0, "[]", ""),
+            "image inspect": (0, "sha256:11aa", ""),
             "info": (0, '["name=seccomp"]\n', ""),
             "run --rm --pull=never": (125, "", NO_RUNTIME),
             "run": (0, "trained\n", ""),

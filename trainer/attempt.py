@@ -16,6 +16,7 @@ from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.manifest import make_manifest
 from trainer.observe.console import warn
 from trainer.observe.log import Meter, Sink
 from trainer.parallel import World, check_agreement, joined_world
@@ -23,7 +24,7 @@ from trainer.progress import Progress, from_state
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.run import assemble, check_request, data_of, device_kind, make_task
-from trainer.run_folder import check_space, make_manifest, open_folder, set_status
+from trainer.run_folder import check_space, open_folder, set_status
 from trainer.run_lock import lock
 from trainer.state import load_tensors
 from trainer.step import Training, take_figures
@@ -74,7 +75,16 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         manifest: dict[str, Any] = {}
         if world.rank == 0:
             manifest = make_manifest(
-                recipe, recipe_name, world, t.share.plan, threads, task.describe(), data, notes
+                recipe,
+                recipe_name,
+                world,
+                t.share.plan,
+                threads,
+                task.describe(),
+                data,
+                notes,
+                progress.window,
+                stored,
             )
             check_space(folder, t.model, copies=_copies(recipe))
             sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))

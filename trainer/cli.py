@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.redact import redact_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         return code
     except BadInputError as error:
-        print(f"trainer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trainer: error: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -37,7 +38,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:
-        print(f"trainer: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        line = redact_text(" ".join(message.split()))
+        print(f"trainer: error: {line} (see {self.prog} --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

@@ -26,6 +26,7 @@ from trainer import as_launcher, rank as ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.preempt import Inbox, blocked
 from trainer.rank import FOLDER_VARIABLE, PARENT_VARIABLE, TORCHRUN, Outcome
+from trainer.redact import redact_text
 
 _POLL_SECONDS = 0.05
 _AFTER_FAILURE_SECONDS = 3.0  # the other ranks can't go on, but may be writing their last line
@@ -206,7 +207,7 @@ class _Job:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody reads stderr any more: the exit code still counts
-        print(text, end="", file=sys.stderr, flush=True)
+        print(redact_text(text), end="", file=sys.stderr, flush=True)
 
 
 def _exists(pid: int) -> bool:

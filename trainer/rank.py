@@ -13,13 +13,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from trainer import preempt
 from trainer.as_launcher import PATH_VARIABLE
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.redact import redact_text
 
 FOLDER_VARIABLE = "TRAINER_LAUNCH_FOLDER"
 PARENT_VARIABLE = "TRAINER_LAUNCH_PARENT"
@@ -241,6 +242,7 @@ def _raised(error: BaseException) -> Outcome:
 
 def _leave_word(outcome: Outcome) -> None:
     """Tells the launcher, or else the user."""
+    outcome = replace(outcome, line=redact_text(outcome.line), traceback=redact_text(outcome.traceback))
     text = outcome.traceback or (f"trainer: {outcome.line}\n" if outcome.line else "")
     if _State.folder is not None:
         try:

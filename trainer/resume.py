@@ -12,6 +12,7 @@ from trainer import checkpoint
 from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.errors import BadInputError
+from trainer.redact import redact
 
 RUNS = Path("runs")
 
@@ -59,6 +60,7 @@ class Stored(BaseModel):
         world_size: Number of ranks.
         status: How it ended; running also if it was killed.
         fingerprint: What its data was, see `trainer.run.data_of`.
+        attempts: The earlier ones, see `trainer.manifest.make_manifest`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -69,6 +71,7 @@ class Stored(BaseModel):
     world_size: int = Field(ge=1, le=1 << 20)
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     fingerprint: dict[str, str] = {}
+    attempts: list[dict[str, Any]] = []
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -136,7 +139,7 @@ def check_resumable(
     """
     if mode == "never":
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
-    differing = differences(stored.config, config)
+    differing = differences(stored.config, redact(config))
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
     differing += [

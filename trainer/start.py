@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
+from trainer.manifest import COMMAND_VARIABLE, command
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
+from trainer.redact import redact_text
 from trainer.resume import RUNS, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
@@ -73,6 +76,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
+    environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
     arguments = [
         "train",
         options.recipe,
@@ -145,6 +149,6 @@ def _show_keys(name: str, settings: list[str]) -> None:
         value = recipe
         for part in key.name.split("."):
             value = value[part]
-        shown = value if isinstance(value, str) else json.dumps(value)
+        shown = redact_text(value if isinstance(value, str) else json.dumps(value))
         here = "" if shown == key.default else f" ({name}: {shown})"
         print(f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer.data.images import ImageDataset
+from trainer.manifest import file_hash, outcome
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter
 from trainer.parallel import World
@@ -41,15 +42,21 @@ def finish(
 ) -> None:
     """Writes the weights and the summary, and tells it."""
     save_weights(t.model, folder / "model.safetensors")
+    written = [folder / "model.safetensors"]
     if t.average is not None:
         save_weights(t.average.averaged(), folder / "ema.safetensors")
+        written.append(folder / "ema.safetensors")
+    weights = {file.name: file_hash(file) for file in written}
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     meter.emit({"kind": "end", "window": plan.windows, **summary})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
-    write_json(folder / "manifest.json", {**manifest, "status": status, "summary": finite(summary)})
+    write_json(
+        folder / "manifest.json",
+        {**manifest, **outcome(folder), "status": status, "weights": weights, "summary": finite(summary)},
+    )
     if diverged:
         warn(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "

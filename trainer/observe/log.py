@@ -21,6 +21,7 @@ from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.memory import used_memory
 from trainer.plan import Plan
+from trainer.redact import redact
 
 _WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
@@ -175,7 +176,8 @@ class Meter:
         self.emit(row)
 
     def emit(self, row: Row) -> None:
-        """Hands a row to the sinks."""
+        """Hands a row to the sinks, without secrets in what of it is text."""
+        row = redact(row)
         for sink in self._sinks:
             sink(row)
 
