@@ -250,6 +250,7 @@ def test_whose_files_they_are(machine: Machine, monkeypatch: pytest.MonkeyPatch)
     machine.run("train", "--", "digits")
     words = machine.asked()[-1]
     assert words[words.index("--user") + 1] == "0:0"
+    assert words[words.index("TRAINER_IMAGE_DIGEST=sha256:11aa") - 1] == "--env"
 
     def user(caller: int, rootless: bool) -> tuple[str, bool]:
         monkeypatch.setattr(os, "getuid", lambda: caller)

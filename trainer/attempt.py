@@ -31,7 +31,9 @@ from trainer.step import Training, take_figures
 from trainer.summary import finish, introduce
 
 
-def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto") -> int:
+def train_rank(
+    recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto", stop_after: int | None = None
+) -> int:
     """What each rank does.
 
     Args:
@@ -39,9 +41,10 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         recipe_name: For the manifest.
         folder: The run folder; rank 0 writes to it. If it holds a run, that is gone on with.
         mode: Whether a changed configuration may go on.
+        stop_after: The window after which to stop with a checkpoint, or None.
 
     Returns:
-        0 done, 75 stopped by a signal with a checkpoint to go on from.
+        0 done, 75 stopped, by a signal or as asked for, with a checkpoint to go on from.
 
     Raises:
         BadInputError: If the recipe can't be trained here, or another process trains in the folder.
@@ -68,9 +71,9 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         t = parts.training
-        progress = _go_on(t, found, world)
+        progress = _go_on(t, found, world, stop_after)
         notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world)]
-        writer = display = None
+        writer = display = trace = None
         sinks: list[Sink] = []
         manifest: dict[str, Any] = {}
         if world.rank == 0:
@@ -87,7 +90,9 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
                 stored,
             )
             check_space(folder, t.model, copies=_copies(recipe))
-            sinks = stack.enter_context(open_folder(folder, recipe, manifest, progress.window))
+            sinks, trace = stack.enter_context(
+                open_folder(folder, recipe, manifest, progress.window, t.model)
+            )
             display = introduce(manifest, parts, world, folder)
             stack.callback(display.close)
             sinks.append(display)
@@ -95,9 +100,9 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
                 sinks.append(t.nonfinite.explain)
             writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, found and found.step)
             stack.callback(writer.abandon)
-        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t))
+        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
         meter.go_on(progress.row, progress.seconds, progress.samples)
-        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data)
+        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data, stop_after)
         try:
             between.train()
         except Requeue as requeue:
@@ -167,8 +172,12 @@ def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int)
     return threads_per_rank(read_limits(), local_size)
 
 
-def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
+def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int | None = None) -> Progress:
     """Puts a checkpoint into the run."""
+    if found is not None and stop_after is not None and found.step >= stop_after:
+        raise BadInputError(
+            f"--stop-after {stop_after}: {found.path} is of window {found.step} already; give a later one"
+        )
     if found is None:
         return Progress()
     if found.step >= t.share.plan.windows:

@@ -11,6 +11,7 @@ from torch import distributed as dist
 from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.config import config_hash
+from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.loop import train
 from trainer.observe.console import Display
@@ -41,8 +42,10 @@ class BetweenWindows:
         writer: BackgroundWriter | None,
         display: Display | None,
         data: Mapping[str, str],
+        stop_after: int | None = None,
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
+        self._stop_after = stop_after
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
@@ -58,7 +61,7 @@ class BetweenWindows:
         """Trains from the progress to the end.
 
         Raises:
-            Requeue: After a signal, with a checkpoint to go on from.
+            Requeue: After a signal or where it was asked to stop, with a checkpoint to go on from.
             Stopped: After a signal, without one.
         """
         start = self._progress.window
@@ -107,13 +110,13 @@ class BetweenWindows:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
-        due = self._every > 0 and done % self._every == 0
+        due = done == self._stop_after or (self._every > 0 and done % self._every == 0)
         if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
             return
         if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
             self._save(done)
         self._is_best = False
-        if decision.signal:
+        if decision.signal or done == self._stop_after:
             self._stop(decision.signal, done)
 
     def _set_due(self) -> None:
@@ -157,10 +160,17 @@ class BetweenWindows:
         kept = torch.tensor([0 if newest is None else newest + 1])
         if self._world.control is not None or self._world.group is not None:
             dist.all_reduce(kept, group=self._world.control or self._world.group)
-        name, window = signal.Signals(number), int(kept) - 1
+        window = int(kept) - 1
+        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
+        if not number:
+            if window < 0:
+                raise BadInputError(
+                    f"--stop-after {done}: no checkpoint could be written; make room on the disk"
+                )
+            raise Requeue(f"stopped after window {done} as asked; without --stop-after it goes on {where}")
+        name = signal.Signals(number)
         if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
         raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}")
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
@@ -83,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )
+    train.add_argument(
+        "--stop-after",
+        type=int,
+        metavar="N",
+        help="stop after N windows of the run with a checkpoint, as a signal would (code 75)",
+    )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_train)
 
@@ -96,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=_checkpoints)
 
+    _add_verify(commands)
     data_commands(commands, _Parser)
 
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
@@ -161,6 +169,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify", help="train a run again and compare the bits; exit code 1: they differ", allow_abbrev=False
+    )
+    verify.add_argument("folder", type=Path, metavar="RUN", help="run folder; nothing in it is changed")
+    verify.add_argument(
+        "--steps", type=int, metavar="N", help="only the first N windows (default: up to the last row)"
+    )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key that changes nothing that is computed, such as data.path; repeatable",
+    )
+    verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
+    verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
+    verify.set_defaults(run=_verify)
+
+
 # Commands import what they need when they run: torch alone takes two seconds.
 
 
@@ -191,6 +219,12 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from trainer.checkpoint.show import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from trainer.verify import verify
+
+    return verify(options)
 
 
 def _bench_overhead(options: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.recipe import Recipe
 from trainer.redact import redact, redact_words
-from trainer.resume import Stored
+from trainer.resume import Attempt, Stored, differences
 
 # Of the launcher, for its ranks: what the user typed.
 COMMAND_VARIABLE = "TRAINER_COMMAND"
@@ -61,25 +61,21 @@ def make_manifest(
     """
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     commit, dirty = _commit()
-    digest = config_hash(recipe)
-    attempt = {
-        "started": now,
-        "window": window,
-        "ranks": world.size,
-        "threads": threads,
-        "config_hash": digest,
-    }
+    config = recipe.model_dump(mode="json")
+    # By --resume force alone: what trained the windows before is not what this manifest says.
+    changed = differences(stored.config, redact(config)) if stored else []
+    attempt = Attempt(started=now, window=window, ranks=world.size, threads=threads, changed=changed)
     attempts = [*(stored.attempts if stored else []), attempt]
     manifest: dict[str, Any] = {
         "recipe": name,
-        "config": recipe.model_dump(mode="json"),
-        "config_hash": digest,
+        "config": config,
+        "config_hash": config_hash(recipe),
         "seed": recipe.seed,
         "command": command(os.environ, sys.argv),
-        "started": attempts[0]["started"],
+        "started": attempts[0].started,
         "ended": None,
         "restarts": len(attempts) - 1,
-        "attempts": attempts,
+        "attempts": [one.model_dump() for one in attempts],
         "commit": commit,
         "dirty": dirty,
         "lock": lock_hash(Path(sys.prefix)),

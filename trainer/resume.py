@@ -18,7 +18,7 @@ RUNS = Path("runs")
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
 # (The order that data.cache_limit leads to is compared with the data.)
-_FREE = (
+FREE = (
     "about",
     "data.path",
     "data.cache",
@@ -50,6 +50,26 @@ class _Device(BaseModel):
     kind: Literal["cpu", "cuda"]
 
 
+class Attempt(BaseModel):
+    """One start of a run.
+
+    Attributes:
+        started: When.
+        window: Windows done before it.
+        ranks: How many trained.
+        threads: Intra-op threads of each.
+        changed: What of the configuration `--resume force` changed: "key: before, now after".
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    started: str
+    window: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    changed: list[str]
+
+
 class Stored(BaseModel):
     """What an earlier attempt left in a run folder: of its manifest, what decides how to go on.
 
@@ -60,7 +80,7 @@ class Stored(BaseModel):
         world_size: Number of ranks.
         status: How it ended; running also if it was killed.
         fingerprint: What its data was, see `trainer.run.data_of`.
-        attempts: The earlier ones, see `trainer.manifest.make_manifest`.
+        attempts: All of them, the last one is the newest.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -71,7 +91,7 @@ class Stored(BaseModel):
     world_size: int = Field(ge=1, le=1 << 20)
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     fingerprint: dict[str, str] = {}
-    attempts: list[dict[str, Any]] = []
+    attempts: list[Attempt] = []
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -117,7 +137,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in _FREE)
+        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
     ]
 
 

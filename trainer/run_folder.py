@@ -20,6 +20,7 @@ from trainer.errors import BadInputError
 from trainer.manifest import outcome
 from trainer.observe.console import warn
 from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.observe.trace import Trace, fingerprints_of, read_trace, trace_to
 from trainer.preempt import Stopped
 from trainer.recipe import Recipe
 from trainer.redact import redact
@@ -94,15 +95,16 @@ def remove_unused(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0
-) -> Iterator[list[Sink]]:
-    """Writes manifest and configuration, and opens the sinks that write to the folder.
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0, model: nn.Module | None = None
+) -> Iterator[tuple[list[Sink], Trace | None]]:
+    """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
     Args:
         folder: The run folder.
         recipe: The configuration.
         manifest: From `trainer.manifest.make_manifest`.
         window: Windows that were done before: rows of later ones, from an attempt that was lost, go.
+        model: Whose fingerprints the trace holds.
 
     Raises:
         BadInputError: If the folder can't be written.
@@ -110,13 +112,15 @@ def open_folder(
     with contextlib.ExitStack() as closing:
         try:
             sinks = _open(folder, recipe, manifest, window, closing)
+            traced = recipe.log.fingerprints and model is not None
+            trace = _open_trace(folder / "trace.jsonl", model, window, closing) if traced else None  # type: ignore[arg-type]
         except OSError as error:
             raise BadInputError(
                 f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
                 "--out"
             ) from error
         try:
-            yield sinks
+            yield sinks, trace
         except BaseException as error:
             status = "stopped" if isinstance(error, Stopped) else "failed"
             set_status(folder, manifest, status, f"{type(error).__name__}: {error}")
@@ -128,7 +132,7 @@ def _open(
 ) -> list[Sink]:
     if not window:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for file in (folder / "metrics.jsonl", *folder.glob("*.csv")):
+    for file in (folder / "metrics.jsonl", folder / "trace.jsonl", *folder.glob("*.csv")):
         if cut := keep_rows(file, window):
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / "manifest.json", manifest)
@@ -146,6 +150,14 @@ def _open(
         closing.callback(_despite_the_disk(close_board))
         sinks.append(to_board)
     return [_despite_the_disk(sink) for sink in sinks]
+
+
+def _open_trace(path: Path, model: nn.Module, window: int, closing: contextlib.ExitStack) -> Trace:
+    _, known, _ = read_trace(path)
+    file = path.open("a")
+    closing.callback(_despite_the_disk(file.close))
+    write = trace_to(file, list(model.state_dict()), known, window)
+    return Trace(fingerprints_of(model), _despite_the_disk(write))
 
 
 def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:

@@ -27,17 +27,28 @@ from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 _FOLDER = "TRAINER_RUN_FOLDER"
 
 
-def start(options: argparse.Namespace) -> int:
-    """Does what `trainer train` was asked for; returns the exit code."""
+def start(options: argparse.Namespace, output: int | None = None) -> int:
+    """Does what `trainer train` was asked for; returns the exit code.
+
+    Args:
+        options: Of the command.
+        output: A file descriptor that takes the standard output of the ranks, or None.
+    """
     if options.help_config:
         _show_keys(options.recipe, options.set)
         return 0
     recipe = load_recipe(options.recipe, options.set)
     if is_rank(os.environ):
         return run_rank(
-            lambda: train_rank(recipe, options.recipe, _folder_of_rank(options, recipe), options.resume)
+            lambda: train_rank(
+                recipe,
+                options.recipe,
+                _folder_of_rank(options, recipe),
+                options.resume,
+                options.stop_after,
+            )
         )
-    return _launch(options, recipe)
+    return _launch(options, recipe, output)
 
 
 def load_recipe(name: str, settings: list[str]) -> Recipe:
@@ -49,7 +60,7 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
     return validated(Recipe, override(read_recipe(name), settings), name)
 
 
-def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
+def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
     ranks, environment = _ranks(options, recipe)
     task = make_task(recipe)
     check_request(recipe, task, ranks)
@@ -57,6 +68,8 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     if not 0 < options.grace < math.inf:
         raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
+    if options.stop_after is not None and options.stop_after < 1:
+        raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = False
@@ -83,6 +96,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         "--resume",
         options.resume,
         *(word for setting in options.set for word in ("--set", setting)),
+        *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
     ]
     try:
         return launch(
@@ -92,6 +106,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
             environment=environment,
             max_restarts=options.max_restarts,
             grace_seconds=options.grace,
+            output=output,
         )
     finally:
         if made:
