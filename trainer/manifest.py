@@ -64,7 +64,14 @@ def make_manifest(
     config = recipe.model_dump(mode="json")
     # By --resume force alone: what trained the windows before is not what this manifest says.
     changed = differences(stored.config, redact(config)) if stored else []
-    attempt = Attempt(started=now, window=window, ranks=world.size, threads=threads, changed=changed)
+    attempt = Attempt(
+        started=now,
+        window=window,
+        ranks=world.size,
+        threads=threads,
+        log_every=recipe.log.every,
+        changed=changed,
+    )
     attempts = [*(stored.attempts if stored else []), attempt]
     manifest: dict[str, Any] = {
         "recipe": name,

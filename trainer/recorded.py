@@ -1,7 +1,7 @@
-"""What a run folder says of its run, for those who want to prove it: how it was trained, and what came out."""
+"""What a run folder says of its run, for those who want to prove it: how it was trained, what came out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,12 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Part:
-    """Windows that were trained by the same ranks: up to `until`."""
+    """Windows that were trained in the same way: up to `until`, with a row of figures each `every`."""
 
     until: int
     ranks: int
     threads: int
+    every: int
 
 
 def read_run(folder: Path) -> Recorded:
@@ -105,7 +106,7 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
         BadInputError: If the configuration was changed on the way.
     """
     if ranks is not None:
-        return [Part(until, ranks, manifest.threads)]
+        return [Part(until, ranks, manifest.threads, manifest.attempts[-1].log_every)]
     kept = list[Attempt]()
     for attempt in manifest.attempts:  # what was trained beyond its start is lost
         kept = [*(earlier for earlier in kept if earlier.window < attempt.window), attempt]
@@ -119,8 +120,8 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
     ends = [*(attempt.window for attempt in starts[1:]), until]
     parts = list[Part]()
     for attempt, end in zip(starts, ends, strict=True):
-        part = Part(end, attempt.ranks, attempt.threads)
-        if parts and (parts[-1].ranks, parts[-1].threads) == (part.ranks, part.threads):
+        part = Part(end, attempt.ranks, attempt.threads, attempt.log_every)
+        if parts and replace(parts[-1], until=end) == part:
             parts.pop()
         parts.append(part)
     return parts

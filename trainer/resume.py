@@ -58,6 +58,7 @@ class Attempt(BaseModel):
         window: Windows done before it.
         ranks: How many trained.
         threads: Intra-op threads of each.
+        log_every: Windows between its rows of figures: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
     """
 
@@ -67,6 +68,7 @@ class Attempt(BaseModel):
     window: int = Field(ge=0)
     ranks: int = Field(ge=1)
     threads: int = Field(ge=1)
+    log_every: int = Field(ge=1)
     changed: list[str]
 
 

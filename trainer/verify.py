@@ -3,18 +3,21 @@
 import argparse
 import json
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import folder_name as step_name
 from trainer.config import override, validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.observe.console import warn
 from trainer.observe.trace import first_difference, read_trace
 from trainer.recipe import Recipe
 from trainer.recorded import Part, Recorded, last_window, parts_of, read_run
@@ -23,6 +26,9 @@ from trainer.resume import FREE
 from trainer.run import data_of, make_task
 from trainer.start import start
 from trainer.verdict import differences_here, different, differing_weights, identical
+
+# What a replay may take from elsewhere: where things lie, and how they come.
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from"]
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -61,13 +67,13 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
     config: dict[str, Any] = dict(run.manifest.config)
     for setting in settings:
         name = setting.partition("=")[0].strip()
-        if name not in ("model.init_from",) and not any(fnmatchcase(name, free) for free in FREE):
+        if name not in _ELSEWHERE:
             raise BadInputError(
                 f"--set {setting}: would change what is computed; verify takes data.path, data.cache, "
-                "data.workers and the like"
+                "data.workers, model.init_from and the like"
             )
     config = override(config, settings)
-    for name in ("data.path", "data.cache", "model.init_from"):
+    for name in _ELSEWHERE:
         section, _, key = name.partition(".")
         if REDACTED in str(config.get(section, {}).get(key)):
             raise BadInputError(f"{path}: {name} was redacted; give it with --set {name}=…")
@@ -103,7 +109,7 @@ def replay(
         request = argparse.Namespace(
             help_config=False,
             recipe=str(recipe),
-            set=[f"parallel.threads={part.threads}"],
+            set=[f"parallel.threads={part.threads}", f"log.every={part.every}"],
             out=folder,
             resume="force",  # another number of threads is another configuration
             max_restarts=0,
@@ -114,9 +120,12 @@ def replay(
         )
         with _progress() as output:
             code = start(request, output)
-        wanted = EXIT_DONE if part.until == windows else EXIT_REQUEUE
-        if code != wanted:
-            return EXIT_FAILED if code in (EXIT_DONE, EXIT_REQUEUE) else code
+        done = part.until == windows or (folder / FOLDER / step_name(part.until)).exists()
+        if code not in (EXIT_DONE, EXIT_REQUEUE):
+            return code
+        if not done or (code == EXIT_DONE) != (part.until == windows):
+            warn("the replay was stopped before it was through: nothing is proved")
+            return EXIT_FAILED
     return EXIT_DONE
 
 
@@ -130,7 +139,10 @@ def _count(options: argparse.Namespace) -> int | None:
 
 
 def _say(text: str) -> None:
-    print(redact_text(text), flush=True)
+    try:
+        print(redact_text(text), flush=True)
+    except OSError:  # the reader is gone (`| head`): the exit code still counts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
