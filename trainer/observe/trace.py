@@ -4,6 +4,7 @@
 `window`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text, too.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ def _words(tensor: torch.Tensor) -> int:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor's bits, int64: its rows added up, and what is left of it."""
-    data = tensor.detach().reshape(-1).view(torch.uint8)
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:  # a view into something else
         data = data.clone()
     whole = data.numel() // _ROW * _ROW
@@ -173,26 +174,21 @@ class Difference:
 def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> Difference | None:
     """Compares every recorded row with its replay; None if all of them are the same."""
     there = {(row.window, row.kind): row for row in replayed}
-    after = 0
-    found: Difference | None = None
-    for row in sorted(recorded, key=lambda row: row.window):
-        if found is not None and row.window > found.window:
-            break
-        again = there.get((row.window, row.kind))
-        if again is None:
-            figures, tensors = [(f"row of {row.kind} figures", "there", "missing")], list[str]()
-        else:
-            figures = _differing(row.figures, again.figures)
-            tensors = [name for name, _, _ in _differing(row.tensors, again.tensors)]
+    rows = sorted(recorded, key=lambda row: row.window)
+    for window, at_once in itertools.groupby(rows, key=lambda row: row.window):
+        figures, tensors, of = list[tuple[str, str, str]](), list[str](), 0
+        for row in at_once:
+            again = there.get((window, row.kind))
+            if again is None:
+                figures.append((f"row of {row.kind} figures", "there", "missing"))
+                continue
+            figures += _differing(row.figures, again.figures)
+            tensors += [name for name, _, _ in _differing(row.tensors, again.tensors)]
+            of = max(of, len(row.tensors))
         if figures or tensors:
-            before = found or Difference(row.window, after)
-            of = max(before.of, len(row.tensors))
-            found = Difference(
-                row.window, before.after, before.figures + figures, before.tensors + tensors, of
-            )
-        elif found is None:
-            after = row.window
-    return found
+            after = max((row.window for row in rows if row.window < window), default=0)
+            return Difference(window, after, figures, tensors, of)
+    return None
 
 
 def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
