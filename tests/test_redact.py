@@ -17,6 +17,8 @@ S = "hunter2/x+Y9"
     [
         f"https://me:{S}@host/data",
         "https://hunter2@host/data",
+        "https:/me:hunter2@host/data",
+        "https:/hunter2@host/data",
         f"s3://AKIA:{S}@bucket/a b",
         "https://me:hunter2@host:8080/x?y=1",
         "https://me:hun@ter2@host/x",

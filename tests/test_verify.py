@@ -274,25 +274,23 @@ def test_an_older_field_is_no_difference() -> None:
     assert differences_here({**manifest, "lock": None}, {**manifest, "lock": "1"}) == ["lock: null, now 1"]
 
 
-def test_the_commands_prove_a_run_of_two_topologies(tmp_path: Path) -> None:
+def test_the_commands_prove_a_run_of_two_topologies(tmp_path: Path, capsys: Capsys) -> None:
     """With the real launcher: two ranks, then one, cut where there is no row of figures."""
     sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
     settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
     settings += ["model.width=4", "max_windows=13", *(f"data.{size}" for size in sizes)]
-    words = ["train", "digits", "--out", "run", *(word for one in settings for word in ("--set", one))]
-    cut = trainer(tmp_path, *words, "--ranks", "2", "--stop-after", "6")
+    words = [word for one in settings for word in ("--set", one)]
+    asked = ["train", "digits", *words, "--out", "run", "--ranks", "2", "--stop-after", "6"]
+    cut = trainer(tmp_path, *asked)
     assert (cut.returncode, cut.stderr) == (75, "")
     assert "stopped after window 6 as asked; without --stop-after it goes on from there" in cut.stdout
-    assert trainer(tmp_path, *words).returncode == 0
-    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    folder = tmp_path / "run"
+    assert json.loads((folder / "manifest.json").read_text())["command"] == f"trainer {' '.join(asked)}"
+    assert attempt(folder, load_recipe("digits", settings)).code == 0
+    manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["restarts"], manifest["status"]) == (1, "finished")
-    assert manifest["command"] == f"trainer {' '.join(words)}"
-    before = contents(tmp_path / "run")
-    done = trainer(tmp_path, "verify", "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    first, *_, said, weights = done.stdout.splitlines()
-    assert first.startswith("run: training windows 1 to 13 of 13 again, in ")
+    first, *_, said, weights = verify(folder, code=0, capsys=capsys).splitlines()
+    assert first.startswith(f"{folder}: training windows 1 to 13 of 13 again, in ")
     assert said.startswith("  13 of 13 windows on 2 ranks of 1 thread, then 1 rank of 1 thread: 5 rows")
     assert weights == "  final weights: model.safetensors, ema.safetensors"
-    assert contents(tmp_path / "run") == before
     assert not Path(first.rpartition(" in ")[2]).exists()
