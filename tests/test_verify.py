@@ -274,13 +274,20 @@ def test_an_older_field_is_no_difference() -> None:
     assert differences_here({**manifest, "lock": None}, {**manifest, "lock": "1"}) == ["lock: null, now 1"]
 
 
-def test_the_commands_prove_a_run_of_two_topologies(tmp_path: Path, capsys: Capsys) -> None:
-    """With the real launcher: two ranks, then one, cut where there is no row of figures."""
+@pytest.mark.parametrize(
+    ("ranks", "trained"),
+    [
+        (1, "1 rank of 1 thread"),
+        pytest.param(2, "2 ranks of 1 thread, then 1 rank of 1 thread", marks=pytest.mark.slow),
+    ],
+)
+def test_the_commands_prove_a_run(tmp_path: Path, capsys: Capsys, ranks: int, trained: str) -> None:
+    """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
     sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
     settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
     settings += ["model.width=4", "max_windows=13", *(f"data.{size}" for size in sizes)]
     words = [word for one in settings for word in ("--set", one)]
-    asked = ["train", "digits", *words, "--out", "run", "--ranks", "2", "--stop-after", "6"]
+    asked = ["train", "digits", *words, "--out", "run", "--ranks", str(ranks), "--stop-after", "6"]
     cut = trainer(tmp_path, *asked)
     assert (cut.returncode, cut.stderr) == (75, "")
     assert "stopped after window 6 as asked; without --stop-after it goes on from there" in cut.stdout
@@ -291,6 +298,6 @@ def test_the_commands_prove_a_run_of_two_topologies(tmp_path: Path, capsys: Caps
     assert (manifest["restarts"], manifest["status"]) == (1, "finished")
     first, *_, said, weights = verify(folder, code=0, capsys=capsys).splitlines()
     assert first.startswith(f"{folder}: training windows 1 to 13 of 13 again, in ")
-    assert said.startswith("  13 of 13 windows on 2 ranks of 1 thread, then 1 rank of 1 thread: 5 rows")
+    assert said.startswith(f"  13 of 13 windows on {trained}: 5 rows")
     assert weights == "  final weights: model.safetensors, ema.safetensors"
     assert not Path(first.rpartition(" in ")[2]).exists()

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
 import torch
-import torchvision
 
 import trainer
 from trainer.config import config_hash
@@ -146,14 +145,22 @@ def _versions(device: torch.device) -> dict[str, Any]:
         "trainer": trainer.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": _installed("torchvision"),
         "numpy": np.__version__,
-        "pillow": PIL.__version__,
+        "pillow": _installed("pillow"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "driver": _driver(),
     }
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package, which isn't imported for that: torchvision takes seconds."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _device(device: torch.device) -> dict[str, Any]:

@@ -23,8 +23,8 @@ _PARAMETER = rf"(?:{_SECRET}|key|auth)"
 # A value: quoted (with \" in it), or up to what ends it in text, JSON, YAML and shells.
 _VALUE = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?:bearer|basic)\s+[^\s,;"'&]+|[^\s,;"'&)\]}]+)"""
 
-# Its length is bounded, and so is a password's below: no text may take quadratic time. A URL that was taken for
-# a path has lost a slash.
+# Its length is bounded, and so is a password's below: no text may take quadratic time. A URL that was taken
+# for a path has lost a slash.
 _SCHEME = r"(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]{1,30}://?"
 
 _PATTERNS = [
