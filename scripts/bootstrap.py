@@ -190,17 +190,19 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
     if not lock.exists():
         stop(f"no stack {stack!r}: {lock} is missing")
     wheels = read_lock(lock.read_text())
+    source = hashlib.sha256(lock.read_bytes()).hexdigest()  # the manifests of runs tell it
     unknown = set(groups) - {group for wheel in wheels for group in wheel.groups}
     if unknown:
         stop(f"no group {', '.join(sorted(unknown))} in {lock}")
     # The project goes where its dependencies are; other venvs (make lock) hold tools only.
     project = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest() if "train" in groups else ""
-    if venv.usable() and venv.holds(digest(wheels, groups), project):
+    if venv.usable() and venv.holds(digest(wheels, groups), project) and venv.stamp.get("lock") == source:
         return
     begun = time.monotonic()
     with venv.locked():
         usable = venv.usable()
         if usable and venv.holds(digest(wheels, groups), project):
+            venv.write(lock=source)  # another lock, which says the same of these groups
             return
         names = sorted({*groups, *venv.stamp.get("groups", {})})
         if not usable or venv.stamp.get("changing"):  # an interrupted installer leaves half a package
@@ -213,10 +215,10 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
         say(f"installing {', '.join(names)} of {stack}{' (downloads up to 3 GB)' * first}")
         # Only what changes is lost if this is interrupted: adding a group leaves the others as they are.
         intact = {name: value for name, value in held.items() if now[name] == value}
-        venv.write(changing=True, root=str(ROOT), python=VERSION, groups=intact)
+        venv.write(changing=True, root=str(ROOT), python=VERSION, groups=intact, lock=None)
         tool = venv.install(wheels, names)
         packages = sorted({wheel.name for wheel in wheels if set(names) & set(wheel.groups)})
-        venv.write(changing=False, groups=now, packages=packages)
+        venv.write(changing=False, groups=now, packages=packages, lock=source)
         if project:
             if not venv.run(*tool, "install", "--no-index", "--no-deps", "--no-build-isolation", "-e", ROOT):
                 stop(f"{ROOT} could not be installed", 1)

@@ -211,6 +211,12 @@ def has_image(image: str) -> bool:
     return call("docker", "image", "inspect", image).returncode == 0
 
 
+def image_digest(image: str) -> str:
+    """The engine's digest of an image, for the manifests of runs in it; empty if it hasn't the image."""
+    found = call("docker", "image", "inspect", "--format", "{{.Id}}", image).stdout.strip()
+    return found if found.startswith("sha256:") else ""
+
+
 def is_rootless() -> bool:
     """Whether the engine's root is the user who runs it."""
     options = call("docker", "info", "--format", "{{json .SecurityOptions}}").stdout

@@ -57,6 +57,7 @@ MADE = (
     Made("etc/passwd", added=r"trainer:x:1000:1000:[^:]*:/home/trainer:/\S+"),
     Made("etc/group", added=r"trainer:x:1000:"),
     Made("opt/env/lib/python3.*/site-packages/trainer.pth", text="/opt/trainer\n"),
+    Made("opt/env/.bootstrap.json"),
     Made("opt/*/conda-meta/history", text=""),  # conda takes a folder without it for no environment
     Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),

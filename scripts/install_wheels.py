@@ -5,6 +5,7 @@ Runs while the image is built. The standard library is enough.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -52,6 +53,14 @@ def replaced_records(prefix: Path, wheels: set[str]) -> dict[Path, str]:
         if name in wheels and any("site-packages/" in path for path in record["files"]):
             found[file] = name
     return found
+
+
+def note_lock(lock: Path, prefix: Path) -> None:
+    """Leaves the lock's hash where bootstrap.py does in a .venv: the manifests of runs tell it."""
+    text = json.dumps({"lock": hashlib.sha256(lock.read_bytes()).hexdigest()}) + "\n"
+    stamp = prefix / ".bootstrap.json"
+    if not stamp.exists() or stamp.read_text() != text:  # in a layer below
+        stamp.write_text(text)
 
 
 def compile_all(python: Path, paths: list[Path]) -> None:
@@ -109,6 +118,7 @@ def main() -> None:
     if options.prune is not None:
         options.prune.parent.mkdir(parents=True, exist_ok=True)
         options.prune.write_text(json.dumps(prune(options.prefix, dry=False), indent=1) + "\n")
+    note_lock(options.lock, options.prefix)
     paths = list(site.iterdir())
     if standard.is_relative_to(options.prefix):  # not where the environment is a virtual one
         paths += [path for path in standard.iterdir() if path.name != "site-packages"]

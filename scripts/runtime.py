@@ -29,6 +29,7 @@ from engine_checks import (
     has_image,
     host_driver,
     host_gpus,
+    image_digest,
     is_rootless,
     read_stacks,
 )
@@ -151,7 +152,9 @@ def gpu_words(gpus: Sequence[Gpu], chosen: Sequence[str], order: str) -> list[st
     return ["--gpus", f'"device={",".join(chosen)}"']
 
 
-def docker_words(image: str, gpus: Sequence[str], data: str = "", *, rootless: bool) -> list[str]:
+def docker_words(
+    image: str, gpus: Sequence[str], data: str = "", *, rootless: bool, digest: str = ""
+) -> list[str]:
     """`docker run` as this user, on this folder, with no capability that isn't needed."""
     user, tty = os.getuid(), sys.stdin.isatty() and sys.stdout.isatty()
     # Under a rootless engine the container's root is this user. Where root calls, the checkout may be
@@ -165,6 +168,7 @@ def docker_words(image: str, gpus: Sequence[str], data: str = "", *, rootless: b
     # A cache for each user: compiled code in it is run.
     words += ["--volume", f"trainer-cache-{user}:/cache"]
     words += ["--volume", f"{data}:{data}:ro"] if data else []
+    words += ["--env", f"TRAINER_IMAGE_DIGEST={digest}"] if digest else []
     return [*words, *gpus, image]
 
 
@@ -221,6 +225,7 @@ def train(options: argparse.Namespace) -> None:
             gpu_words(gpus, chosen, os.environ.get("CUDA_DEVICE_ORDER", "")),
             options.data and str(Path(options.data).resolve()),
             rootless=is_rootless(),
+            digest=image_digest(image),
         )
         become([*words, "trainer", "train", *options.words])
     bootstrap = [sys.executable, str(ROOT / "scripts/bootstrap.py"), "--stack", options.stack]
@@ -268,7 +273,8 @@ def shell(options: argparse.Namespace) -> None:
         say(f"without GPUs: {blind}" if blind else f"with the host's GPUs ({len(seen)} seen)")
         words = gpu_words(gpus, visible, os.environ.get("CUDA_DEVICE_ORDER", "")) if seen else []
     data = options.data and str(Path(options.data).resolve())
-    become([*docker_words(image, words, data, rootless=is_rootless()), *(options.words or ["bash"])])
+    words = docker_words(image, words, data, rootless=is_rootless(), digest=image_digest(image))
+    become([*words, *(options.words or ["bash"])])
 
 
 def up(options: argparse.Namespace) -> None:
@@ -302,6 +308,7 @@ def up(options: argparse.Namespace) -> None:
     seen, blind = container_gpus(image)
     say(f"with {GPU_FILE}: containers see {len(seen)} GPUs" if seen else f"without {GPU_FILE}: {blind}")
     compose += ["-f", GPU_FILE] if seen else []
+    environment["TRAINER_IMAGE_DIGEST"] = image_digest(image)
     compose += ["up", "--detach", "--wait", "--no-build", *options.words]
     show(compose)
     if code := subprocess.call(compose, env=environment):

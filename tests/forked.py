@@ -54,6 +54,7 @@ def attempt(
     mode: Mode = "auto",
     *,
     stop_at: int | None = None,
+    stop_after: int | None = None,
     before: Callable[[], object] | None = None,
 ) -> Attempt:
     """Runs a rank in a fork.
@@ -63,6 +64,7 @@ def attempt(
         recipe: What to train; `small()` if None.
         mode: As `--resume`.
         stop_at: The window after which it gets SIGTERM.
+        stop_after: As `--stop-after`.
         before: Called in the fork: puts faults in.
     """
     folder.mkdir(exist_ok=True)
@@ -70,7 +72,7 @@ def attempt(
     # torch imports half of itself when the first optimiser is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     process = multiprocessing.get_context("fork").Process(
-        target=_attempt, args=(folder, recipe or small(), mode, stop_at, before, told)
+        target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, told)
     )
     process.start()
     process.join(120)
@@ -86,6 +88,7 @@ def _attempt(
     recipe: Recipe,
     mode: Mode,
     stop_at: int | None,
+    stop_after: int | None,
     before: Callable[[], object] | None,
     told: Path,
 ) -> None:
@@ -106,7 +109,7 @@ def _attempt(
     replace(between_windows.BetweenWindows, "window_done", stopping)
     if before is not None:
         before()
-    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode))
+    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode, stop_after))
     if outcome.traceback:
         print(outcome.traceback)
     told.with_suffix(".line").write_text(json.dumps(outcome.line))

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from wheels import digest, read_lock, select
 
+from trainer.manifest import lock_hash
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 BASE = Path(getattr(sys, "_base_executable", sys.executable))
@@ -195,6 +197,21 @@ def test_a_changed_lock_updates_the_environment(with_uv: Project) -> None:
     with_uv.bootstrap("test")
     assert [with_uv.version(name) for name in ("apple", "pear", "plum")] == ["2.0", "", "1.0"]
     assert (with_uv.venv / "mine").exists()
+
+
+def test_the_stamp_tells_runs_the_hash_of_the_lock(with_uv: Project) -> None:
+    lock = with_uv.root / "stacks/tiny/wheels.lock"
+
+    def told() -> bool:
+        return lock_hash(with_uv.venv) == hashlib.sha256(lock.read_bytes()).hexdigest()
+
+    assert lock_hash(with_uv.venv) is None
+    with_uv.bootstrap("test")
+    assert told()
+    lock.write_text(f"# Another word.\n{lock.read_text()}")
+    assert not told()
+    assert with_uv.bootstrap("test") == "", "nothing is installed"
+    assert told()
 
 
 def test_a_wrong_hash_is_refused(with_uv: Project, bare_python: Path) -> None:

@@ -1,5 +1,6 @@
 """What the image build does besides installing: bytecode that never goes stale, records that stay true."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import wheels
-from install_wheels import compile_all, has_bytecode, install, replaced_records
+from install_wheels import compile_all, has_bytecode, install, note_lock, replaced_records
+
+from trainer.manifest import lock_hash
 
 
 def record(prefix: Path, name: str, *files: str) -> Path:
@@ -75,3 +78,15 @@ def test_a_tool_is_listed_for_any_python(tmp_path: Path) -> None:
     words = [sys.executable, str(script), str(lock), "uv"]
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert out == "uv==1.0 \\\n    --hash=sha256:00\n"
+
+
+def test_the_image_tells_runs_which_lock_it_was_made_from(tmp_path: Path) -> None:
+    lock, prefix = tmp_path / "wheels.lock", tmp_path / "env"
+    prefix.mkdir()
+    lock.write_text("# groups: train\nother==2.0\n")
+    assert lock_hash(prefix) is None
+    note_lock(lock, prefix)
+    written = (prefix / ".bootstrap.json").stat().st_mtime_ns
+    note_lock(lock, prefix)  # the layer above adds nothing
+    assert (prefix / ".bootstrap.json").stat().st_mtime_ns == written
+    assert lock_hash(prefix) == hashlib.sha256(lock.read_bytes()).hexdigest()

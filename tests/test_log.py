@@ -107,7 +107,7 @@ def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_pat
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
     recipe = make_recipe(log={"sinks": list(sinks)})
-    with open_folder(tmp_path, recipe, {}) as opened:
+    with open_folder(tmp_path, recipe, {}) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "window": 1, "loss": 0.5})
     made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
@@ -121,7 +121,7 @@ def test_a_row_costs_less_than_its_share_of_the_budget(tmp_path: Path, kind: Any
     row: dict[str, float | int | str] = {"kind": "train", "window": 1, "epoch": 0.5}
     row |= {f"figure_{number}": number / 3 for number in range(10)}
     best = math.inf
-    with open_folder(tmp_path, recipe, {}) as (sink,):
+    with open_folder(tmp_path, recipe, {}) as ([sink], _):
         for _ in range(3):
             start = time.perf_counter()
             for _ in range(100):

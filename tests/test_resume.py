@@ -27,12 +27,13 @@ from trainer.attempt import _go_on, _newest
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good, write
 from trainer.errors import BadInputError
+from trainer.manifest import make_manifest
 from trainer.parallel import World
 from trainer.plan import Share
 from trainer.rank import children
 from trainer.resume import check_resumable, differences, newest_run, read_stored
 from trainer.run import assemble, make_task
-from trainer.run_folder import make_manifest, write_json
+from trainer.run_folder import write_json
 from trainer.state import tensors_of
 from trainer.step import train_window
 

@@ -69,7 +69,7 @@ class Machine:
             "version": (0, "26.1\n", ""),
             "buildx version": (0, "v0.13\n", ""),
             "compose version": (0, "2.26\n", ""),
-            "image inspect": (0, "[]", ""),
+            "image inspect": (0, "sha256:11aa", ""),
             "info": (0, '["name=seccomp"]\n', ""),
             "run --rm --pull=never": (125, "", NO_RUNTIME),
             "run": (0, "trained\n", ""),
@@ -250,6 +250,7 @@ def test_whose_files_they_are(machine: Machine, monkeypatch: pytest.MonkeyPatch)
     machine.run("train", "--", "digits")
     words = machine.asked()[-1]
     assert words[words.index("--user") + 1] == "0:0"
+    assert words[words.index("TRAINER_IMAGE_DIGEST=sha256:11aa") - 1] == "--env"
 
     def user(caller: int, rootless: bool) -> tuple[str, bool]:
         monkeypatch.setattr(os, "getuid", lambda: caller)

@@ -21,15 +21,17 @@ from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, write_incidents
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
+from trainer.observe.trace import Trace
 from trainer.parallel import World, check_agreement, joined_world
 from trainer.progress import Progress, from_state
 from trainer.pulse import mark
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_task
-from trainer.run_folder import check_space, make_manifest, open_folder, set_status
+from trainer.run_folder import check_space, open_folder, set_status
 from trainer.run_lock import lock
 from trainer.state import load_tensors
 from trainer.step import Training, take_figures
@@ -39,7 +41,9 @@ from trainer.tasks import Task
 _ROLLED_BACK = -1
 
 
-def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto") -> int:
+def train_rank(
+    recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto", stop_after: int | None = None
+) -> int:
     """What each rank does.
 
     Args:
@@ -47,9 +51,10 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
         recipe_name: For the manifest.
         folder: The run folder; rank 0 writes to it. If it holds a run, that is gone on with.
         mode: Whether a changed configuration may go on.
+        stop_after: The window after which to stop with a checkpoint, or None.
 
     Returns:
-        0 done, 75 stopped by a signal with a checkpoint to go on from.
+        0 done, 75 stopped, by a signal or as asked for, with a checkpoint to go on from.
 
     Raises:
         BadInputError: If the recipe can't be trained here, or another process trains in the folder.
@@ -64,9 +69,10 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
     data = data_of(task)
     if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
         return code
+    request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
         while True:
-            code = _train(recipe, recipe_name, folder, mode, world, task, data, stored, watch)
+            code = _train(request, world, stored, watch)
             if code != _ROLLED_BACK:
                 return code
             # Until rank 0 has written everything, the others don't look for where to go on.
@@ -77,18 +83,21 @@ def train_rank(recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "aut
             stored = read_stored(folder)
 
 
-def _train(
-    recipe: Recipe,
-    recipe_name: str,
-    folder: Path,
-    mode: Mode,
-    world: World,
-    task: Task,
-    data: dict[str, str],
-    stored: Stored | None,
-    watch: Watch,
-) -> int:
+class _Request(NamedTuple):
+    """What `train_rank` was asked for, and the data that it is about."""
+
+    recipe: Recipe
+    name: str
+    folder: Path
+    mode: Mode
+    stop_after: int | None
+    task: Task
+    data: dict[str, str]
+
+
+def _train(request: _Request, world: World, stored: Stored | None, watch: Watch) -> int:
     """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
+    recipe, recipe_name, folder, mode, stop_after, task, data = request
     with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = _threads(recipe, stored, mode, local_size)
@@ -103,16 +112,26 @@ def _train(
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         t = parts.training
-        progress = _go_on(t, found, world)
+        progress = _go_on(t, found, world, stop_after)
         notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
         desk = None
         if world.rank == 0:
             write_incidents(folder, incidents)
             manifest = make_manifest(
-                recipe, recipe_name, world, t.share.plan, threads, task.describe(), data, notes
+                recipe,
+                recipe_name,
+                world,
+                t.share.plan,
+                threads,
+                task.describe(),
+                data,
+                notes,
+                progress.window,
+                stored,
             )
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window)
-        meter = Meter(t.share.plan, world.device, desk.sinks if desk else [], lambda: take_figures(t))
+        sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
+        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
         meter.go_on(progress.row, progress.seconds, progress.samples)
         log = IncidentLog(folder if desk else None, t.share.plan)
         guard = None
@@ -122,7 +141,9 @@ def _train(
                 recipe.guard, t.ring, group, at, progress.history, refused, len(incidents), log.skipped
             )
         writer, display = (desk.writer, desk.display) if desk else (None, None)
-        between = BetweenWindows(recipe, world, parts, meter, progress, writer, display, data, guard, refused)
+        between = BetweenWindows(
+            recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused
+        )
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             between.train()
@@ -149,6 +170,7 @@ class _Desk(NamedTuple):
 
     manifest: dict[str, Any]
     sinks: list[Sink]
+    trace: Trace | None
     display: Display
     writer: BackgroundWriter
 
@@ -164,7 +186,7 @@ def _open_desk(
 ) -> _Desk:
     """Opens the run folder for a run that goes on after so many windows; the stack closes it."""
     check_space(folder, parts.training.model, copies=_copies(recipe))
-    sinks = stack.enter_context(open_folder(folder, recipe, manifest, window))
+    sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, window, parts.training.model))
     display = introduce(manifest, parts, world, folder)
     stack.callback(display.close)
     sinks.append(display)
@@ -172,7 +194,7 @@ def _open_desk(
         sinks.append(parts.training.nonfinite.explain)
     writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, window or None)
     stack.callback(writer.abandon)
-    return _Desk(manifest, sinks, display, writer)
+    return _Desk(manifest, sinks, trace, display, writer)
 
 
 def _is_first() -> bool:
@@ -230,8 +252,12 @@ def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int)
     return threads_per_rank(read_limits(), local_size)
 
 
-def _go_on(t: Training, found: Checkpoint | None, world: World) -> Progress:
+def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int | None = None) -> Progress:
     """Puts a checkpoint into the run."""
+    if found is not None and stop_after is not None and found.step >= stop_after:
+        raise BadInputError(
+            f"--stop-after {stop_after}: {found.path} is of window {found.step} already; give a later one"
+        )
     if found is None:
         return Progress()
     if found.step >= t.share.plan.windows:

@@ -10,6 +10,7 @@ import torch
 from trainer.agreement import NOTHING, Agreement
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.config import config_hash
+from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.guard import Finding, Guard
 from trainer.loop import train
@@ -51,11 +52,12 @@ class BetweenWindows:
         writer: BackgroundWriter | None,
         display: Display | None,
         data: Mapping[str, str],
+        stop_after: int | None = None,
         guard: Guard | None = None,
         left_out: Collection[int] = (),
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
-        self._guard, self._left_out = guard, left_out
+        self._stop_after, self._guard, self._left_out = stop_after, guard, left_out
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
@@ -71,7 +73,7 @@ class BetweenWindows:
         """Trains from the progress to the end.
 
         Raises:
-            Requeue: After a signal, with a checkpoint to go on from.
+            Requeue: After a signal or where it was asked to stop, with a checkpoint to go on from.
             Stopped: After a signal, without one.
             Incident: After bad numbers, on every rank.
         """
@@ -126,14 +128,14 @@ class BetweenWindows:
         self._look(done, now=done == self._windows)
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
-        due = self._every > 0 and done % self._every == 0
+        due = done == self._stop_after or (self._every > 0 and done % self._every == 0)
         if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
             return
         if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
             self._look(done, now=True)  # no checkpoint lies behind an incident that nobody knows of
             self._save(done)
         self._is_best = False
-        if decision.signal:
+        if decision.signal or done == self._stop_after:
             self._stop(decision.signal, done)
 
     def _look(self, done: int, now: bool) -> None:
@@ -188,10 +190,17 @@ class BetweenWindows:
         newest = self._writer.newest() if self._writer is not None else None
         kept = torch.tensor([0 if newest is None else newest + 1])
         sum_over_ranks(kept, self._world.control or self._world.group)
-        name, window = signal.Signals(number), int(kept) - 1
+        window = int(kept) - 1
+        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
+        if not number:
+            if window < 0:
+                raise BadInputError(
+                    f"--stop-after {done}: no checkpoint could be written; make room on the disk"
+                )
+            raise Requeue(f"stopped after window {done} as asked; without --stop-after it goes on {where}")
+        name = signal.Signals(number)
         if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
         raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}")
 
 

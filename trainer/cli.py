@@ -6,10 +6,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.bench.commands import add_parser as bench_commands
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.redact import redact_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         return code
     except BadInputError as error:
-        print(f"trainer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trainer: error: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -38,7 +40,8 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:
-        print(f"trainer: error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)
+        line = redact_text(" ".join(message.split()))
+        print(f"trainer: error: {line} (see {self.prog} --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
@@ -82,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )
+    train.add_argument(
+        "--stop-after",
+        type=int,
+        metavar="N",
+        help="stop after N windows of the run with a checkpoint, as a signal would (code 75)",
+    )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_train)
 
@@ -95,10 +104,31 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=_checkpoints)
 
+    _add_verify(commands)
     data_commands(commands, _Parser)
 
     bench_commands(commands, _Parser)
     return parser
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify", help="train a run again and compare the bits; exit code 1: they differ", allow_abbrev=False
+    )
+    verify.add_argument("folder", type=Path, metavar="RUN", help="run folder; nothing in it is changed")
+    verify.add_argument(
+        "--steps", type=int, metavar="N", help="only the first N windows (default: up to the last row)"
+    )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key that changes nothing that is computed, such as data.path; repeatable",
+    )
+    verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
+    verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
+    verify.set_defaults(run=_verify)
 
 
 # Commands import what they need when they run: torch alone takes two seconds.
@@ -131,3 +161,9 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from trainer.checkpoint.show import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from trainer.verify import verify
+
+    return verify(options)

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.resources
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 
 from trainer.errors import BadInputError
+from trainer.redact import redact, redact_text
 from trainer.suggest import nearest
 from trainer.yaml_text import parse_yaml
 
@@ -151,7 +152,7 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
         what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = str(problem["input"])
+    given = redact_text(str(problem["input"]))  # before a cut that would hide what shows it
     given = given if len(given) < 60 else given[:57] + "..."
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
 
@@ -204,6 +205,14 @@ def _type_name(kind: Any) -> str:
 
 
 def config_hash(config: BaseModel) -> str:
-    """SHA-256 of the resolved configuration, hexadecimal: two runs with the same hash train the same."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    """SHA-256 of the resolved configuration, hexadecimal: two runs with the same hash train the same.
+
+    Secrets don't enter it: it is written down, and a short one could be guessed from it.
+    """
+    return hash_of(redact(config.model_dump(mode="json")))
+
+
+def hash_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of a configuration's values, hexadecimal."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     REPLACEMENT = 7
     PIECES = 8
     WINDOW = 9
+    FINGERPRINT = 10
 
 
 def key(*parts: int) -> int:

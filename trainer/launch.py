@@ -26,6 +26,7 @@ from trainer import as_launcher, rank as ranks
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.preempt import Inbox, blocked
 from trainer.rank import FOLDER_VARIABLE, PARENT_VARIABLE, TORCHRUN, Outcome
+from trainer.redact import redact_text
 
 _POLL_SECONDS = 0.05
 _AFTER_FAILURE_SECONDS = 3.0  # the other ranks can't go on, but may be writing their last line
@@ -45,6 +46,7 @@ def launch(
     master: str = "",
     grace_seconds: float = 25.0,
     module: str = "trainer",
+    output: int | None = None,
 ) -> int:
     """Runs `python -m module arguments` as ranks and returns the job's exit code; call it in the main thread.
 
@@ -61,6 +63,7 @@ def launch(
         master: `host:port` on node 0, for several nodes.
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
         module: What each rank runs; it must call `trainer.rank.run_rank`.
+        output: A file descriptor that takes the standard output of the ranks; by default this process's own.
 
     Returns:
         0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
@@ -79,7 +82,9 @@ def launch(
                 else:
                     options = _torchrun_options(processes, nodes, node_rank, master, folder)
                     command[3:4] = ["trainer.launch", *options, "--", module]
-                outcomes = _Job(Path(folder), inbox, local, world, grace_seconds).run(command, variables)
+                outcomes = _Job(Path(folder), inbox, local, world, grace_seconds).run(
+                    command, variables, output
+                )
             _say(ranks.explain(outcomes, world))
             code = ranks.job_code(outcomes)
             if code != EXIT_FAILED or inbox.received or attempt > max_restarts:
@@ -113,7 +118,9 @@ class _Job:
     overdue: set[int] = field(default_factory=set)
     deadline: float = math.inf
 
-    def run(self, command: Sequence[str], variables: Mapping[str, str]) -> list[Outcome]:
+    def run(
+        self, command: Sequence[str], variables: Mapping[str, str], output: int | None = None
+    ) -> list[Outcome]:
         """Runs the command to its end; one outcome for each rank."""
         # torchrun takes defaults from PET_ variables, which are for those who start it without us.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
@@ -121,7 +128,7 @@ class _Job:
         environment[as_launcher.PATH_VARIABLE] = as_launcher.search_path()
         # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
         with blocked():  # and a session of its own: a terminal's Ctrl-C reaches the launcher alone
-            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
         try:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
@@ -206,7 +213,7 @@ class _Job:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # nobody reads stderr any more: the exit code still counts
-        print(text, end="", file=sys.stderr, flush=True)
+        print(redact_text(text), end="", file=sys.stderr, flush=True)
 
 
 def _exists(pid: int) -> bool:

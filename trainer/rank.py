@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ from trainer.errors import (
     BadInputError,
     DivergedError,
 )
+from trainer.redact import redact_text
 
 FOLDER_VARIABLE = "TRAINER_LAUNCH_FOLDER"
 PARENT_VARIABLE = "TRAINER_LAUNCH_PARENT"
@@ -273,6 +274,7 @@ def _raised(error: BaseException) -> Outcome:
 
 def _leave_word(outcome: Outcome) -> None:
     """Tells the launcher, or else the user."""
+    outcome = replace(outcome, line=redact_text(outcome.line), traceback=redact_text(outcome.traceback))
     text = f"trainer: {outcome.line}\n" if outcome.line else ""
     text = text + outcome.traceback if outcome.for_all else outcome.traceback or text
     if _State.folder is not None:

@@ -12,12 +12,13 @@ from trainer import checkpoint
 from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.redact import redact
 
 RUNS = Path("runs")
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
 # (The order that data.cache_limit leads to is compared with the data.)
-_FREE = (
+FREE = (
     "about",
     "data.path",
     "data.cache",
@@ -49,6 +50,28 @@ class _Device(BaseModel):
     kind: Literal["cpu", "cuda"]
 
 
+class Attempt(BaseModel):
+    """One start of a run.
+
+    Attributes:
+        started: When.
+        window: Windows done before it.
+        ranks: How many trained.
+        threads: Intra-op threads of each.
+        log_every: Windows between its rows of figures: a row's loss is their mean.
+        changed: What of the configuration `--resume force` changed: "key: before, now after".
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    started: str
+    window: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    log_every: int = Field(ge=1)
+    changed: list[str]
+
+
 class Stored(BaseModel):
     """What an earlier attempt left in a run folder: of its manifest, what decides how to go on.
 
@@ -59,6 +82,7 @@ class Stored(BaseModel):
         world_size: Number of ranks.
         status: How it ended; running also if it was killed.
         fingerprint: What its data was, see `trainer.run.data_of`.
+        attempts: All of them, the last one is the newest.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -69,6 +93,7 @@ class Stored(BaseModel):
     world_size: int = Field(ge=1, le=1 << 20)
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     fingerprint: dict[str, str] = {}
+    attempts: list[Attempt] = []
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -114,7 +139,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in _FREE)
+        if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
     ]
 
 
@@ -136,7 +161,7 @@ def check_resumable(
     """
     if mode == "never":
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
-    differing = differences(stored.config, config)
+    differing = differences(stored.config, redact(config))
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
     differing += [

@@ -1,33 +1,29 @@
-"""The run folder: its name, its manifest, its figures and its weights."""
+"""The run folder: its name, what is written to it, its figures and its weights."""
 
 import contextlib
 import json
 import os
-import platform
 import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import yaml
 from torch import nn
 
-import trainer
 from trainer import checkpoint
 from trainer.checkpoint.files import sync_folder
 from trainer.config import config_hash
 from trainer.errors import BadInputError, DivergedError
+from trainer.manifest import outcome
 from trainer.observe.console import warn
 from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
-from trainer.parallel import World
-from trainer.plan import Plan
+from trainer.observe.trace import Trace, fingerprints_of, read_trace, trace_to
 from trainer.preempt import Stopped
 from trainer.recipe import Recipe
+from trainer.redact import redact
 from trainer.run_lock import LOCK, lock
 
 _PROBE = ".writable"
@@ -97,72 +93,18 @@ def remove_unused(folder: Path) -> None:
             os.close(file)
 
 
-def make_manifest(
-    recipe: Recipe,
-    name: str,
-    world: World,
-    plan: Plan,
-    threads: int,
-    data: Mapping[str, Any],
-    fingerprint: Mapping[str, str],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    """What this run is, for people and for machines."""
-    device = (
-        torch.cuda.get_device_name(world.device)
-        if world.device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
-    return {
-        "recipe": name,
-        "config": recipe.model_dump(mode="json"),
-        "config_hash": config_hash(recipe),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": _commit(),
-        "versions": {
-            "trainer": trainer.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version() if world.device.type == "cuda" else None,
-        },
-        "device": {"kind": world.device.type, "name": device},
-        "data": data,
-        "fingerprint": dict(fingerprint),
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "world_size": world.size,
-        "threads": threads,
-        "windows": plan.windows,
-        "accumulation": plan.shards // world.size,
-        "notes": notes,
-        "status": "running",
-    }
-
-
-def _commit() -> str | None:
-    """Commit of the code that runs, with "+" for uncommitted changes; None outside a checkout."""
-    try:
-        git = ["git", "-C", str(Path(trainer.__file__).parent)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
 @contextlib.contextmanager
 def open_folder(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0
-) -> Iterator[list[Sink]]:
-    """Writes manifest and configuration, and opens the sinks that write to the folder.
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0, model: nn.Module | None = None
+) -> Iterator[tuple[list[Sink], Trace | None]]:
+    """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
     Args:
         folder: The run folder.
         recipe: The configuration.
-        manifest: From `make_manifest`.
+        manifest: From `trainer.manifest.make_manifest`.
         window: Windows that were done before: rows of later ones, from an attempt that was lost, go.
+        model: Whose fingerprints the trace holds.
 
     Raises:
         BadInputError: If the folder can't be written.
@@ -170,13 +112,15 @@ def open_folder(
     with contextlib.ExitStack() as closing:
         try:
             sinks = _open(folder, recipe, manifest, window, closing)
+            traced = recipe.log.fingerprints and model is not None
+            trace = _open_trace(folder / "trace.jsonl", model, window, closing) if traced else None  # type: ignore[arg-type]
         except OSError as error:
             raise BadInputError(
                 f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
                 "--out"
             ) from error
         try:
-            yield sinks
+            yield sinks, trace
         except BaseException as error:
             kinds = {Stopped: "stopped", DivergedError: "diverged"}
             status = kinds.get(type(error), "failed")
@@ -189,12 +133,12 @@ def _open(
 ) -> list[Sink]:
     if not window:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for file in (folder / "metrics.jsonl", *folder.glob("*.csv")):
+    for file in (folder / "metrics.jsonl", folder / "trace.jsonl", *folder.glob("*.csv")):
         if cut := keep_rows(file, window):
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / "manifest.json", manifest)
     with _beside(folder / "config.yaml") as beside:
-        beside.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
     sinks: list[Sink] = []
     if "jsonl" in recipe.log.sinks:
         rows = (folder / "metrics.jsonl").open("a")
@@ -207,6 +151,14 @@ def _open(
         closing.callback(_despite_the_disk(close_board))
         sinks.append(to_board)
     return [_despite_the_disk(sink) for sink in sinks]
+
+
+def _open_trace(path: Path, model: nn.Module, window: int, closing: contextlib.ExitStack) -> Trace:
+    _, known, _ = read_trace(path)
+    file = path.open("a")
+    closing.callback(_despite_the_disk(file.close))
+    write = trace_to(file, list(model.state_dict()), known, window)
+    return Trace(fingerprints_of(model), _despite_the_disk(write))
 
 
 def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
@@ -228,13 +180,15 @@ def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
 def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
     """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
     with contextlib.suppress(OSError):
-        write_json(folder / "manifest.json", {**manifest, "status": status, "reason": reason})
+        write_json(
+            folder / "manifest.json", {**manifest, **outcome(folder), "status": status, "reason": reason}
+        )
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file in one move, for good when it returns."""
+    """Replaces a JSON file in one move, for good when it returns; without the secrets in the value."""
     with _beside(path) as beside:
-        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.write_text(json.dumps(redact(value), indent=2) + "\n")
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

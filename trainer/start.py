@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from trainer.errors import BadInputError
 from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
+from trainer.manifest import COMMAND_VARIABLE, command
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
+from trainer.redact import redact_text
 from trainer.resume import RUNS, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
@@ -24,17 +27,28 @@ from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 _FOLDER = "TRAINER_RUN_FOLDER"
 
 
-def start(options: argparse.Namespace) -> int:
-    """Does what `trainer train` was asked for; returns the exit code."""
+def start(options: argparse.Namespace, output: int | None = None) -> int:
+    """Does what `trainer train` was asked for; returns the exit code.
+
+    Args:
+        options: Of the command.
+        output: A file descriptor that takes the standard output of the ranks, or None.
+    """
     if options.help_config:
         _show_keys(options.recipe, options.set)
         return 0
     recipe = load_recipe(options.recipe, options.set)
     if is_rank(os.environ):
         return run_rank(
-            lambda: train_rank(recipe, options.recipe, _folder_of_rank(options, recipe), options.resume)
+            lambda: train_rank(
+                recipe,
+                options.recipe,
+                _folder_of_rank(options, recipe),
+                options.resume,
+                options.stop_after,
+            )
         )
-    return _launch(options, recipe)
+    return _launch(options, recipe, output)
 
 
 def load_recipe(name: str, settings: list[str]) -> Recipe:
@@ -46,7 +60,7 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
     return validated(Recipe, override(read_recipe(name), settings), name)
 
 
-def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
+def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
     ranks, environment = _ranks(options, recipe)
     task = make_task(recipe)
     check_request(recipe, task, ranks)
@@ -54,6 +68,8 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     if not 0 < options.grace < math.inf:
         raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
+    if options.stop_after is not None and options.stop_after < 1:
+        raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
     made = False
@@ -73,12 +89,14 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
     environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
+    environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
     arguments = [
         "train",
         options.recipe,
         "--resume",
         options.resume,
         *(word for setting in options.set for word in ("--set", setting)),
+        *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
     ]
     try:
         return launch(
@@ -88,6 +106,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe) -> int:
             environment=environment,
             max_restarts=options.max_restarts,
             grace_seconds=options.grace,
+            output=output,
         )
     finally:
         if made:
@@ -145,6 +164,6 @@ def _show_keys(name: str, settings: list[str]) -> None:
         value = recipe
         for part in key.name.split("."):
             value = value[part]
-        shown = value if isinstance(value, str) else json.dumps(value)
+        shown = redact_text(value if isinstance(value, str) else json.dumps(value))
         here = "" if shown == key.default else f" ({name}: {shown})"
         print(f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}")

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.data.images import ImageDataset
 from trainer.errors import DivergedError
+from trainer.manifest import file_hash, outcome
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
 from trainer.parallel import World
@@ -46,16 +47,19 @@ def finish(
         DivergedError: If the evaluation isn't finite.
     """
     save_weights(t.model, folder / "model.safetensors")
+    written = [folder / "model.safetensors"]
     if t.average is not None:
         save_weights(t.average.averaged(), folder / "ema.safetensors")
+        written.append(folder / "ema.safetensors")
+    weights = {file.name: file_hash(file) for file in written}
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     meter.emit({"kind": "end", "window": plan.windows, **summary})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
-    manifest["summary"] = finite(summary)
-    write_json(folder / "manifest.json", {**manifest, "status": status})
+    manifest.update({"weights": weights, "summary": finite(summary)})
+    write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
     if diverged:
         raise DivergedError(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "

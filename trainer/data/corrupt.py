@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, Purpose, key
+from trainer.redact import redact
 
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 
@@ -134,7 +135,7 @@ class Quarantine:
                 text = file.read()
                 self.samples.update(_samples_in(text, self._what))
                 lines = [
-                    json.dumps({"data": self._what, **bad._asdict()}) + "\n"
+                    json.dumps(redact({"data": self._what, **bad._asdict()})) + "\n"
                     for bad in new.values()
                     if bad.sample not in self.samples
                 ]

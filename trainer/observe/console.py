@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainer.observe.log import Row
+from trainer.redact import redact_text
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0
@@ -69,6 +70,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
+        line = redact_text(line)
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
             return
@@ -94,4 +96,4 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
 def warn(line: str) -> None:
     """One line on standard error, if somebody reads it and its disk isn't full."""
     with contextlib.suppress(OSError):
-        print(f"trainer: {line}", file=sys.stderr, flush=True)
+        print(f"trainer: {redact_text(line)}", file=sys.stderr, flush=True)

@@ -20,7 +20,9 @@ from pydantic import Field
 from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.memory import used_memory
+from trainer.observe.trace import Trace
 from trainer.plan import Plan
+from trainer.redact import redact
 
 _WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
@@ -34,6 +36,9 @@ class LogConfig(Section):
     every: int = Field(50, ge=1, description="windows between two rows of figures")
     sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
+    )
+    fingerprints: bool = Field(
+        True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
     )
 
 
@@ -63,6 +68,7 @@ class _Staged:
     windows: int
     names: tuple[str, ...]
     values: torch.Tensor
+    prints: torch.Tensor | None
 
 
 class Meter:
@@ -83,6 +89,7 @@ class Meter:
         device: torch.device,
         sinks: list[Sink],
         take_figures: Callable[[], Mapping[str, torch.Tensor]],
+        trace: Trace | None = None,
     ) -> None:
         """Starts at window 0.
 
@@ -92,11 +99,13 @@ class Meter:
             sinks: Where the rows go.
             take_figures: Returns tensors () and starts them anew; "loss" is a sum over the windows
                 since the last call, all others are shown as they are.
+            trace: Records what proves the run, or None.
         """
         self._plan = plan
         self._device = device
         self._sinks = sinks
         self._take_figures = take_figures
+        self._trace = trace
         self._staged: _Staged | None = None
         self._window = 0
         self.busy_seconds = 0.0
@@ -140,14 +149,19 @@ class Meter:
             return
         figures = self._take_figures()
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
-        if self._device.type == "cuda":
-            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
-                values, non_blocking=True
-            )
+        values = self._on_its_way(values)
+        prints = None if self._trace is None else self._on_its_way(self._trace.take())
         now = self._now(window)
         windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
-        self._staged = _Staged(self._start, now, max(1, windows), tuple(figures), values)
+        self._staged = _Staged(self._start, now, max(1, windows), tuple(figures), values, prints)
         self._start, self._window = now, window
+
+    def _on_its_way(self, values: torch.Tensor) -> torch.Tensor:
+        """The same on the host, once the device has come so far."""
+        if self._device.type != "cuda":
+            return values
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return pinned.copy_(values, non_blocking=True)
 
     def deliver(self) -> None:
         """Hands the row that was staged last to the sinks, if there is one."""
@@ -164,6 +178,9 @@ class Meter:
             "memory_bytes": used_memory(self._device),
         }
         row["loss"] = float(row["loss"]) / staged.windows
+        if self._trace is not None and staged.prints is not None:
+            exact = {name: row[name] for name in ("kind", "window", *staged.names)}
+            self._trace.write(exact, staged.prints.tolist())
         seen = self._plan.samples_seen
         samples = seen(staged.end.window) - seen(staged.start.window)
         if samples:
@@ -178,7 +195,10 @@ class Meter:
         self.emit(row)
 
     def emit(self, row: Row) -> None:
-        """Hands a row to the sinks."""
+        """Hands a row to the sinks, without secrets in what of it is text."""
+        if self._trace is not None and row["kind"] == "evaluation":
+            self._trace.write(row, ())
+        row = redact(row)
         for sink in self._sinks:
             sink(row)
 

@@ -1,0 +1,165 @@
+"""`trainer verify RUN`: trains a run again from its manifest, elsewhere, and compares the bits."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import folder_name as step_name
+from trainer.config import override, validated
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.observe.console import warn
+from trainer.observe.trace import first_difference, read_trace
+from trainer.recipe import Recipe
+from trainer.recorded import Part, Recorded, last_window, parts_of, read_run
+from trainer.redact import REDACTED, redact_text
+from trainer.resume import FREE
+from trainer.run import data_of, make_task
+from trainer.start import start
+from trainer.verdict import differences_here, different, differing_weights, identical
+
+# What a replay may take from elsewhere: where things lie, and how they come.
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from"]
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
+    run = read_run(options.folder)
+    until = last_window(run, options.steps)
+    config = replay_config(run, options.set)
+    parts = parts_of(run.folder, run.manifest, until, _count(options))
+    with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "run"
+        _say(f"{run.folder}: training windows 1 to {until} of {run.manifest.windows} again, in {temporary}")
+        code = replay(config, parts, run.manifest.windows, folder, options.gpus)
+        if code != EXIT_DONE:
+            return code
+        again = json.loads((folder / "manifest.json").read_bytes())
+        rows, _, _ = read_trace(folder / "trace.jsonl")
+        compared = [row for row in run.rows if row.window <= until]
+        found = first_difference(compared, rows)
+        weights = differing_weights(run, folder) if until == run.manifest.windows else []
+    here = differences_here(run.facts, again)
+    if found is None and not weights:
+        _say(identical(run, compared, until, parts, here))
+        return EXIT_DONE
+    _say(different(run, found, weights, here))
+    return EXIT_FAILED
+
+
+def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
+    """The configuration of the replay: that of the run, on the same kind of device, and nothing besides it.
+
+    Raises:
+        BadInputError: If a setting would change what is computed, a value was redacted, or the data is gone
+            or another.
+    """
+    path = run.folder / "manifest.json"
+    config: dict[str, Any] = dict(run.manifest.config)
+    for setting in settings:
+        name = setting.partition("=")[0].strip()
+        if name not in _ELSEWHERE:
+            raise BadInputError(
+                f"--set {setting}: would change what is computed; verify takes data.path, data.cache, "
+                "data.workers, model.init_from and the like"
+            )
+    config = override(config, settings)
+    for name in _ELSEWHERE:
+        section, _, key = name.partition(".")
+        if REDACTED in str(config.get(section, {}).get(key)):
+            raise BadInputError(f"{path}: {name} was redacted; give it with --set {name}=…")
+    config = override(
+        config,
+        [
+            f"device={run.manifest.device.kind}",
+            "log.fingerprints=true",
+            "log.sinks=[]",
+            "checkpoint={every: 0, minutes: 0, best: false}",
+        ],
+    )
+    recipe = validated(Recipe, config, str(path))
+    there, here = run.manifest.fingerprint, data_of(make_task(recipe))
+    other = [
+        f"{name}: {there[name]}, now {here.get(name)}" for name in there if there[name] != here.get(name)
+    ]
+    if other:
+        raise BadInputError(
+            f"{run.folder}: its data isn't here ({other[0]}); say where it lies with --set data.path=…"
+        )
+    return config
+
+
+def replay(
+    config: Mapping[str, Any], parts: Sequence[Part], windows: int, folder: Path, gpus: str | None
+) -> int:
+    """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
+    recipe = folder.with_name("replay.yaml")
+    recipe.write_text(yaml.safe_dump(dict(config)))
+    cuda = config["device"] == "cuda"
+    for part in parts:
+        request = argparse.Namespace(
+            help_config=False,
+            recipe=str(recipe),
+            set=[f"parallel.threads={part.threads}", f"log.every={part.every}"],
+            out=folder,
+            resume="force",  # another number of threads is another configuration
+            max_restarts=0,
+            grace=25.0,
+            gpus=(gpus or str(part.ranks)) if cuda else None,
+            ranks=None if cuda else part.ranks,
+            stop_after=part.until if part.until < windows else None,
+        )
+        with _progress() as output:
+            code = start(request, output)
+        done = part.until == windows or (folder / FOLDER / step_name(part.until)).exists()
+        if code not in (EXIT_DONE, EXIT_REQUEUE):
+            return code
+        if not done or (code == EXIT_DONE) != (part.until == windows):
+            warn("the replay was stopped before it was through: nothing is proved")
+            return EXIT_FAILED
+    return EXIT_DONE
+
+
+def _count(options: argparse.Namespace) -> int | None:
+    """How many ranks were asked for; None where the run says it."""
+    if options.ranks is not None:
+        return int(options.ranks)
+    if options.gpus is None:
+        return None
+    return int(options.gpus) if options.gpus.isdecimal() else len(options.gpus.split(","))
+
+
+def _say(text: str) -> None:
+    try:
+        print(redact_text(text), flush=True)
+    except OSError:  # the reader is gone (`| head`): the exit code still counts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _progress() -> Iterator[int]:
+    """A file descriptor for what the replay prints, of which only its progress is shown."""
+    reading, writing = os.pipe()
+
+    def pass_on() -> None:
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("  window ", "  epoch ")):
+                    _say(line.rstrip())
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+        thread.join()
