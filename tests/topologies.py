@@ -10,7 +10,9 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections import Counter
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,10 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
         # A kill ends all, as when a machine is lost; a request reaches any one of them.
         for rank in () if not disturbed else ranks if killing else (random_.choice(ranks),):
             assert rank.pid is not None
-            os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
+            while not (killing or rank.exitcode is not None or chaos.takes(rank.pid, signal.SIGTERM)):
+                time.sleep(0.005)
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
         for rank in ranks:
             rank.join(120)
         codes = {rank.exitcode for rank in ranks}
