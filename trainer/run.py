@@ -162,7 +162,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         nonfinite=prepared.nonfinite,
         cuda_graphs=prepared.cuda_graphs,
         ring=make_ring(recipe.guard, recipe.log.every, device),
-        skips=recipe.guard.nonfinite == "skip" and recipe.precision.mode != "fp16",
+        skips=recipe.guard.nonfinite == "skip",
         tree=TreeReduction(world.group, recipe.parallel.bucket_mb) if in_tree else None,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)

@@ -45,8 +45,7 @@ class Training:
             of a window would overwrite those that it handed out for the last.
         ragged: True where the units of a window are known only after loading (valid tokens).
         ring: What the guards look at, or None.
-        skips: True where an update whose loss or gradients aren't finite is not made. (fp16's scaler does
-            that itself.)
+        skips: True where an update whose loss or gradients aren't finite is not made.
         tree: Adds up a window's shards in one order for any number of ranks, or None: backward and DDP do.
         loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
             by its window's units; with a tree those of all ranks.
@@ -181,7 +180,7 @@ def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor
         # An overflow in fp16 is the scaler's business, unless the scale is too small to be the cause.
         norm = t.norm if t.scaler is None else torch.where(scale_of(t.scaler) < 1, t.norm, 0.0)
         t.ring.record(window, window_loss, norm)
-    if t.skips:
+    if t.skips and t.scaler is None:
         skipped = (~t.norm.isfinite()).to(torch.float32)
         t.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler tells it
     if t.scaler is None:

@@ -65,6 +65,21 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
         "--target", type=float, default=1.05, metavar="X", help="largest ratio on one rank (default: 1.05)"
     )
     reduction.set_defaults(run=_reduction)
+    setting = benches.add_parser(
+        "setting", help="time of a recipe's windows with a setting and without", allow_abbrev=False
+    )
+    setting.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
+    setting.add_argument(
+        "settings", nargs="+", metavar="KEY=VALUE", help="each compared with the recipe as it is"
+    )
+    setting.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides; repeatable"
+    )
+    setting.add_argument(
+        "--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)"
+    )
+    setting.add_argument("--windows", type=int, default=10, metavar="N", help="in a round (default: 10)")
+    setting.set_defaults(run=_setting)
     resume = benches.add_parser(
         "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
     )
@@ -110,6 +125,14 @@ def _reduction(options: argparse.Namespace) -> int:
     from trainer.bench.reduction import bench_reduction
 
     return bench_reduction(rounds=options.rounds, target=options.target)
+
+
+def _setting(options: argparse.Namespace) -> int:
+    from trainer.bench.setting import bench_setting
+
+    return bench_setting(
+        options.recipe, options.settings, options.set, rounds=options.rounds, windows=options.windows
+    )
 
 
 def _resume(options: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.queues import Queue
@@ -19,11 +18,12 @@ import torch
 
 from trainer.bench.conditions import conditions
 from trainer.bench.overhead import interleaved, median_interval
+from trainer.bench.setting import timed_windows
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.parallel import World, joined_world
 from trainer.recipe import Recipe
 from trainer.run import assemble, make_task
-from trainer.step import Training, train_window
+from trainer.step import Training
 from trainer.tree import Sums, Tournament
 
 _SHARDS, _MICRO_BATCH, _WIDTH, _IMAGE, _WINDOWS = 8, 16, 128, 16, 1
@@ -143,26 +143,7 @@ def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable
         }
     )
     parts = assemble(recipe, make_task(recipe), world, workers=0)
-    training = parts.training
-    training.replica.train()
-    batches = parts.loader(training.share.batches())
-    done = 0
-
-    def windows() -> float:
-        nonlocal done
-        began = _now(world.device)
-        for _ in range(_WINDOWS):
-            train_window(training, batches, done)
-            done += 1
-        return _now(world.device) - began
-
-    return training, windows
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return parts.training, timed_windows(parts, _WINDOWS, world.device)
 
 
 def _peak(training: Training, windows: Callable[[], float], device: torch.device) -> int:

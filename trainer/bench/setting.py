@@ -1,0 +1,102 @@
+"""What a setting costs: a recipe's windows with it and without, in turn, in one process."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from trainer.bench.conditions import conditions
+from trainer.bench.overhead import interleaved, median_interval
+from trainer.config import override, read_recipe, validated
+from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
+from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.parallel import World
+from trainer.precision import set_matmul_mode
+from trainer.recipe import Recipe
+from trainer.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
+from trainer.step import train_window
+
+
+def bench_setting(
+    name: str, settings: Sequence[str], common: Sequence[str], rounds: int, windows: int
+) -> int:
+    """Measures and prints.
+
+    Args:
+        name: Of a recipe.
+        settings: KEY=VALUE, each compared with the recipe as it is.
+        common: KEY=VALUE for all sides.
+        rounds: Interleaved rounds.
+        windows: In each.
+
+    Returns:
+        0, or 3 if there was nothing to measure.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here.
+    """
+    if rounds < 1 or windows < 1:
+        print("nothing measured: --rounds and --windows must be at least 1")
+        return EXIT_NOT_MEASURED
+    length = ["epochs=1000000000", f"max_windows={windows * (rounds + 1)}"]
+    values = override(read_recipe(name), [*common, *length])
+    threads = threads_per_rank(read_limits(), 1)
+    torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        sides = {"as it is": _side(name, values, windows, stack)}
+        sides |= {setting: _side(name, override(values, [setting]), windows, stack) for setting in settings}
+        seconds = interleaved(list(sides.values()), rounds)
+    print(
+        f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved rounds of {windows} windows, "
+        f"{threads} CPU threads\n| setting | ms per window | ratio | 95 % interval |\n|---|---|---|---|"
+    )
+    for side, series in zip(sides, seconds, strict=True):
+        pairs = zip(series, seconds[0], strict=True)
+        ratio, low, high = median_interval([one / base for one, base in pairs])
+        against = " | " if series is seconds[0] else f"{ratio:.3f} | {low:.3f} to {high:.3f}"
+        print(f"| {side} | {median_interval(series)[0] / windows * 1e3:,.2f} | {against} |")
+    return EXIT_DONE
+
+
+def _side(name: str, values: dict[str, Any], windows: int, stack: ExitStack) -> Callable[[], float]:
+    recipe = validated(Recipe, values, name)
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    device = torch.device("cuda", 0) if device_kind(recipe) == "cuda" else torch.device("cpu")
+    parts = assemble(recipe, task, World(0, 1, 0, device, None), workers_per_rank(read_limits(), 1))
+    stack.callback(parts.loader.close)
+    stack.callback(parts.evaluation_loader.close)
+    turn = timed_windows(parts, windows, device)
+
+    def with_its_settings() -> float:
+        # They are the process's, and the sides take turns.
+        set_matmul_mode(recipe.precision)
+        set_determinism(recipe)
+        return turn()
+
+    return with_its_settings
+
+
+def timed_windows(parts: Parts, windows: int, device: torch.device) -> Callable[[], float]:
+    """What does so many windows of a run, each time the next ones, and returns the seconds."""
+    training = parts.training
+    training.replica.train()
+    batches, done = parts.loader(training.share.batches()), 0
+
+    def turn() -> float:
+        nonlocal done
+        began = _now(device)
+        for _ in range(windows):
+            train_window(training, batches, done)
+            done += 1
+        return _now(device) - began
+
+    return turn
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
