@@ -120,6 +120,9 @@ def _add_verify(commands: Any) -> None:
         "--steps", type=int, metavar="N", help="only the first N windows (default: up to the last row)"
     )
     verify.add_argument(
+        "--incident", type=int, metavar="N", help="only up to incident N: does it come again?"
+    )
+    verify.add_argument(
         "--set",
         action="append",
         default=[],

@@ -52,8 +52,8 @@ class Part:
     every: int
 
 
-def read_run(folder: Path) -> Recorded:
-    """Reads what a run recorded.
+def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
+    """Reads what a run recorded; with rows of figures, if they are needed.
 
     Raises:
         BadInputError: If it is no run, or recorded nothing that could be compared.
@@ -69,7 +69,7 @@ def read_run(folder: Path) -> Recorded:
         raise BadInputError(
             f"{path}: lacks what verify needs; it isn't a manifest, or an older trainer wrote it"
         ) from error
-    if not rows:
+    if rows_needed and not rows:
         raise BadInputError(
             f"{folder}: nothing was recorded to compare with (trace.jsonl); its first row comes after "
             "log.every windows, with log.fingerprints=true"

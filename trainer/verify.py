@@ -17,6 +17,7 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import folder_name as step_name
 from trainer.config import override, validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.incidents import read_incidents, write_incidents
 from trainer.observe.console import warn
 from trainer.observe.trace import first_difference, read_trace
 from trainer.recipe import Recipe
@@ -24,6 +25,7 @@ from trainer.recorded import Part, Recorded, last_window, parts_of, read_run
 from trainer.redact import REDACTED, redact_text
 from trainer.resume import FREE
 from trainer.run import data_of, make_task
+from trainer.run_folder import write_json
 from trainer.start import start
 from trainer.verdict import differences_here, different, differing_weights, identical
 
@@ -33,13 +35,19 @@ _ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + [
 
 def verify(options: argparse.Namespace) -> int:
     """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
+    if options.incident is not None:
+        from trainer.verify_incident import verify_incident  # it is made of what is in here
+
+        return verify_incident(options)
     run = read_run(options.folder)
     until = last_window(run, options.steps)
     config = replay_config(run, options.set)
-    parts = parts_of(run.folder, run.manifest, until, _count(options))
+    parts = parts_of(run.folder, run.manifest, until, ranks_wanted(options))
+    refused = [one for one in read_incidents(run.folder) if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        _say(f"{run.folder}: training windows 1 to {until} of {run.manifest.windows} again, in {temporary}")
+        begin(run, folder, refused)
+        say(f"{run.folder}: training windows 1 to {until} of {run.manifest.windows} again, in {temporary}")
         code = replay(config, parts, run.manifest.windows, folder, options.gpus)
         if code != EXIT_DONE:
             return code
@@ -50,10 +58,18 @@ def verify(options: argparse.Namespace) -> int:
         weights = differing_weights(run, folder) if until == run.manifest.windows else []
     here = differences_here(run.facts, again)
     if found is None and not weights:
-        _say(identical(run, compared, until, parts, here))
+        say(identical(run, compared, until, parts, here))
         return EXIT_DONE
-    _say(different(run, found, weights, here))
+    say(different(run, found, weights, here))
     return EXIT_FAILED
+
+
+def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
+    """Makes the folder of a replay, which leaves out the windows that the run was rolled back for."""
+    folder.mkdir()
+    # As if it had been stopped: the replay goes on with it, at its start.
+    write_json(folder / "manifest.json", {**run.facts, "status": "stopped"})
+    write_incidents(folder, refused)
 
 
 def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
@@ -129,7 +145,7 @@ def replay(
     return EXIT_DONE
 
 
-def _count(options: argparse.Namespace) -> int | None:
+def ranks_wanted(options: argparse.Namespace) -> int | None:
     """How many ranks were asked for; None where the run says it."""
     if options.ranks is not None:
         return int(options.ranks)
@@ -138,7 +154,8 @@ def _count(options: argparse.Namespace) -> int | None:
     return int(options.gpus) if options.gpus.isdecimal() else len(options.gpus.split(","))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tells it on standard output."""
     try:
         print(redact_text(text), flush=True)
     except OSError:  # the reader is gone (`| head`): the exit code still counts
@@ -154,7 +171,7 @@ def _progress() -> Iterator[int]:
         with os.fdopen(reading, errors="replace") as lines:
             for line in lines:
                 if line.startswith(("  window ", "  epoch ")):
-                    _say(line.rstrip())
+                    say(line.rstrip())
 
     thread = threading.Thread(target=pass_on)
     thread.start()
