@@ -35,7 +35,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
-	chaos lint bench tensorboard venv lock audit sbom clean-venv
+	chaos lint bench verify tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -104,6 +104,10 @@ lint: ## check style, types, shell files and the Dockerfile
 bench: ## measure the overhead per step over a hand-written loop
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/trainer bench overhead $(ARGS)
+
+verify: ## train RUN=runs/mine again and compare the bits; ARGS="--steps 200"
+	$(call bootstrap,--groups train)
+	$(VENV)/bin/trainer verify $(RUN) $(ARGS)
 
 tensorboard: ## show the runs under RUN=runs on this machine's port 6006
 	$(call bootstrap,--groups train)

@@ -14,6 +14,7 @@ from trainer.compiling import missing_for_compiling
 from trainer.data.loader import Batch, Source, make_loader
 from trainer.loop import train
 from trainer.observe.log import Meter
+from trainer.observe.trace import Trace, fingerprints_of
 from trainer.parallel import World
 from trainer.recipe import Recipe
 from trainer.run import assemble, make_task
@@ -47,7 +48,9 @@ def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float
     parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=2)
     t = parts.training
     rows: list[Any] = []
-    meter = Meter(t.share.plan, device, [rows.append], lambda: take_figures(t))
+    traced: list[Any] = []
+    trace = Trace(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
+    meter = Meter(t.share.plan, device, [rows.append], lambda: take_figures(t), trace)
     batches = parts.loader(t.share.batches())
 
     def strict_after_warm_up(done: int) -> None:
@@ -179,3 +182,12 @@ def test_gpu_and_cpu_agree() -> None:
     plain: dict[str, Any] = {"model": {"width": 16}}
     on_gpu = losses_on(torch.device("cuda", 0), strict=False, **plain)
     assert on_gpu == pytest.approx(losses_on(torch.device("cpu"), strict=False, **plain), rel=1e-2)
+
+
+def test_fingerprints_are_those_of_the_cpu() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 70, 5), torch.nn.BatchNorm2d(70), torch.nn.Linear(300, 301)
+    )
+    there = fingerprints_of(model.cuda())().tolist()
+    assert there == fingerprints_of(model.cpu())().tolist()
+    assert len(set(there)) > 5

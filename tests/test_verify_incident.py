@@ -54,12 +54,14 @@ def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, window), 1)
         assert f"training window{'s' * (newest < window)} {newest}" in out
     assert contents(run) == before
-    assert main(["verify", str(run)]) == (2 if policy == "stop" and not read_rows(run) else 0)
+    assert main(["verify", str(run)]) == 0
+    assert f"training windows 1 to {6 if policy == 'stop' else 16} of 16" in capsys.readouterr().out
 
 
-def read_rows(run: Path) -> list[str]:
-    trace = run / "trace.jsonl"
-    return trace.read_text().splitlines()[1:] if trace.exists() else []
+def test_a_run_that_was_stopped_at_once_has_only_its_incident(tmp_path: Path, capsys: Capsys) -> None:
+    run = run_of(tmp_path / "run", poison([0], "gradient"))
+    assert main(["verify", str(run)]) == 2
+    assert "nothing was recorded before the window 1 that stopped it" in capsys.readouterr().err
 
 
 def test_the_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:

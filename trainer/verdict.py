@@ -99,12 +99,11 @@ def different(run: Recorded, found: Difference | None, weights: Sequence[str], h
         lines.append(
             where + "; ".join([""] * bool(found.tensors) + [f"{n} {a}, now {b}" for n, a, b in found.figures])
         )
-        since = (
-            f"after window {found.after}, where all was the same" if found.after else "from the beginning on"
-        )
-        if found.window - found.after > 1:
+        apart = found.window - found.after
+        if apart > 1:
             lines.append(
-                f"  recorded every {found.window - found.after} windows: it may have begun anywhere {since}"
+                f"  it began in one of the windows {found.after + 1} to {found.window}: "
+                f"recorded every {apart} windows"
             )
     lines += [f"  final weights: {line}" for line in weights]
     if here:

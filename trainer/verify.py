@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ def verify(options: argparse.Namespace) -> int:
 
         return verify_incident(options)
     run = read_run(options.folder)
+    incidents = read_incidents(run.folder)
+    run = before_its_stop(run, incidents)
     until = last_window(run, options.steps)
     config = replay_config(run, options.set)
     parts = parts_of(run.folder, run.manifest, until, ranks_wanted(options))
-    refused = [one for one in read_incidents(run.folder) if one["policy"] == "rollback"]
+    refused = [one for one in incidents if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, refused)
@@ -62,6 +65,24 @@ def verify(options: argparse.Namespace) -> int:
         return EXIT_DONE
     say(different(run, found, weights, here))
     return EXIT_FAILED
+
+
+def before_its_stop(run: Recorded, incidents: list[dict[str, Any]]) -> Recorded:
+    """A run without the rows that came after the window for which it was stopped: a replay stops there, too.
+
+    Raises:
+        BadInputError: If there are no others.
+    """
+    for number, incident in enumerate(incidents, 1):
+        if incident["policy"] == "stop":
+            rows = [row for row in run.rows if row.window < incident["window"]]
+            if not rows:
+                raise BadInputError(
+                    f"{run.folder}: nothing was recorded before the window {incident['window']} that stopped it; "
+                    f"look at that with --incident {number}"
+                )
+            return replace(run, rows=rows)
+    return run
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:

@@ -33,6 +33,7 @@ from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.loop import train
 from trainer.observe.log import Meter, jsonl_sink, tensorboard_sink
+from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.optim import OptimConfig, clip_gradients
 from trainer.parallel import World
 from trainer.progress import Progress
@@ -172,10 +173,13 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
         to_board, close = tensorboard_sink(folder)
         stack.callback(close)
         file = stack.enter_context((folder / "metrics.jsonl").open("w"))
+        kept = stack.enter_context((folder / "trace.jsonl").open("w"))
         start = time.perf_counter()
-        meter = Meter(
-            plan, torch.device("cpu"), [jsonl_sink(file), to_board], lambda: take_figures(parts.training)
+        trace = Trace(
+            fingerprints_of(training.model), trace_to(kept, list(training.model.state_dict()), [], 0)
         )
+        sinks = [jsonl_sink(file), to_board]
+        meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), trace)
         train(
             parts.training,
             parts.loader(parts.training.share.batches()),

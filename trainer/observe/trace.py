@@ -69,15 +69,17 @@ def _words(tensor: torch.Tensor) -> int:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A tensor's bits, int64: its rows added up, and what is left of it."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    size = data.numel()
     if data.storage_offset() % 8:  # a view into something else
         data = data.clone()
-    whole = data.numel() // _ROW * _ROW
-    parts = [data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)] if whole else []
-    rest = data[whole:]
-    if rest.numel() % 8:
-        rest = nn.functional.pad(rest, (0, -rest.numel() % 8))
-    return [*parts, rest.view(torch.int64)]
+    whole = size // _ROW * _ROW
+    if size % 8:
+        data = nn.functional.pad(data, (0, -size % 8))
+    words = data.view(torch.int64)
+    if not whole:
+        return [words]
+    return [words[: whole // 8].view(-1, _COLUMNS).sum(0), words[whole // 8 :]]
 
 
 def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], window: int) -> Callable[..., None]:
