@@ -78,8 +78,8 @@ def before_its_stop(run: Recorded, incidents: list[dict[str, Any]]) -> Recorded:
             rows = [row for row in run.rows if row.window < incident["window"]]
             if not rows:
                 raise BadInputError(
-                    f"{run.folder}: nothing was recorded before the window {incident['window']} that stopped it; "
-                    f"look at that with --incident {number}"
+                    f"{run.folder}: nothing was recorded before the window {incident['window']} that stopped "
+                    f"it; look at that with --incident {number}"
                 )
             return replace(run, rows=rows)
     return run
