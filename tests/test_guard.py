@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.chaos import ending
 from tests.forked import Attempt, attempt, replace, small
-from trainer import preempt, rank
+from trainer import incidents, preempt, rank
 from trainer.attempt import train_rank
 from trainer.checkpoint.store import newest_good
 from trainer.errors import BadInputError
@@ -201,6 +201,21 @@ def test_too_many(tmp_path: Path, policy: str) -> None:
     stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
     assert stopped.code == 1 and "window 7" in stopped.line and "guard.most=2" in stopped.line
     assert [one["policy"] for one in read_incidents(tmp_path / "run")] == [policy, "stop"]
+
+
+@pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0), ("rollback", 1)])
+def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def install() -> None:
+        poison([6], "gradient")()
+        replace(incidents, "write_incidents", full)
+
+    done = attempt(tmp_path / "run", guarded(nonfinite=policy), before=install)
+    assert done.code == code and "Traceback" not in done.said
+    told = done.said if policy == "skip" else done.line
+    assert "window 7: the gradient isn't finite" in told and "No space left on device" in told
 
 
 def test_off(tmp_path: Path) -> None:

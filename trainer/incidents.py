@@ -88,7 +88,11 @@ class IncidentLog:
 
     def skipped(self, finding: Finding) -> None:
         """Of a window whose update was not made."""
-        number = self._add(finding)
+        try:
+            number = self._add(finding)
+        except OSError as error:  # the training is worth more than its record
+            warn(f"{finding}; its update was not made, and incidents.jsonl not written ({error.strerror})")
+            return
         if number:
             warn(f"{finding}; its update was not made (incident {number} in incidents.jsonl)")
 
@@ -98,7 +102,10 @@ class IncidentLog:
         Raises:
             DivergedError: If it is to stop.
         """
-        number = self._add(finding)
+        try:
+            number = self._add(finding)
+        except OSError as error:
+            raise DivergedError(f"{finding}; incidents.jsonl can't be written ({error.strerror})") from error
         if finding.policy == "rollback":
             if number:
                 warn(f"{finding}; back to the checkpoint before it, and on without its samples")
