@@ -292,7 +292,7 @@ def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str
 
 
 def _leaves(pipe: Connection) -> None:
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
     child.start()
     pipe.send(child.pid)
     rank.leave_now(EXIT_HANG, "")
