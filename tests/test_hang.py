@@ -1,5 +1,6 @@
 """Promise: a rank that hangs is named, with its phase and its window, and the job ends with code 76."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,7 @@ def test_every_phase_is_tried() -> None:
 
 def test_tree(endings: dict[str, Ending]) -> None:
     assert is_named(endings["tree"], Hang(1, "backward", 3)), endings["tree"]
+    assert "; rank 0 waits in communication, window 3;" in endings["tree"].text
 
 
 def test_worker(endings: dict[str, Ending]) -> None:
@@ -148,9 +151,11 @@ def test_slow_is_no_hang(endings: dict[str, Ending], name: str) -> None:
 
 
 def test_a_job_that_was_suspended_goes_on() -> None:
-    job = Job(2, recipe_of(HANG_S), slow(0, 0.05))
+    """It made no progress for long, but nor did the clock of its watch."""
+    job = Job(1, recipe_of(HANG_S, max_windows=2), slow(0, 0.5))
     while not (job.folder / "metrics.jsonl").exists() and not job.over():
         time.sleep(0.02)
+    time.sleep(1.0)  # it is in a forward pass then
     job.send(signal.SIGSTOP)
     time.sleep(2 * HANG_S)
     job.send(signal.SIGCONT)
@@ -284,6 +289,29 @@ def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str
     wanted = "trainer: rank 0 hangs\nrank 0 is here:\n  File\n"
     assert rank.explain([stuck, outcome, killed], 3) == wanted
     assert rank.job_code([stuck, outcome, killed]) == EXIT_HANG
+
+
+def _leaves(pipe: Connection) -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+    child.start()
+    pipe.send(child.pid)
+    rank.leave_now(EXIT_HANG, "")
+
+
+def test_a_rank_that_leaves_ends_what_it_started() -> None:
+    """A loader worker that hangs would stay for ever."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_leaves, args=(theirs,))
+    process.start()
+    child = ours.recv()
+    process.join(10)
+    assert process.exitcode == EXIT_HANG
+    end = time.monotonic() + 5
+    stat = Path(f"/proc/{child}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_mark_is_cheap() -> None:
