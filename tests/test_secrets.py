@@ -90,6 +90,7 @@ def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
         ["--set", f"model.init_from=https://me:{SECRET}@host/w.safetensors"],
         ["--set", f"optim.api_token={SECRET}"],
         ["--set", f"optim.lr=password={SECRET}"],
+        ["--set", f"optim.lr=https://{'u' * 20}:{SECRET}{'x' * 40}@host/x"],  # cut before the @ that shows it
         ["--token", SECRET],
         ["--set", f"data.path=/nowhere/password={SECRET}", "--set", "data.name=folder"],
     ],

@@ -107,6 +107,17 @@ def test_a_run_that_was_cut_and_is_not_at_its_end(cut: Path, forked: Forked, cap
     assert len(forked) == 1, "it was trained in one way throughout"
 
 
+def test_rows_that_were_lost_are_cut_back(tmp_path: Path, whole: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, stop_after=5).code == 75
+    late = attempt(folder, stop_after=5)
+    assert late.code == 2 and "is of window 5 already; give a later one" in late.line
+    with (folder / "trace.jsonl").open("a") as file:
+        file.write('{"kind": "train", "window": 6, "loss": 9.0, "tensors": []}\n{"kind": ')
+    assert attempt(folder).code == 0
+    assert (folder / "trace.jsonl").read_text() == (whole / "trace.jsonl").read_text()
+
+
 def flip(folder: Path, window: int, tensor: str) -> None:
     """Flips a bit of what was recorded."""
     lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
