@@ -20,6 +20,7 @@ from trainer.data.dataset import Arrays, Field
 from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
+from trainer.data.workers import begin_worker
 from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.keyed_rng import Float32, Ints
@@ -363,3 +364,34 @@ def test_waiting_for_data_is_what_is_counted() -> None:
     for _ in fast(range(5)):
         time.sleep(0.02)
     assert fast.waited() / 1e9 < 0.05
+
+
+def _rank_with_a_worker(pipe: Any) -> None:
+    """Starts a process as a loader does, says which, and waits to be killed."""
+    context = multiprocessing.get_context("fork")
+    context.Process(target=_worker, args=(os.getpid(), pipe)).start()
+    time.sleep(60)
+
+
+def _worker(parent: int, pipe: Any) -> None:
+    begin_worker(parent, 0)
+    pipe.send(os.getpid())
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends children with their parent")
+def test_a_worker_ends_with_its_rank() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=_rank_with_a_worker, args=(theirs,))
+    rank.start()
+    worker = ours.recv()
+    rank.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{worker}").exists()
+    # One whose parent was gone before it could say so ends by itself.
+    late = multiprocessing.get_context("fork").Process(target=begin_worker, args=(1, 0))
+    late.start()
+    late.join(10)
+    assert late.exitcode == 1

@@ -31,6 +31,7 @@ from trainer.between_windows import BetweenWindows
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.guard import Guard
 from trainer.loop import train
 from trainer.observe.log import Meter, jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
@@ -180,6 +181,9 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
         )
         sinks = [jsonl_sink(file), to_board]
         meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), trace)
+        assert training.ring is not None
+        guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
+        between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
         train(
             parts.training,
             parts.loader(parts.training.share.batches()),
@@ -188,7 +192,7 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}).window_done,
+            window_done=between.window_done,
         )
         return time.perf_counter() - start
 

@@ -6,9 +6,11 @@ place where the data lives change nothing but the time it takes.
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
 from trainer.data.waiting import Waiting
-from trainer.data.workers import CurrentBatches, ignore_signals, start_method, unsendable
+from trainer.data.workers import CurrentBatches, begin_worker, start_method, unsendable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
@@ -245,7 +247,7 @@ class RingLoader:
                 prefetch_factor=config.prefetch,
                 persistent_workers=True,
                 multiprocessing_context=multiprocessing.get_context(method),
-                worker_init_fn=ignore_signals,
+                worker_init_fn=partial(begin_worker, None if method == "forkserver" else os.getpid()),
             )
             # With nothing to read yet, this starts the workers: before there are threads that a fork
             # would cut short, and before the ring is registered with CUDA.

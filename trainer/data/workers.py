@@ -1,7 +1,9 @@
 """How loader workers are started, and what they must not do."""
 
+import ctypes
 import gc
 import io
+import os
 import pickle
 import signal
 import sys
@@ -11,6 +13,8 @@ from typing import Any
 
 from trainer.data.dataset import Dataset
 from trainer.data.shared import Columns
+
+_PR_SET_PDEATHSIG = 1
 
 
 def start_method(configured: str) -> str:
@@ -66,8 +70,13 @@ class CurrentBatches:
         return len(self._numbers[0])
 
 
-def ignore_signals(_worker: int) -> None:
-    """What a worker does at its start."""
+def begin_worker(parent: int | None, _worker: int) -> None:
+    """What a worker does at its start; the parent is the process whose end is its own, if it is its child."""
+    if sys.platform == "linux" and parent is not None:
+        # torch's workers look for their parent every five seconds, and for the wrong one if it ended before.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
     # What it got from its parent is never garbage: looking through it would copy page after page.
     gc.freeze()
     # Ctrl-C and a scheduler's signal reach the whole group, but stopping is the rank's decision; and the
