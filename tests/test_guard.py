@@ -4,8 +4,10 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from tests.chaos import ending
 from tests.forked import Attempt, attempt, replace, small
 from trainer import incidents, preempt, rank
 from trainer.attempt import train_rank
+from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
 from trainer.errors import BadInputError
 from trainer.guard import Finding, GuardConfig, judge, median_and_deviation
@@ -153,6 +156,9 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     folder = tmp_path / "run"
     done = attempt(folder, recipe, before=poison([12], harm))
     assert done.code == 0
+    trace = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    rows = [(row["kind"], int(row["window"])) for row in trace]
+    assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
     assert "back to the checkpoint before it" in done.said and "goes on after window 10" in done.said
     assert "without window 13" in done.said
     assert ending(folder) == ending(whole)
@@ -188,6 +194,46 @@ def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
     assert losses[1] == losses[2]
 
 
+def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
+    """Writing a checkpoint takes long; and a signal comes in the middle of a window."""
+
+    def install() -> None:
+        poison([12], "gradient")()
+        commit, harmed = store.commit, Classification.loss
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return commit(*arguments)
+
+        def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+            if number and sys.modules["trainer.pulse"].PULSE.window == at + 1 and model.training:
+                os.kill(os.getpid(), number)
+            return harmed(self, model, batch)
+
+        replace(store, "commit", slow)
+        replace(Classification, "loss", signalled)
+
+    return install
+
+
+def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="rollback")
+    done = attempt(tmp_path / "run", recipe, before=slowly(0.7))
+    assert done.code == 0 and "goes on after window 10" in done.said
+
+
+def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="rollback")
+    folder = tmp_path / "run"
+    stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
+    assert stopped.code == 75 and "goes on after window 10" in stopped.said
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+    assert attempt(folder, recipe).code == 0
+    whole = leaves_out_the_13th(tmp_path / "whole", "nonfinite")
+    assert attempt(whole, recipe).code == 0
+    assert ending(folder) == ending(whole)
+
+
 def test_rollback_to_the_very_start(tmp_path: Path) -> None:
     recipe = guarded(nonfinite="rollback")
     done = attempt(tmp_path / "run", recipe, before=poison([0, 1], "gradient"))
@@ -210,7 +256,7 @@ def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
 
     def install() -> None:
         poison([6], "gradient")()
-        replace(incidents, "write_incidents", full)
+        replace(incidents.IncidentLog, "_add", full)
 
     done = attempt(tmp_path / "run", guarded(nonfinite=policy), before=install)
     assert done.code == code and "Traceback" not in done.said
@@ -337,13 +383,18 @@ def test_the_deviation_is_that_of_a_normal_distribution(values: list[float]) -> 
 
 
 def test_what_would_happen_again_is_forgotten() -> None:
+    recipe = small()
+    plan = make_plan(recipe, make_task(recipe))
     incidents = [
         {"window": 3, "policy": "skip"},
         {"window": 9, "policy": "skip"},
         {"window": 12, "policy": "rollback"},
+        {"window": 13, "policy": "rollback", "samples": samples_of(recipe, 12)},
+        {"window": 14, "policy": "rollback", "samples": [1]},  # of another plan
+        {"window": 17, "policy": "rollback"},  # and beyond the end of this one
         {"window": 20, "policy": "stop"},
     ]
-    assert incidents_before(incidents, 8) == [incidents[0], incidents[2]]
+    assert incidents_before(incidents, 8, plan) == [incidents[0], incidents[2], incidents[3]]
 
 
 @pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"window": "a", "policy": "rollback"}\n'])

@@ -19,18 +19,19 @@ from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
-from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, write_incidents
+from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.observe.trace import Trace
 from trainer.parallel import World, check_agreement, joined_world
+from trainer.preempt import requested
 from trainer.progress import Progress, from_state
-from trainer.pulse import mark
+from trainer.pulse import PULSE, mark
 from trainer.recipe import Recipe
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
-from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_task
+from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_plan, make_task
 from trainer.run_folder import check_space, open_folder, set_status
 from trainer.run_lock import lock
 from trainer.state import load_tensors
@@ -75,10 +76,7 @@ def train_rank(
             code = _train(request, world, stored, watch)
             if code != _ROLLED_BACK:
                 return code
-            # Until rank 0 has written everything, the others don't look for where to go on.
-            mark("communication")
-            if world.group is not None:
-                dist.barrier(world.control or world.group)
+            PULSE.window = 0  # it may take as long as the first time
             mark("start")
             stored = read_stored(folder)
 
@@ -105,7 +103,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         check_request(recipe, task, world.size)
         found, skipped = _newest(folder, mode, world)
         at = found.step if found else 0
-        incidents = incidents_before(read_incidents(folder), at)
+        incidents = incidents_before(read_incidents(folder), at, make_plan(recipe, task))
         refused = left_out(incidents)
         check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
         parts = assemble(recipe, task, world, workers_per_rank(read_limits(), local_size), folder)
@@ -116,7 +114,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
         desk = None
         if world.rank == 0:
-            write_incidents(folder, incidents)
+            restore_incidents(folder, incidents)
             manifest = make_manifest(
                 recipe,
                 recipe_name,
@@ -129,6 +127,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 progress.window,
                 stored,
             )
+            manifest["incidents"] = len(incidents)
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window)
         sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
@@ -146,23 +145,54 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         )
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
-            between.train()
+            try:
+                between.train()
+            except Incident as incident:
+                _after_incident(incident, between, log, recipe, world, desk, folder)
+                return _ROLLED_BACK
         except Requeue as requeue:
             if desk:
                 desk.display.close()
                 desk.display.say(f"  {requeue}")
                 set_status(folder, desk.manifest, "stopped", str(requeue))
             return EXIT_REQUEUE
-        except Incident as incident:
-            if desk:
-                desk.writer.finish()
-                desk.display.close()
-            log.ends(incident.finding, recipe.guard)
-            return _ROLLED_BACK
         if desk:
             desk.writer.finish()
             finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display)
     return EXIT_DONE
+
+
+def _after_incident(
+    incident: Incident,
+    between: BetweenWindows,
+    log: IncidentLog,
+    recipe: Recipe,
+    world: World,
+    desk: "_Desk | None",
+    folder: Path,
+) -> None:
+    """Writes down what happened, all of it, before any rank leaves; returns if the run is to be rolled back.
+
+    Raises:
+        DivergedError: If it is to stop.
+        Requeue: If it is to be rolled back, and a signal asks for a stop: the next attempt does that.
+        Stopped: The same, but there is no checkpoint.
+    """
+    mark("checkpoint")
+    end = log.ends(incident.finding, recipe.guard)
+    if desk:
+        desk.writer.finish()
+        desk.display.close()
+        if end:
+            set_status(folder, desk.manifest, "diverged", str(end))
+    # Where the ranks wait for each other until all is written.
+    signals = torch.tensor([int(requested() or 0)])
+    if world.group is not None:
+        dist.all_reduce(signals, dist.ReduceOp.MAX, group=world.control or world.group)
+    if end:
+        raise end
+    if int(signals):
+        between.stop(int(signals), incident.done)
 
 
 class _Desk(NamedTuple):

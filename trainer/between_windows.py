@@ -136,7 +136,7 @@ class BetweenWindows:
             self._save(done)
         self._is_best = False
         if decision.signal or done == self._stop_after:
-            self._stop(decision.signal, done)
+            self.stop(decision.signal, done)
 
     def _look(self, done: int, now: bool) -> None:
         """Raises what the guard finds; on all ranks after the same window."""
@@ -184,8 +184,17 @@ class BetweenWindows:
         best = self._progress.best[1] if self._progress.best and self._recipe.checkpoint.best else None
         self._writer.submit(done, stage(tensors_of(t)), state, best)
 
-    def _stop(self, number: int, done: int) -> None:
-        """Ends this attempt by what is on the disk, whenever it was written."""
+    def stop(self, number: int, done: int) -> None:
+        """Ends this attempt by what is on the disk, whenever it was written; collective.
+
+        Args:
+            number: The signal that asked for it; 0: `stop_after`.
+            done: Windows done.
+
+        Raises:
+            Requeue: There is a checkpoint to go on from.
+            Stopped: There is none.
+        """
         mark("checkpoint")
         newest = self._writer.newest() if self._writer is not None else None
         kept = torch.tensor([0 if newest is None else newest + 1])

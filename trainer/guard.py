@@ -53,6 +53,7 @@ class Finding:
         gradient_norm: Before clipping; 0 where fp16's scaler takes care of it.
         median: Of the losses before it; None if it isn't a spike.
         deviation: Robust standard deviation of these; None if it isn't a spike.
+        one_too_many: Whether the run stops for it because there were too many.
     """
 
     window: int
@@ -62,6 +63,7 @@ class Finding:
     gradient_norm: float
     median: float | None = None
     deviation: float | None = None
+    one_too_many: bool = False
 
     def __str__(self) -> str:
         window = f"window {self.window + 1}"
@@ -172,8 +174,8 @@ class Guard:
                 continue
             if found := judge(self._config, window, losses[slot], norms[slot], self.history):
                 self._incidents += 1
-                if self._incidents >= self._config.most:
-                    found = replace(found, policy="stop")
+                if found.policy != "stop" and self._incidents >= self._config.most:
+                    found = replace(found, policy="stop", one_too_many=True)
                 if found.policy != "skip":
                     return found
                 self._skipped(found)

@@ -30,8 +30,10 @@ def read_incidents(folder: Path) -> list[dict[str, Any]]:
         *lines, _ = (folder / _NAME).read_bytes().split(b"\n")
         incidents = [strict_json.parse(line) for line in lines]
         for incident in incidents:
-            if not (type(incident["window"]) is int and isinstance(incident["policy"], str)):
-                raise ValueError("window or policy is odd")
+            if not (type(incident["window"]) is int and incident["window"] >= 1):
+                raise ValueError("a window is odd")
+            if not (incident["kind"] in ("nonfinite", "spike") and isinstance(incident["policy"], str)):
+                raise ValueError("a kind or policy is odd")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -47,12 +49,37 @@ def left_out(incidents: list[dict[str, Any]]) -> set[int]:
     return {incident["window"] - 1 for incident in incidents if incident["policy"] == "rollback"}
 
 
-def incidents_before(incidents: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
-    """Those that hold for a run that goes on after so many windows.
+def incidents_before(incidents: list[dict[str, Any]], window: int, plan: Plan) -> list[dict[str, Any]]:
+    """Those that hold for a run that goes on after so many windows, by this plan.
 
-    What was skipped later, or stopped it, would happen again; a rollback is not undone.
+    What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
+    are in its window now.
     """
-    return [one for one in incidents if one["policy"] == "rollback" or one["window"] <= window]
+    return [one for one in incidents if one["window"] <= window or _comes_again(one, plan)]
+
+
+def _comes_again(incident: dict[str, Any], plan: Plan) -> bool:
+    if incident["policy"] != "rollback" or incident["window"] > plan.windows:
+        return False
+    return incident.get("samples") in (None, _samples(plan, incident["window"] - 1)[1])
+
+
+def _samples(plan: Plan, window: int) -> tuple[list[int], list[int]]:
+    """Epochs and samples of a window."""
+    epoch, sample, weight = plan.read(np.arange(window * plan.shards, (window + 1) * plan.shards))
+    return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
+
+
+def restore_incidents(folder: Path, incidents: list[dict[str, Any]]) -> None:
+    """Leaves only these in the run folder.
+
+    Raises:
+        BadInputError: If they can't be written.
+    """
+    try:
+        write_incidents(folder, incidents)
+    except OSError as error:
+        raise BadInputError(f"{folder / _NAME} can't be written ({error.strerror}); mend that") from error
 
 
 def write_incidents(folder: Path, incidents: list[dict[str, Any]]) -> None:
@@ -96,23 +123,19 @@ class IncidentLog:
         if number:
             warn(f"{finding}; its update was not made (incident {number} in incidents.jsonl)")
 
-    def ends(self, finding: Finding, config: GuardConfig) -> None:
-        """Of a window that ends the attempt; returns if the run is to be rolled back.
-
-        Raises:
-            DivergedError: If it is to stop.
-        """
+    def ends(self, finding: Finding, config: GuardConfig) -> DivergedError | None:
+        """Of a window that ends the attempt; returns why the run ends, None if it is to be rolled back."""
         try:
             number = self._add(finding)
         except OSError as error:
-            raise DivergedError(f"{finding}; incidents.jsonl can't be written ({error.strerror})") from error
+            return DivergedError(f"{finding}; incidents.jsonl can't be written ({error.strerror})")
         if finding.policy == "rollback":
             if number:
                 warn(f"{finding}; back to the checkpoint before it, and on without its samples")
-            return
-        if number >= config.most > 1:
-            raise DivergedError(f"{finding}; it is incident {number} of guard.most={config.most}")
-        raise DivergedError(
+            return None
+        if finding.one_too_many:
+            return DivergedError(f"{finding}; it is incident {config.most}: guard.most={config.most}")
+        return DivergedError(
             f"{finding}; lower optim.lr, set optim.clip or guard.{finding.kind}=rollback, and go on by "
             "--resume force; incidents.jsonl in the run folder has the samples"
         )
@@ -121,8 +144,7 @@ class IncidentLog:
         """Returns the incident's number; 0 on ranks that write nothing."""
         if self.folder is None:
             return 0
-        shards = np.arange(finding.window * self.plan.shards, (finding.window + 1) * self.plan.shards)
-        epoch, sample, weight = self.plan.read(shards)
+        epochs, samples = _samples(self.plan, finding.window)
         incident = {
             "number": 0,
             "window": finding.window + 1,
@@ -133,8 +155,8 @@ class IncidentLog:
             "median": finding.median,
             "deviation": finding.deviation,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "epochs": np.unique(epoch[weight > 0]).tolist(),
-            "samples": sample[weight > 0].tolist(),
+            "epochs": epochs,
+            "samples": samples,
         }
         earlier = read_incidents(self.folder)
         write_incidents(self.folder, [*earlier, incident])

@@ -63,6 +63,9 @@ def make_manifest(
     config = recipe.model_dump(mode="json")
     # By --resume force alone: what trained the windows before is not what this manifest says.
     changed = differences(stored.config, redact(config)) if stored else []
+    for what, before in (stored.fingerprint if stored else {}).items():
+        if before != fingerprint.get(what):
+            changed.append(f"{what}: {before}, now {fingerprint.get(what)}")
     attempt = Attempt(
         started=now,
         window=window,

@@ -108,7 +108,9 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
     if ranks is not None:
         return [Part(until, ranks, manifest.threads, manifest.attempts[-1].log_every)]
     kept = list[Attempt]()
-    for attempt in manifest.attempts:  # what was trained beyond its start is lost
+    for attempt in manifest.attempts:  # what was trained beyond its start is lost, but not what was changed
+        lost = [change for earlier in kept if earlier.window >= attempt.window for change in earlier.changed]
+        attempt = attempt.model_copy(update={"changed": [*lost, *attempt.changed]})  # noqa: PLW2901
         kept = [*(earlier for earlier in kept if earlier.window < attempt.window), attempt]
     for attempt in kept:
         if attempt.window and attempt.changed:

@@ -14,14 +14,16 @@ REDACTED = "***"
 # Ends of names, so that token_dtype, tokens and tokenizer are none; "secret" and "password" anywhere.
 _SECRET = (
     r"[\w.\-]*?(?:(?:secret|passw(?:or)?d|passphrase)[\w.\-]{0,80}"
-    r"|(?:token|api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|credentials?|signature|authorization"
+    r"|(?:(?<!per_)token|api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|credentials?|signature|authorization"
     r"|(?<![a-z])(?:sig|pwd))\d*)"
 )
 _NAME = re.compile(rf"(?:{_SECRET})", re.IGNORECASE)
 # In a query these are secret as well.
 _PARAMETER = rf"(?:{_SECRET}|key|auth)"
-# A value: quoted (with \" in it), or up to what ends it in text, JSON, YAML and shells.
-_VALUE = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?:bearer|basic)\s+[^\s,;"'&]+|[^\s,;"'&)\]}]+)"""
+# A value: a list, quoted (with \" in it), or up to what ends it in text, JSON, YAML and shells.
+_LIST = r"[\[{][^\[\]{}]{0,4000}[\]}]"
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_VALUE = rf"""(?:{_LIST}|{_QUOTED}|(?:bearer|basic)\s+[^\s,;"'&]+|[^\s,;"'&)\]}}]+)"""
 
 # Its length is bounded, and so is a password's below: no text may take quadratic time. A URL that was taken
 # for a path has lost a slash.
@@ -35,12 +37,13 @@ _PATTERNS = [
             rf"-----BEGIN \1-----{REDACTED}",
         ),
         # A password may hold / and @; host:8080/a@b is none.
-        (rf"""({_SCHEME})[^\s/@:"']*:(?!\d+(?:[/?#\s"']|$))[^\s"']{{0,1000}}@""", rf"\1{REDACTED}@"),
+        (rf"""({_SCHEME})[^\s/@:"']*:(?!\d+(?:[/?#\s"']|$))[^\s"]{{0,4000}}@""", rf"\1{REDACTED}@"),
         (rf"""({_SCHEME})[^\s/?#"']{{1,1000}}@""", rf"\1{REDACTED}@"),
         (rf"""([?&;]{_PARAMETER}=)[^&;#\s"'\\]+""", rf"\1{REDACTED}"),
         # key=value, key: value, "key": "value", and the same within a string that is quoted once more.
         (
-            rf"""(?<![\w.\-])({_SECRET}\\?["']?\s*(?:=(?!=)|:(?!/))\s*)(?:\\"[^"\\]*\\"|{_VALUE})""",
+            rf"""(?<![\w.\-])(?<!unexpected )({_SECRET}\\?["']?\s*(?:=(?!=)|:(?!/))\s*)"""
+            rf"""(?:\\"[^"\\]*\\"|{_VALUE})""",
             rf"\1{REDACTED}",
         ),
         (rf"""(?<![\w\-])(--?{_SECRET}(?:["'],)?\s+)(?!-){_VALUE}""", rf"\1{REDACTED}"),

@@ -28,6 +28,8 @@ FREE = (
     "data.resident",
     "data.start_method",
     "parallel.timeout_s",
+    "guard.spike*",
+    "guard.most",
     "parallel.hang_s",
     "log.*",
     "checkpoint.*",
@@ -135,11 +137,13 @@ def has_checkpoint(out: Path | None, mode: Mode, recipe: str) -> bool:
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Keys of two configurations whose values differ and matter, each as "key: before, now after"."""
-    before, after = _flat(stored), _flat(now)
+    before, after = flat(stored), flat(now)
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not any(fnmatchcase(key, free) for free in FREE)
+        # Only skipping is a part of the arithmetic.
+        if key != "guard.nonfinite" or "skip" in (before.get(key), after.get(key))
     ]
 
 
@@ -187,8 +191,9 @@ def ended(folder: Path, stored: Stored, mode: Mode) -> tuple[str, int] | None:
     return None
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by dotted key."""
+    keys: dict[str, Any] = {}
     for name, value in config.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
+        keys |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return keys

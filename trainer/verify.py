@@ -24,7 +24,7 @@ from trainer.observe.trace import first_difference, read_trace
 from trainer.recipe import Recipe
 from trainer.recorded import Part, Recorded, last_window, parts_of, read_run
 from trainer.redact import REDACTED, redact_text
-from trainer.resume import FREE
+from trainer.resume import FREE, flat
 from trainer.run import data_of, make_task
 from trainer.run_folder import write_json
 from trainer.start import start
@@ -110,10 +110,12 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
                 "data.workers, model.init_from and the like"
             )
     config = override(config, settings)
-    for name in _ELSEWHERE:
-        section, _, key = name.partition(".")
-        if REDACTED in str(config.get(section, {}).get(key)):
-            raise BadInputError(f"{path}: {name} was redacted; give it with --set {name}=…")
+    for name, value in flat(config).items():
+        if REDACTED in str(value):
+            remedy = (
+                f"; give it with --set {name}=…" if name in _ELSEWHERE else ", so that it can't be replayed"
+            )
+            raise BadInputError(f"{path}: {name} was redacted{remedy}")
     config = override(
         config,
         [

@@ -10,13 +10,15 @@ import torch
 from trainer.bench.conditions import conditions
 from trainer.bench.overhead import interleaved, median_interval
 from trainer.config import override, read_recipe, validated
-from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
+from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.parallel import World
 from trainer.precision import set_matmul_mode
 from trainer.recipe import Recipe
 from trainer.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
 from trainer.step import train_window
+
+_NOT_IN_A_WINDOW = ("log.", "checkpoint.", "evaluate_every", "parallel.threads", "parallel.hang_s")
 
 
 def bench_setting(
@@ -35,8 +37,14 @@ def bench_setting(
         0, or 3 if there was nothing to measure.
 
     Raises:
-        BadInputError: If the recipe can't be trained here.
+        BadInputError: If the recipe can't be trained here, or a setting isn't of a window's.
     """
+    for setting in settings:
+        if setting.startswith(_NOT_IN_A_WINDOW):
+            raise BadInputError(
+                f"{setting}: windows alone are timed here, on the threads of this machine; rows, checkpoints "
+                "and evaluations aren't"
+            )
     if rounds < 1 or windows < 1:
         print("nothing measured: --rounds and --windows must be at least 1")
         return EXIT_NOT_MEASURED
