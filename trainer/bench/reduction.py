@@ -54,8 +54,13 @@ def bench_reduction(rounds: int, target: float) -> int:
         print("nothing measured: --rounds must be at least 1")
         return EXIT_NOT_MEASURED
     cuda = torch.cuda.is_available()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = _measure(World(0, 1, 0, torch.device("cuda", 0) if cuda else torch.device("cpu"), None), rounds)
+    try:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        alone = _measure(World(0, 1, 0, device, None), rounds)
+    finally:
+        torch.set_num_threads(threads)
     _, low, high = _ratio(alone)
     verdict = "met" if high <= target else "MISSED" if low > target else "undecided: more --rounds"
     print(

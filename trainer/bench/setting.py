@@ -51,8 +51,9 @@ def bench_setting(
     length = ["epochs=1000000000", f"max_windows={windows * (rounds + 1)}"]
     values = override(read_recipe(name), [*common, *length])
     threads = threads_per_rank(read_limits(), 1)
-    torch.set_num_threads(threads)
     with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
         sides = {"as it is": _side(name, values, windows, stack)}
         sides |= {setting: _side(name, override(values, [setting]), windows, stack) for setting in settings}
         seconds = interleaved(list(sides.values()), rounds)

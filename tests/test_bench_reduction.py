@@ -1,0 +1,59 @@
+"""Promise: what a setting or the tree costs is measured in turn and judged by its interval."""
+
+import pytest
+import torch
+
+from trainer.bench import reduction
+from trainer.bench.reduction import _measure, _Price, _ratio, bench_reduction
+from trainer.bench.setting import bench_setting
+from trainer.cli import main
+from trainer.errors import BadInputError
+from trainer.parallel import World
+
+Capsys = pytest.CaptureFixture[str]
+SMALL = ["data.global_batch=16", "data.micro_batch=4", "model.width=4"]
+
+
+def test_a_setting_beside_the_recipe_as_it_is(capsys: Capsys) -> None:
+    settings = ["optim.clip=0", "parallel.reduction=tree"]
+    assert bench_setting("digits", settings, SMALL, rounds=2, windows=1) == 0
+    *_, as_it_is, clip, tree = capsys.readouterr().out.strip().splitlines()
+    assert as_it_is.startswith("| as it is | ") and as_it_is.endswith("|  |  |")
+    assert clip.startswith("| optim.clip=0 | ") and tree.startswith("| parallel.reduction=tree | ")
+    ratio = float(tree.split("|")[3])
+    assert 0.1 < ratio < 10
+
+
+def test_what_takes_longer_is_seen(capsys: Capsys) -> None:
+    assert bench_setting("digits", ["model.width=48"], SMALL, rounds=3, windows=2) == 0
+    assert float(capsys.readouterr().out.strip().splitlines()[-1].split("|")[3]) > 1.2
+
+
+def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
+    assert bench_setting("digits", ["optim.clip=0"], [], rounds=0, windows=1) == 3
+    assert bench_reduction(rounds=0, target=1.05) == 3
+    for setting in ("log.every=1", "parallel.threads=1"):
+        with pytest.raises(BadInputError, match="windows alone are timed"):
+            bench_setting("digits", [setting], [], rounds=1, windows=1)
+    assert main(["bench", "setting", "digits", "optim.clp=0"]) == 2
+    assert "did you mean 'optim.clip'" in capsys.readouterr().err
+
+
+def test_the_tree_keeps_log2_of_the_shards_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction, "_WIDTH", 4)
+    monkeypatch.setattr(reduction, "_IMAGE", 8)
+    price = _measure(World(0, 1, 0, torch.device("cpu"), None), rounds=1)
+    assert price.peak == [0, 4 * price.gradients]
+    assert [len(seconds) for seconds in price.seconds] == [1, 1]
+
+
+@pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (2.0, 1)])
+def test_the_target_is_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capsys, slower: float, code: int
+) -> None:
+    price = _Price([[1.0] * 9, [slower] * 9], [1.0, 1.0], [0, 4], 1)
+    assert _ratio(price) == (slower, slower, slower)
+    monkeypatch.setattr(reduction, "_measure", lambda *_: price)
+    monkeypatch.setattr(reduction, "_two_ranks", lambda _: price)
+    assert bench_reduction(rounds=9, target=1.05) == code
+    assert ("met" if code == 0 else "MISSED") in capsys.readouterr().out
