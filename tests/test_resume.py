@@ -144,6 +144,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     assert weights_of(folder) == before
 
 
+@pytest.mark.slow  # the histories of tests/topologies.py signal any rank, too, without a command line
 def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> None:
     two = ["--ranks", "2", "--set", "data.micro_batch=32"]
     done = trainer(*RUN, *two, "--out", str(tmp_path / "whole"))
@@ -435,6 +436,7 @@ def can_unshare() -> bool:
     )
 
 
+@pytest.mark.slow  # tests/container stops a real container
 @pytest.mark.skipif(not can_unshare(), reason="needs unshare and the right to use it")
 def test_as_the_first_process_of_a_container_it_stops_with_a_checkpoint(tmp_path: Path, whole: Path) -> None:
     """Signals that have no handler don't reach a process 1."""

@@ -1,6 +1,7 @@
 """Promise: with parallel.reduction=tree the number of ranks changes not one bit."""
 
 import operator
+import re
 from functools import reduce
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch import distributed as dist, nn
 
+from tests.chaos import Tally
 from tests.test_ranks import DIGITS, train_digits
+from tests.topologies import topologies
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from tests.world import SIZES, Ranks
+from trainer import agreement
 from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.run import assemble, check_request
@@ -231,3 +235,14 @@ def test_ranks_that_split_no_tree_are_refused() -> None:
         check_request(recipe, task, fitting)
     with pytest.raises(BadInputError, match="no power of two"):
         check_request(recipe, task, 2)
+
+
+def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few histories; `make chaos` does a hundred."""
+    monkeypatch.setattr(agreement, "_SECONDS_BETWEEN", agreement._SECONDS_BETWEEN)  # it is set there
+    tally = Tally()
+    told = topologies(3, 1, tally)
+    assert tally.failures == []
+    assert tally.counts["identical"] == 3
+    changes = re.search(r"(\d+) changes", told)
+    assert changes is not None and int(changes[1]) > 0, told

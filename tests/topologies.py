@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests import chaos
 from trainer import agreement
 from trainer.errors import EXIT_REQUEUE
@@ -77,6 +79,8 @@ def topologies(count: int, seed: int, tally: chaos.Tally) -> str:
     """Judges so many histories, all different; returns a line about them."""
     random_, changes = random.Random(seed), Counter[str]()
     agreement._SECONDS_BETWEEN = 0.02  # a run here is over in a second
+    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     recipes = [recipe_of(kind) for kind in kinds()]
     wanted: dict[int, tuple[chaos.Ending, float]] = {}
     with tempfile.TemporaryDirectory(prefix="topologies-") as root:
