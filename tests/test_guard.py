@@ -291,7 +291,9 @@ def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: A
     preempt.install()
     before()
     outcome = rank._outcome(lambda: train_rank(recipe, "small", folder))
-    os.write(file, f"{outcome.traceback}{outcome.line}".encode())
+    manifest = folder / "manifest.json"
+    status = json.loads(manifest.read_text())["status"] if manifest.exists() else "none"
+    os.write(file, f"{outcome.traceback}status {status}\n{outcome.line}".encode())
     os._exit(outcome.code)
 
 
@@ -341,6 +343,33 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
     other = two_ranks(tmp_path / "other", recipe, poison([7], "gradient", only_rank=0))
     assert {one.code for one in other} == {0}
     assert ending(tmp_path / "run").weights == ending(tmp_path / "other").weights
+
+
+def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
+    """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
+    recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 1})
+    for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
+        assert one.code == 1 and "window 13" in one.line
+        assert "status diverged" in one.said
+    assert len(read_incidents(tmp_path / "run")) == 1
+
+
+def test_a_rollback_that_takes_long_is_no_hang(tmp_path: Path) -> None:
+    recipe = small(**SEED, guard={"nonfinite": "rollback"}, parallel={"hang_s": 1.0})
+
+    def install() -> None:
+        poison([12], "gradient")()
+        module = sys.modules["trainer.attempt"]
+        assemble = module.__dict__["assemble"]
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(2.0)
+            return assemble(*arguments)
+
+        replace(module, "assemble", slow)
+
+    done = attempt(tmp_path / "run", recipe, before=install)
+    assert done.code == 0 and "goes on after window 10" in done.said, done.line
 
 
 CONFIG = GuardConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)
