@@ -70,9 +70,15 @@ image-test: ## run the tests that need a container engine and the images
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest tests/container $(ARGS)
 
+# Tests that measure time run after the others, and alone. With ARGS all that it selects run in one process.
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
+ifeq ($(strip $(ARGS)),)
+	$(VENV)/bin/python -m pytest -n auto -m "not slow and not container and not timed"
+	$(VENV)/bin/python -m pytest -m "timed and not slow"
+else
 	$(VENV)/bin/python -m pytest -m "not slow and not container" $(ARGS)
+endif
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
 compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"

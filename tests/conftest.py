@@ -7,11 +7,17 @@ import pytest
 import torch
 
 from tests.world import Ranks
+from trainer.limits import read_limits
 
 # A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
 # processes that the tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    # Many tests start two ranks or workers of their own.
+    return max(1, min(int(read_limits().cpus), 8))
 
 
 @pytest.fixture(scope="session", autouse=True)
