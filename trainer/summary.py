@@ -60,7 +60,7 @@ def finish(
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
-    verdict = advisor.conclude(plan.windows) if advisor else None
+    verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
     times = advisor.totals() if advisor else {}
     meter.emit({"kind": "end", "window": plan.windows, **summary, **times})
     diverged = not all(math.isfinite(figure) for figure in figures.values())

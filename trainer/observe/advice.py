@@ -31,7 +31,7 @@ class Advisor:
         self._before: list[str] = []
 
     def __call__(self, row: Row) -> None:
-        """A row: one that was only begun with, without windows that were timed, says nothing yet."""
+        """A row; the first, which begins with imports and compiling, says nothing."""
         if row["kind"] != "train" or "samples_per_s" not in row:
             return
         self._rows.append(row)
@@ -46,10 +46,11 @@ class Advisor:
             told = verdict.cause
         self._before = [told, verdict.cause]
 
-    def conclude(self, window: int) -> Verdict | None:
-        """The verdict on the whole attempt; None where nothing was measured."""
+    def conclude(self, window: int, rest: Row) -> Verdict | None:
+        """The verdict on the whole attempt, with the time after its last row; None where nothing was timed."""
         if not self._rows:
             return None
+        self._rows.append(rest)
         verdict = self._diagnose(merge(self._rows))
         self._tell(_row(verdict, window, final=True))
         return verdict

@@ -216,6 +216,10 @@ class Meter:
             row |= straggler(staged.table.tolist(), staged.split["time/wall"])
         self.emit(row | staged.figures)
 
+    def rest(self) -> dict[str, float]:
+        """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""
+        return split_between(self._reading, reading(self._window))
+
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}
         if self.units > 1:
