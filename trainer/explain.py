@@ -12,6 +12,7 @@ from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import Count, peak_flops
 from trainer.observe.log import Meter
+from trainer.observe.machine import Machine
 from trainer.parallel import World, gather_rows
 from trainer.prepare import count_shapes
 from trainer.recipe import Recipe
@@ -28,7 +29,9 @@ def explain(
         meter.gather = partial(gather_rows, world)
     if world.rank:
         return None
-    meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work]
+    machine = Machine(world.device.type == "cuda", local_ranks)
+    stack.callback(machine.close)
+    meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
     if parts.compiled:
         meter.count = count_shapes(t.task, recipe.data.micro_batch)
     else:
@@ -49,6 +52,6 @@ def explain(
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
     )
-    advisor = Advisor(facts, meter.count, meter.emit)
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour)
     meter.sinks.append(advisor)
     return advisor

@@ -23,7 +23,7 @@ from trainer.run_folder import save_weights, shown, write_json
 from trainer.step import Training
 
 _WORTH_A_WORD = 0.005  # of the time
-_SHOWN = (*PHASES, "unexplained")
+_PARTS = (*PHASES, "unexplained")
 
 
 def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
@@ -61,8 +61,8 @@ def finish(
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
-    times = advisor.totals() if advisor else {}
-    meter.emit({"kind": "end", "window": plan.windows, **summary, **times})
+    totals = advisor.totals(speed) if advisor else {}
+    meter.emit({"kind": "end", "window": plan.windows, **summary, **totals})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
@@ -78,7 +78,7 @@ def finish(
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
-        f"{_explained(times, verdict)}"
+        f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
@@ -86,14 +86,22 @@ def finish(
     )
 
 
-def _explained(times: Mapping[str, float], verdict: Verdict | None) -> str:
-    """Lines on where the time went, and what to change."""
+def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
+    """Lines on where the time went, what it cost, and what to change."""
     if verdict is None:
         return ""
-    wall = max(times["time/wall"], 1e-9)
-    named = sorted(((seconds / wall, name[len("time/") :]) for name, seconds in times.items()), reverse=True)
-    shares = [f"{name} {share:.0%}" for share, name in named if share >= _WORTH_A_WORD and name in _SHOWN]
-    return f"  time         {', '.join(shares)}\n  verdict      {verdict.text}\n"
+    wall = max(totals["time/wall"], 1e-9)
+    parts = sorted(((totals.get(f"time/{name}", 0.0) / wall, name) for name in _PARTS), reverse=True)
+    shares = [f"{name} {share:.0%}" for share, name in parts if share >= _WORTH_A_WORD]
+    cost = []
+    if "energy/joules" in totals:
+        cost.append(f"{totals['energy/joules'] / 3.6e6:.3g} kWh")
+    if "cost/money" in totals:
+        cost.append(
+            f"{totals['cost/money']:.4g} (per thousand samples {totals['cost/per_thousand_samples']:.3g})"
+        )
+    lines = {"time": ", ".join(shares), "cost": ", ".join(cost), "verdict": verdict.text}
+    return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
 
 
 def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:

@@ -18,14 +18,16 @@ _MOST_ROWS = 1000
 class Advisor:
     """A sink that tells of each row what holds the run up, when that changes."""
 
-    def __init__(self, facts: Facts, count: Count | None, tell: Sink) -> None:
+    def __init__(self, facts: Facts, count: Count | None, tell: Sink, price_per_hour: float = 0.0) -> None:
         """Begins without an opinion.
 
         Args:
             facts: What the figures don't say.
             count: Knows who waits for the device.
             tell: Takes rows of the kind "verdict".
+            price_per_hour: Of the run; 0: not known.
         """
+        self._price = price_per_hour
         self._facts, self._count, self._tell = facts, count, tell
         self._rows: list[Figures] = []
         self._before: list[str] = []
@@ -47,7 +49,7 @@ class Advisor:
         self._before = [told, verdict.cause]
 
     def conclude(self, window: int, rest: Row) -> Verdict | None:
-        """The verdict on the whole attempt, with the time after its last row; None where nothing was timed."""
+        """The verdict on the whole attempt, with the time after its last row; None if nothing was timed."""
         if not self._rows:
             return None
         self._rows.append(rest)
@@ -55,10 +57,14 @@ class Advisor:
         self._tell(_row(verdict, window, final=True))
         return verdict
 
-    def totals(self) -> dict[str, float]:
-        """Seconds of the attempt in each phase, `time/*`."""
+    def totals(self, samples_per_s: float) -> dict[str, float]:
+        """Of the attempt: seconds in each phase, joules, and its cost, of a thousand samples at this speed."""
         merged = merge(self._rows)
-        return {name: float(value) for name, value in merged.items() if name.startswith("time/")}
+        totals = {k: float(v) for k, v in merged.items() if k.startswith(("time/", "energy/"))}
+        if self._price and totals:
+            totals["cost/money"] = totals["time/wall"] / 3600 * self._price
+            totals["cost/per_thousand_samples"] = 1000 / samples_per_s / 3600 * self._price
+        return totals
 
     def _diagnose(self, figures: Figures) -> Verdict:
         waits = self._count.waits if self._count else ""

@@ -40,6 +40,12 @@ class LogConfig(Section):
     sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
     )
+    price_per_hour: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="of the run's machines, in any currency: the summary says its cost",
+    )
     fingerprints: bool = Field(
         True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
     )
