@@ -58,7 +58,7 @@ class Advisor:
         return verdict
 
     def totals(self, samples_per_s: float) -> dict[str, float]:
-        """Of the attempt: seconds in each phase, joules, and its cost, of a thousand samples at this speed."""
+        """Of the attempt: seconds in each phase, joules, its cost, and that of a thousand samples."""
         merged = merge(self._rows)
         totals = {k: float(v) for k, v in merged.items() if k.startswith(("time/", "energy/"))}
         if self._price and totals:
