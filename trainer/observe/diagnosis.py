@@ -1,7 +1,8 @@
 """The verdict: what a training loses its time to, and what to change; from figures alone, to be replayed.
 
-Rules of two kinds. Roots explain what else is seen (a machine that others use makes everything slow), so they
-come first. Of the others the one that costs most is named. Shares are of the wall's time without the start.
+Rules of three kinds. What the run was given too little of, or asked too much of, explains whatever else is
+seen, so it comes first; then what makes everything slow, such as others who use the machine; then the rest. Of
+one kind the rule that costs most is named. Shares are of the wall's time without the start.
 """
 
 from collections.abc import Callable, Mapping
@@ -106,7 +107,7 @@ def diagnose(figures: Figures, facts: Facts) -> Verdict:
         The verdict; its cause is "none" where nothing is worth changing.
     """
     evidence = _Evidence(figures, facts)
-    for rules in (_ROOTS, _SYMPTOMS):
+    for rules in (_LIMITS, _ROOTS, _SYMPTOMS):
         found = [verdict for rule in rules if (verdict := rule(evidence)) is not None]
         if found:
             return max(found, key=lambda verdict: verdict.share)
@@ -116,7 +117,7 @@ def diagnose(figures: Figures, facts: Facts) -> Verdict:
     return Verdict("none", 0.0, f"nothing holds it up: it computes {computing:.0%} of the time")
 
 
-# --- roots ---
+# --- limits and roots ---
 
 
 def _throttled_gpu(e: _Evidence) -> Verdict | None:
@@ -246,7 +247,7 @@ def _sync(where: str) -> str:
 
 def _update(e: _Evidence) -> Verdict | None:
     share, samples = e.share("update"), e.facts.window_samples // e.facts.ranks
-    if share < 0.3 or samples > 16:
+    if share < 0.2 or samples > 16:
         return None
     text = f"update: the optimiser takes {share:.0%} of the time, for windows of {samples} samples a rank"
     return Verdict("update", share, f"{text}: raise data.global_batch and data.micro_batch")
@@ -272,7 +273,8 @@ def _share_of(phase: str, least: float, what: str, do: str) -> Callable[[_Eviden
     return rule
 
 
-_ROOTS = (_throttled_gpu, _quota, _threads, _others, _straggler, _collector)
+_LIMITS = (_throttled_gpu, _quota, _threads)
+_ROOTS = (_others, _straggler, _collector)
 _SYMPTOMS = (
     _data,
     _copy,
