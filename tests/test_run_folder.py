@@ -30,7 +30,7 @@ from trainer.data.dataset import ArrayDataset
 from trainer.data.files import in_folder
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
-from trainer.observe.log import keep_rows
+from trainer.observe.sinks import keep_rows
 from trainer.recipe import Recipe
 from trainer.resume import read_stored
 from trainer.run import make_task

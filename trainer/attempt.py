@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
-from trainer.explain import explain
+from trainer.explain import explain, memory_explained
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
@@ -148,7 +148,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
-                between.train()
+                with memory_explained(recipe, parts, world, folder):
+                    between.train()
             except Incident as incident:
                 _after_incident(incident, between, log, recipe, world, desk, folder)
                 return _ROLLED_BACK

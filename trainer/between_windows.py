@@ -16,6 +16,7 @@ from trainer.guard import Finding, Guard
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
+from trainer.observe.memory import after_evaluation, memory_figures, resident_bytes
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
@@ -78,6 +79,7 @@ class BetweenWindows:
             Incident: After bad numbers, on every rank.
         """
         start = self._progress.window
+        self._tell_memory(start, "start")
         windows = range(start, self._plan.windows)
         batches = self._training.share.batches(start)
         self._meter.left_out = self._left_out
@@ -110,6 +112,8 @@ class BetweenWindows:
         )
         mark("logging")
         self._meter.deliver()
+        if freed := after_evaluation(self._recipe.memory, self._world.device):
+            self._tell_memory(done, "evaluation", freed)
         epoch = round(self._plan.epoch_at(done), 4)
         self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
         progress = self._progress
@@ -126,6 +130,10 @@ class BetweenWindows:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+        if self._plan.epochs_done(done) > self._plan.epochs_done(done - 1):
+            self._tell_memory(done, "end")
+            if done < self._windows:
+                self._tell_memory(done, "start")
         self._look(done, now=done == self._windows)
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
@@ -138,6 +146,16 @@ class BetweenWindows:
         self._is_best = False
         if decision.signal or done == self._stop_after:
             self.stop(decision.signal, done)
+
+    def _tell_memory(self, done: int, at: str, more: Mapping[str, float] | None = None) -> None:
+        """After so many windows, where an epoch starts or ends, or after an evaluation."""
+        if self._meter.sinks:
+            epoch = round(self._plan.epoch_at(done), 4)
+            figures = memory_figures(self._world.device) or {"memory/rss_bytes": float(resident_bytes())}
+            figures |= more or {}
+            self._meter.emit(
+                {"kind": "memory", "window": done, "epoch": epoch, "at": at, **figures, **(more or {})}
+            )
 
     def _look(self, done: int, now: bool) -> None:
         """Raises what the guard finds; on all ranks after the same window."""
