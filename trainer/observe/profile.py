@@ -94,10 +94,11 @@ class Profile:
             self._closing.callback(torch.cuda.profiler.stop)
             self._closing.enter_context(torch.autograd.profiler.emit_nvtx())
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without a GPU it complains that there is none
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
+            else:  # it complains on standard error that there is no GPU
+                os.environ.setdefault("KINETO_LOG_LEVEL", "5")
             profiler = profile(
                 activities=activities,
                 schedule=schedule(wait=0, warmup=self._warm_up, active=self._active, repeat=1),
