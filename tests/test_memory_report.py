@@ -23,6 +23,7 @@ from trainer.observe.memory import (
     PhasePeaks,
     after_evaluation,
     memory_figures,
+    memory_row,
     memory_tracker,
     resident_bytes,
 )
@@ -82,7 +83,13 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
         "memory/peak_bytes": 7 * GIB,
         "memory/retries": 3,
     }
+    row = memory_row(7, 0.5, "start", GPU)
+    assert (row["kind"], row["window"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
+    assert row["memory/allocated_bytes"] == 5 * GIB
     assert memory_figures(torch.device("cpu")) == {}
+    assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
+        *("kind", "window", "epoch", "at", "memory/rss_bytes")
+    }
 
 
 def test_trackers_overlap_and_the_runs_peak_stays(allocator: Allocator) -> None:
