@@ -16,13 +16,14 @@ from torch import nn
 from trainer import peak
 from trainer.errors import OutOfMemory
 from trainer.memory import MemoryConfig, used_memory
-from trainer.observe.leak import Growth, leak, leak_text
+from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import (
     GIB,
     MIB,
     PhasePeaks,
     after_evaluation,
     memory_figures,
+    memory_row,
     memory_tracker,
     resident_bytes,
 )
@@ -82,7 +83,13 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
         "memory/peak_bytes": 7 * GIB,
         "memory/retries": 3,
     }
+    row = memory_row(7, 0.5, "start", GPU)
+    assert (row["kind"], row["window"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
+    assert row["memory/allocated_bytes"] == 5 * GIB
     assert memory_figures(torch.device("cpu")) == {}
+    assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
+        *("kind", "window", "epoch", "at", "memory/rss_bytes")
+    }
 
 
 def test_trackers_overlap_and_the_runs_peak_stays(allocator: Allocator) -> None:
@@ -361,6 +368,33 @@ def test_nothing_grows() -> None:
         assert growth.site() is None or __file__ not in str(growth.site())
     finally:
         growth.close()
+
+
+def test_rows_are_looked_through() -> None:
+    looks = 0
+
+    class Looking(Growth):
+        def __init__(self) -> None: ...
+
+        def look(self) -> None:
+            nonlocal looks
+            looks += 1
+
+        def site(self) -> str:
+            return "net.py:7 keeps them"
+
+    trends = Trends(Looking())
+    for window in range(100):
+        trends({"kind": "train", "window": window, "memory/rss_bytes": 2 * GIB + window * MIB})
+        trends({"kind": "evaluation", "window": window})
+        trends({"kind": "train", "window": window, "memory/allocated_bytes": GIB})
+    assert looks == 5  # after 8, 16, 32, 64, 128 rows
+    (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})
+    assert (
+        line
+        == "host memory grows by 1.00 MiB with every window and is full after 925 more; net.py:7 keeps them"
+    )
+    assert Trends().lines({}) == []
 
 
 def test_resident_bytes_are_those_of_this_process() -> None:

@@ -91,6 +91,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="stop after N windows of the run with a checkpoint, as a signal would (code 75)",
     )
+    train.add_argument(
+        "--profile",
+        action="store_const",
+        const="torch",
+        help="look at a few windows with torch's profiler: a trace in the run folder, and where the time "
+        "goes by operator and by module",
+    )
+    train.add_argument(
+        "--nvtx",
+        action="store_const",
+        const="nvtx",
+        dest="profile",
+        help="mark phases, modules and operators of these windows for Nsight Systems instead (make profile)",
+    )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_train)
 

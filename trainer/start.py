@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
         return 0
     recipe = load_recipe(options.recipe, options.set)
     if is_rank(os.environ):
+        asked: dict[str, Any] = {"profile": options.profile} if options.profile else {}
         return run_rank(
             lambda: train_rank(
                 recipe,
@@ -46,6 +48,7 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
                 _folder_of_rank(options, recipe),
                 options.resume,
                 options.stop_after,
+                **asked,
             )
         )
     return _launch(options, recipe, output)
@@ -97,6 +100,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.resume,
         *(word for setting in options.set for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
+        *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
     try:
         return launch(

@@ -178,6 +178,12 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
     }
 
 
+def memory_row(window: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
+    """A row on memory at a moment that matters: `at` the "start" or "end" of an epoch, or an "evaluation"."""
+    moment: dict[str, float | int | str] = {"kind": "memory", "window": window, "epoch": epoch, "at": at}
+    return {**moment, "memory/rss_bytes": resident_bytes(), **memory_figures(device)}
+
+
 def start_history(config: MemoryConfig, device: torch.device) -> None:
     """Lets torch record where memory is allocated, if the configuration says so: see observe.oom."""
     if config.history and device.type == "cuda":
