@@ -402,7 +402,7 @@ def test_only_what_is_shown_asks_the_wall_clock() -> None:
         if asks.search(path.read_text())
     }
     # The cache orders files of processes that are long gone, and decides only what is fetched again.
-    shown = {"observe/log.py", "checkpoint/show.py", "data/cache.py"}
+    shown = {"observe/sinks.py", "checkpoint/show.py", "data/cache.py"}
     assert found <= shown, "what decides something takes time.monotonic()"
 
 

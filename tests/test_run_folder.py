@@ -458,7 +458,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         from trainer import run_folder
-        from trainer.observe import log
+        from trainer.observe import sinks
 
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -467,7 +467,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
             write = jsonl_sink(file)
             return lambda row: refuse() if row["window"] > 3 else write(row)
 
-        jsonl_sink = log.jsonl_sink
+        jsonl_sink = sinks.jsonl_sink
         replace(run_folder, "jsonl_sink", sink_of)
         window_done = between_windows.BetweenWindows.window_done
 

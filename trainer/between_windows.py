@@ -16,7 +16,8 @@ from trainer.guard import Finding, Guard
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
-from trainer.observe.memory import after_evaluation, memory_figures, resident_bytes
+from trainer.observe.memory import after_evaluation, memory_row
+from trainer.observe.profile import Profile
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
@@ -56,9 +57,11 @@ class BetweenWindows:
         stop_after: int | None = None,
         guard: Guard | None = None,
         left_out: Collection[int] = (),
+        profile: Profile | None = None,
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
         self._stop_after, self._guard, self._left_out = stop_after, guard, left_out
+        self._profile = profile
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
@@ -126,6 +129,8 @@ class BetweenWindows:
 
     def window_done(self, done: int) -> None:
         """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
+        if self._profile is not None:
+            self._profile.window_done(done)
         if self._display is not None:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
@@ -150,12 +155,8 @@ class BetweenWindows:
     def _tell_memory(self, done: int, at: str, more: Mapping[str, float] | None = None) -> None:
         """After so many windows, where an epoch starts or ends, or after an evaluation."""
         if self._meter.sinks:
-            epoch = round(self._plan.epoch_at(done), 4)
-            figures = memory_figures(self._world.device) or {"memory/rss_bytes": float(resident_bytes())}
-            figures |= more or {}
-            self._meter.emit(
-                {"kind": "memory", "window": done, "epoch": epoch, "at": at, **figures, **(more or {})}
-            )
+            row = memory_row(done, round(self._plan.epoch_at(done), 4), at, self._world.device)
+            self._meter.emit({**row, **(more or {})})
 
     def _look(self, done: int, now: bool) -> None:
         """Raises what the guard finds; on all ranks after the same window."""

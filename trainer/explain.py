@@ -14,11 +14,12 @@ from trainer.limits import read_limits
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import Count, peak_flops
-from trainer.observe.leak import Growth
+from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import Meter
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_figures, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.observe.profile import Kind, Profile
 from trainer.parallel import World, gather_rows
 from trainer.prepare import count_shapes
 from trainer.recipe import Recipe
@@ -65,7 +66,7 @@ def explain(
     if recipe.log.tracemalloc:
         growth = Growth()
         stack.callback(growth.close)
-    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, growth)
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
     meter.sinks.append(advisor)
     return advisor
 
@@ -94,3 +95,15 @@ def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path) -
             precision=recipe.precision.mode,
         )
         raise OutOfMemory(text) from error
+
+
+def profiled(
+    stack: ExitStack, kind: Kind | None, folder: Path, recipe: Recipe, parts: Parts, device: torch.device
+) -> Profile | None:
+    """What looks at some windows, until the stack is closed at the latest."""
+    if kind is None:
+        return None
+    skip = recipe.compile.warm_up + 4
+    profile = Profile(folder, parts.training.model, device, kind=kind, skip=skip, modules=not parts.compiled)
+    stack.callback(profile.close)
+    return profile

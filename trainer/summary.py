@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def finish(
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
-    leak = advisor.leak() if advisor else ""
+    leaks = advisor.leaks() if advisor else []
     meter.emit({"kind": "end", "window": plan.windows, **summary, **totals})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
@@ -79,7 +79,7 @@ def finish(
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
-        f"{_explained(totals, verdict, leak)}"
+        f"{_explained(totals, verdict, leaks)}"
         f"  run folder   {shown(folder)}\n"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
@@ -87,7 +87,7 @@ def finish(
     )
 
 
-def _explained(totals: Mapping[str, float], verdict: Verdict | None, leak: str) -> str:
+def _explained(totals: Mapping[str, float], verdict: Verdict | None, leaks: Sequence[str]) -> str:
     """Lines on where the time went, what it cost, and what to change."""
     if verdict is None:
         return ""
@@ -101,7 +101,12 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None, leak: str) 
         cost.append(
             f"{totals['cost/money']:.4g} (per thousand samples {totals['cost/per_thousand_samples']:.3g})"
         )
-    lines = {"time": ", ".join(shares), "cost": ", ".join(cost), "memory": leak, "verdict": verdict.text}
+    lines = {
+        "time": ", ".join(shares),
+        "cost": ", ".join(cost),
+        "memory": "; ".join(leaks),
+        "verdict": verdict.text,
+    }
     return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 from trainer.data.work import queued_ns
 from trainer.observe.diagnosis import Facts, Figures, Verdict, diagnose, merge
 from trainer.observe.flops import Count
-from trainer.observe.leak import Growth, leak, leak_text
+from trainer.observe.leak import Trends
 from trainer.observe.log import Row, Sink
 
 _MOST_ROWS = 1000
-_SIZES = ("window", "memory/allocated_bytes", "memory/rss_bytes")
 
 
 class Advisor:
@@ -26,7 +25,7 @@ class Advisor:
         count: Count | None,
         tell: Sink,
         price_per_hour: float = 0.0,
-        growth: Growth | None = None,
+        trends: Trends | None = None,
     ) -> None:
         """Begins without an opinion.
 
@@ -35,10 +34,9 @@ class Advisor:
             count: Knows who waits for the device.
             tell: Takes rows of the kind "verdict".
             price_per_hour: Of the run; 0: not known.
-            growth: Knows the line that a leak comes from, or None.
+            trends: Looks for leaks.
         """
-        self._price, self._growth = price_per_hour, growth
-        self._sizes: list[Figures] = []
+        self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
         self._rows: list[Figures] = []
         self._before: list[str] = []
@@ -48,7 +46,7 @@ class Advisor:
         if row["kind"] != "train" or "samples_per_s" not in row:
             return
         self._rows.append(row)
-        self._remember_sizes(row)
+        self._trends(row)
         if len(self._rows) > _MOST_ROWS:
             self._rows = [merge(self._rows)]
         verdict = self._diagnose(row)
@@ -69,22 +67,10 @@ class Advisor:
         self._tell(_row(verdict, window, final=True))
         return verdict
 
-    def leak(self) -> str:
-        """A line about memory that grows from window to window; "" where it doesn't."""
-        for what, name in (("GPU memory", "memory/allocated_bytes"), ("host memory", "memory/rss_bytes")):
-            rows = [row for row in self._sizes if name in row]
-            windows, sizes = ([float(row[key]) for row in rows] for key in ("window", name))
-            if (slope := leak(windows, sizes)) is not None:
-                limit = self._facts.memory_bytes if what == "host memory" else None
-                return leak_text(what, slope, sizes[-1], limit, self._growth.site() if self._growth else None)
-        return ""
-
-    def _remember_sizes(self, row: Row) -> None:
-        self._sizes.append({name: row[name] for name in _SIZES if name in row})
-        if len(self._sizes) > _MOST_ROWS:
-            self._sizes = self._sizes[::2]
-        if self._growth is not None and len(self._sizes).bit_count() == 1:  # ever fewer: it may take seconds
-            self._growth.look()
+    def leaks(self) -> list[str]:
+        """A line for each kind of memory that grows from window to window."""
+        limit = self._facts.memory_bytes
+        return self._trends.lines({"memory/rss_bytes": limit} if limit else {})
 
     def totals(self, samples_per_s: float) -> dict[str, float]:
         """Of the attempt: seconds in each phase, joules, its cost, and that of a thousand samples."""
