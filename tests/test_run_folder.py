@@ -23,6 +23,7 @@ import torch
 
 import trainer.attempt
 from tests.forked import attempt, replace, small
+from tests.rows import read_rows
 from tests.test_loader import make_folder
 from trainer import between_windows, start
 from trainer.checkpoint import files, store
@@ -366,7 +367,7 @@ def test_rows_that_cannot_be_read_are_cut(tmp_path: Path, stopped: Path, whole: 
     done = attempt(folder)
     assert done.code == 0
     assert "metrics.jsonl: 1 lines that can't be read were removed" in done.said
-    windows = [[json.loads(row)["window"] for row in (f / "metrics.jsonl").open()] for f in (folder, whole)]
+    windows = [[row["window"] for row in read_rows(one)] for one in (folder, whole)]
     assert windows[0] == windows[1]
 
 

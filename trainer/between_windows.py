@@ -82,7 +82,8 @@ class BetweenWindows:
             Incident: After bad numbers, on every rank.
         """
         start = self._progress.window
-        self._tell_memory(start, "start")
+        if start == 0:
+            self._tell_memory(0, "start")
         windows = range(start, self._plan.windows)
         batches = self._training.share.batches(start)
         self._meter.left_out = self._left_out
