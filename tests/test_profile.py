@@ -200,6 +200,14 @@ def test_the_run_stays_as_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+def test_what_the_profiler_takes_is_no_phase_of_the_run(tmp_path: Path) -> None:
+    """To read it all and write the trace took longest."""
+    _, _, _ = profiled(tmp_path)
+    spent = PULSE.read()
+    assert spent["host"] < spent["start"] / 4
+    assert PULSE.count == 9 * 5  # and no mark is made that other ranks don't make
+
+
 def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
     text, _, _ = profiled(tmp_path, modules=False)
     assert "module (" not in text

@@ -8,8 +8,9 @@ https://docs.pytorch.org/docs/stable/profiler.html.
 import contextlib
 import os
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -70,14 +71,17 @@ class Profile:
 
     def window_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
         """Call between two windows: starts, goes on, or ends."""
-        if self._ranges is not None:
-            with self._ranges.apart():  # a step's range must not end inside one of ours
-                self._step()
         self._done += 1
-        if self._done == self._begin:
-            self._start()
-        elif self._done == self._end:
-            self._stop()
+        if not self._begin <= self._done <= self._end:
+            return
+        with _not_counted():
+            if self._ranges is not None:
+                with self._ranges.apart():  # a step's range must not end inside one of ours
+                    self._step()
+            if self._done == self._begin:
+                self._start()
+            elif self._done == self._end:
+                self._stop()
 
     def close(self) -> str:
         """Ends it, if the run ended first; returns what it found, for people."""
@@ -130,6 +134,21 @@ class Profile:
         self._text = "\n\n".join([*tables, written])
 
 
+@contextlib.contextmanager
+def _not_counted() -> Iterator[None]:
+    """What the profiler takes is none of the run's phases: it goes to "start", of which nobody complains.
+
+    Without a mark: the other ranks make none here.
+    """
+    PULSE.read()
+    try:
+        yield
+    finally:
+        now = time.perf_counter_ns()
+        PULSE.spent["start"] += now - PULSE.since
+        PULSE.since = now
+
+
 class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
     """Ranges for the phases, by the marks of this thread, and for the calls of a model's modules."""
 
@@ -159,7 +178,7 @@ class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
             handle.remove()
 
     @contextlib.contextmanager
-    def apart(self) -> Any:
+    def apart(self) -> Iterator[None]:
         """Closes the phase's range for a moment."""
         self._shut()
         yield
