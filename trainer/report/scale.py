@@ -1,0 +1,122 @@
+"""Axes: where a value lies between the ends of one, and what is written beside it."""
+
+import math
+from typing import Literal, NamedTuple
+
+from trainer.report.text import number
+
+Kind = Literal["number", "count", "share", "bytes", "seconds"]
+# A range that spans this factor is shown on a logarithmic axis, where that is possible.
+_WIDE = 40.0
+_BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_DECIMAL_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
+
+
+class Axis(NamedTuple):
+    """An axis.
+
+    Attributes:
+        low: The value at its start, in the unit of the data.
+        high: The value at its end.
+        log: Whether it is logarithmic.
+        ticks: Values and what is written there.
+        unit: What the written numbers mean, such as "GiB"; may be empty.
+    """
+
+    low: float
+    high: float
+    log: bool
+    ticks: list[tuple[float, str]]
+    unit: str
+
+    def at(self, value: float) -> float:
+        """Where a value lies, from 0 (start) to 1 (end); beyond the ends it is at the end."""
+        if self.log:
+            if value <= 0:
+                return 0.0
+            part = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, part))
+
+
+def make_axis(
+    low: float, high: float, kind: Kind = "number", unit: str = "", zero: bool = False, may_log: bool = False
+) -> Axis:
+    """An axis around a range, with round ticks.
+
+    Args:
+        low: The least value.
+        high: The largest.
+        kind: What the values are: shares of one are written as percent, bytes with a binary prefix, counts
+            with k and M.
+        unit: What follows a prefix, such as "samples/s".
+        zero: Whether it starts at 0.
+        may_log: Whether it may be logarithmic: it is if the values span much.
+    """
+    if may_log and low > 0 and high / low > _WIDE:
+        return _logarithmic(low, high, unit)
+    if zero:
+        low = min(low, 0.0)
+    if high - low < 1e-9 * max(abs(low), abs(high)) or high == low:
+        margin = abs(high) / 2 or 1.0
+        low, high = (low if zero and high > 0 else low - margin), high + margin
+    factor, prefix = _unit(kind, max(abs(low), abs(high)))
+    step = _round_step((high - low) / factor / 4)
+    if kind == "share" and zero and 0.5 < high <= 1:
+        high, step = 1.0, 25.0
+    first, last = math.floor(low / factor / step + 1e-9), math.ceil(high / factor / step - 1e-9)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    ticks = [(n * step * factor, _tick(n * step, decimals)) for n in range(first, last + 1)]
+    return Axis(ticks[0][0], ticks[-1][0], False, ticks, f"{prefix}{unit}")
+
+
+def _tick(value: float, decimals: int) -> str:
+    if decimals > 4 or abs(value) >= 1e6:
+        return number(value, 3)
+    return f"{value:,.{decimals}f}".replace("-", "\u2212")
+
+
+def _unit(kind: Kind, largest: float) -> tuple[float, str]:
+    if kind == "share":
+        return 0.01, "%"
+    if kind == "number":
+        return 1.0, ""
+    if kind == "seconds":
+        return next((f, u) for f, u in ((3600.0, "h"), (60.0, "min"), (1.0, "s")) if largest >= 2 * f or f == 1.0)
+    units = _BYTES if kind == "bytes" else _DECIMAL if largest >= 1 else _DECIMAL_SMALL
+    return next(((float(f), u) for f, u in units if largest >= f), (float(units[-1][0]), units[-1][1]))
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not less."""
+    power = 10.0 ** math.floor(math.log10(max(rough, 1e-250)))
+    return next((m * power for m in (1, 2, 5) if m * power >= rough * (1 - 1e-9)), 10 * power)
+
+
+def _logarithmic(low: float, high: float, unit: str) -> Axis:
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    every = -(-(last - first) // 5)
+    ticks = [(10.0**n, _power(n)) for n in range(first, last + 1, every)]
+    return Axis(10.0**first, 10.0 ** max(last, first + 1), True, ticks, unit)
+
+
+def _power(exponent: int) -> str:
+    if -3 <= exponent <= 3:
+        return f"{10.0**exponent:,.{max(0, -exponent)}f}"
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"))
+
+
+def window_axis(last: int) -> Axis:
+    """An axis over the windows of a run, from 0 to the last one exactly."""
+    high = float(max(last, 1))
+    factor = next(f for f in (1e9, 1e6, 1e3, 1.0) if high >= 10 * f or f == 1.0)
+    letter = {1e9: "G", 1e6: "M", 1e3: "k", 1.0: ""}[factor]
+    step = max(_round_step(high / factor / 5), 1.0 if factor == 1.0 else 1e-3)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    ticks = [
+        (n * step * factor, f"{n * step:,.{decimals}f}{letter if n else ''}")
+        for n in range(math.floor(high / factor / step + 1e-9) + 1)
+    ]
+    return Axis(0.0, high, False, ticks, "")
