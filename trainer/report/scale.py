@@ -5,12 +5,11 @@ from typing import Literal, NamedTuple
 
 from trainer.report.text import number
 
-Kind = Literal["number", "count", "share", "bytes", "seconds"]
+Kind = Literal["number", "count", "si", "share", "bytes"]
 # A range that spans this factor is shown on a logarithmic axis, where that is possible.
 _WIDE = 40.0
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_DECIMAL_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
 class Axis(NamedTuple):
@@ -49,8 +48,8 @@ def make_axis(
     Args:
         low: The least value.
         high: The largest.
-        kind: What the values are: shares of one are written as percent, bytes with a binary prefix, counts
-            with k and M.
+        kind: How values are written: shares of one as percent, bytes and "si" with the prefix at the unit,
+            counts with k and M beside the figures.
         unit: What follows a prefix, such as "samples/s".
         zero: Whether it starts at 0.
         may_log: Whether it may be logarithmic: it is if the values span much.
@@ -62,13 +61,17 @@ def make_axis(
     if high - low < 1e-9 * max(abs(low), abs(high)) or high == low:
         margin = abs(high) / 2 or 1.0
         low, high = (low if zero and high > 0 else low - margin), high + margin
-    factor, prefix = _unit(kind, max(abs(low), abs(high)))
+    largest = max(abs(low), abs(high))
+    factor, prefix = _unit(kind, largest)
     step = _round_step((high - low) / factor / 4)
     if kind == "share" and zero and 0.5 < high <= 1:
         high, step = 1.0, 25.0
     first, last = math.floor(low / factor / step + 1e-9), math.ceil(high / factor / step - 1e-9)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    ticks = [(n * step * factor, _tick(n * step, decimals)) for n in range(first, last + 1)]
+    letter, prefix = (prefix, "") if kind == "count" else ("", prefix)
+    ticks = [
+        (n * step * factor, _tick(n * step, decimals) + letter * (n != 0)) for n in range(first, last + 1)
+    ]
     return Axis(ticks[0][0], ticks[-1][0], False, ticks, f"{prefix}{unit}")
 
 
@@ -83,10 +86,13 @@ def _unit(kind: Kind, largest: float) -> tuple[float, str]:
         return 0.01, "%"
     if kind == "number":
         return 1.0, ""
-    if kind == "seconds":
-        return next((f, u) for f, u in ((3600.0, "h"), (60.0, "min"), (1.0, "s")) if largest >= 2 * f or f == 1.0)
-    units = _BYTES if kind == "bytes" else _DECIMAL if largest >= 1 else _DECIMAL_SMALL
-    return next(((float(f), u) for f, u in units if largest >= f), (float(units[-1][0]), units[-1][1]))
+    if kind == "count" and largest < 10_000:
+        return 1.0, ""
+    units = _BYTES if kind == "bytes" else _DECIMAL
+    return next(
+        ((float(factor), prefix) for factor, prefix in units if largest >= factor),
+        (1.0, "B" * (kind == "bytes")),
+    )
 
 
 def _round_step(rough: float) -> float:
@@ -96,16 +102,22 @@ def _round_step(rough: float) -> float:
 
 
 def _logarithmic(low: float, high: float, unit: str) -> Axis:
-    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    every = -(-(last - first) // 5)
-    ticks = [(10.0**n, _power(n)) for n in range(first, last + 1, every)]
-    return Axis(10.0**first, 10.0 ** max(last, first + 1), True, ticks, unit)
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, -(-(last - first) // 6))
+    steps = (1, 2, 5) if last - first <= 3 else (1,)
+    values = [(step, n) for n in range(first, last + 1, every) for step in steps]
+    low, high = low / 1.15, high * 1.15
+    ticks = [
+        (step * 10.0**n, _tick(step * 10.0**n, max(0, -n)) if -3 <= n <= 4 else _power(n))
+        for step, n in values
+        if low <= step * 10.0**n <= high
+    ]
+    return Axis(low, high, True, ticks, unit)
 
 
 def _power(exponent: int) -> str:
-    if -3 <= exponent <= 3:
-        return f"{10.0**exponent:,.{max(0, -exponent)}f}"
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"))
+    raised = "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", raised))
 
 
 def window_axis(last: int) -> Axis:

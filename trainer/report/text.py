@@ -15,7 +15,16 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 
-_PREFIXES = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = (
+    (1e24, "Y"),
+    (1e21, "Z"),
+    (1e18, "E"),
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 _BINARY = ((1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MINUS = "\u2212"
 _SPACE = "\u00a0"  # between a figure and its unit: no line breaks there
@@ -24,7 +33,9 @@ _SPACE = "\u00a0"  # between a figure and its unit: no line breaks there
 def plain(value: Any, most: int = 300) -> str:
     """A value as text of one meaning: no secrets, no escape sequences, nothing invisible, not endless."""
     text = value if isinstance(value, str) else _simple(value)
-    text = redact_text(_ESCAPES.sub("", text[:_READ]).encode("utf-8", "surrogatepass").decode("utf-8", "replace"))
+    text = redact_text(
+        _ESCAPES.sub("", text[:_READ]).encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    )
     text = _INVISIBLE.sub("\ufffd", text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -42,7 +53,11 @@ def _simple(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     if isinstance(value, int):
-        return str(value) if abs(value) < 10**18 else number(float(f"{value:.6e}") if abs(value) < 10**300 else math.inf)
+        return (
+            str(value)
+            if abs(value) < 10**18
+            else number(float(f"{value:.6e}") if abs(value) < 10**300 else math.inf)
+        )
     if isinstance(value, list | tuple):
         return f"[{', '.join(_short(item) for item in value[:64])}{', …' if len(value) > 64 else ''}]"
     if isinstance(value, dict):

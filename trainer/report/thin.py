@@ -90,9 +90,7 @@ class Rows:
 def _cell(values: Iterable[Any]) -> Cell | None:
     """What of the values are numbers, as one; None if neither a number nor null is among them."""
     values = list(values)
-    numbers = [
-        value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST
-    ]
+    numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
     if numbers:
         return Cell(float(min(numbers)), float(max(numbers)), float(sum(numbers)), len(numbers))
     odd = any(value is None or type(value) in (float, int) for value in values)

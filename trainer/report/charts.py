@@ -1,0 +1,298 @@
+"""Charts as inline SVG, without a script.
+
+A plot has no viewBox: it is as wide as its column, so that text has one size on every screen. Curves lie in an SVG
+within it whose viewBox is stretched to the plot, with strokes that aren't.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from trainer.report.scale import Axis, Kind, make_axis, window_axis
+from trainer.report.text import count, escaped, number, scaled, share, size
+from trainer.report.thin import Cell, Point, thinned
+
+_X, _Y = 2000, 1000  # of the stretched viewBox
+_HEIGHT = 150  # CSS pixels of a plot
+_APART = 13  # CSS pixels between two labels
+_DOTS = 40  # up to so many points each is shown
+_BARS = 120
+
+# Of the time, in the order in which it is stacked: what a GPU is bought for first.
+PHASES = {
+    "forward": "the model's forward pass",
+    "backward": "its gradients",
+    "update": "the optimiser's step, with clipping and loss scaling",
+    "communication": "gradients between ranks, as far as computing doesn't hide it",
+    "copy": "batches on their way to the device",
+    "data": "waiting for the next batch",
+    "host": "Python between the others",
+    "evaluation": "evaluating the model",
+    "checkpoint": "training stood still for a checkpoint",
+    "logging": "figures read and written",
+    "start": "until the first window was done: data, model, compilation",
+    "unexplained": "what no timer covers",
+}
+
+
+class Line(NamedTuple):
+    """A curve.
+
+    Attributes:
+        name: What it shows, or of which run.
+        points: Windows and figures; a figure of count 0 is a gap.
+        look: Number of its colour; -1: grey and dashed, for limits.
+    """
+
+    name: str
+    points: list[tuple[int, Cell]]
+    look: int = 0
+
+    @property
+    def drawn(self) -> list[tuple[int, Cell]]:
+        """Without the gaps."""
+        return [(window, cell) for window, cell in self.points if cell.count]
+
+
+class Mark(NamedTuple):
+    """A window at which something happened: a short label, and what it was."""
+
+    window: int
+    label: str
+    what: str
+
+
+def line(name: str, points: Iterable[Point], figure: str, look: int = 0) -> Line:
+    """A curve of one figure of the rows."""
+    return Line(
+        name, [(point.window, point.cells[figure]) for point in points if figure in point.cells], look
+    )
+
+
+def written(value: float, kind: Kind, unit: str) -> str:
+    """A value as it is written beside a curve."""
+    texts: dict[str, Callable[[], str]] = {
+        "share": lambda: share(value),
+        "bytes": lambda: size(value) + unit,
+        "si": lambda: scaled(value, unit),
+        "count": lambda: count(value) if 100 <= abs(value) < 1e6 else scaled(value),
+    }
+    return texts.get(kind, lambda: number(value))()
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    last: int,
+    kind: Kind = "number",
+    unit: str = "",
+    zero: bool = False,
+    may_log: bool = False,
+    marks: Sequence[Mark] = (),
+    keyed: bool = True,
+) -> str:
+    """A figure with curves over the windows of a run; nothing if there is nothing to draw.
+
+    Args:
+        title: What is shown.
+        lines: The curves.
+        last: The last window of the axis.
+        kind: See `trainer.report.scale.make_axis`, as for the next three.
+        unit: What is measured; the label of the axis.
+        zero: Whether the axis starts at 0.
+        may_log: Whether it may be logarithmic.
+        marks: Windows to mark.
+        keyed: Whether the names of several curves are told with it.
+    """
+    lines = [one for one in lines if one.drawn]
+    if not any(one.look >= 0 for one in lines):
+        return ""
+    cells = [cell for one in lines for _, cell in one.drawn]
+    low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
+    up, along = make_axis(low, high, kind, unit, zero, may_log), window_axis(last)
+    named = [one for one in lines if one.look >= 0]
+    told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
+    parts = [
+        _axes(up, along),
+        f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%">',
+        *(_curve(one, up, along) for one in lines),
+        "</svg>",
+        *(_mark(mark, along) for mark in marks),
+        _ends(named, up, along, kind, unit) if len(named) <= 6 else "",
+    ]
+    key = _key(lines) if keyed and len(lines) > 1 else ""
+    return _figure(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
+
+
+def _told(one: Line, kind: Kind, unit: str) -> str:
+    drawn = one.drawn
+    first, end = drawn[0], drawn[-1]
+    low, high = min(cell.low for _, cell in drawn), max(cell.high for _, cell in drawn)
+    return (
+        f"{written(first[1].mean, kind, unit)} at window {count(first[0])}, "
+        f"{written(end[1].mean, kind, unit)} at window {count(end[0])}, "
+        f"from {written(low, kind, unit)} to {written(high, kind, unit)}"
+    )
+
+
+def _figure(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+    return (
+        f"<figure{' class=wide' * wide}><figcaption><b>{escaped(title)}</b>{f'<span>{note}</span>' * bool(note)}{key}"
+        f'</figcaption><svg class="plot" height="{_HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+def _key(lines: Sequence[Line]) -> str:
+    items = "".join(f'<li><i class="{_look(one)}"></i>{escaped(one.name, 60)}</li>' for one in lines)
+    return f'<ul class="key">{items}</ul>'
+
+
+def _look(one: Line) -> str:
+    """Seven colours; from the eighth curve on they come again, dashed."""
+    return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
+
+
+def _axes(up: Axis, along: Axis) -> str:
+    parts = []
+    for value, text in up.ticks:
+        y = _percent(1 - up.at(value))
+        parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="-8" y="{y}" dy=".35em" text-anchor="end">{text}</text>')
+    parts.append('<line class="base" x2="100%" y1="100%" y2="100%"/>')
+    for value, text in along.ticks:
+        x = _percent(along.at(value))
+        parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="100%" y2="{_HEIGHT + 4}"/>')
+        parts.append(f'<text class="tick" x="{x}" y="100%" dy="17" text-anchor="middle">{text}</text>')
+    parts.append(f'<text class="axis y" x="-44" y="-12">{escaped(up.unit, 60)}</text>')
+    parts.append('<text class="axis x" x="100%" y="100%" dy="32" text-anchor="end">window</text>')
+    return "".join(parts)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def _curve(one: Line, up: Axis, along: Axis) -> str:
+    """Means as a line, with the range around it where rows were joined; a single point is a dot."""
+
+    def place(window: int, value: float) -> tuple[int, int]:
+        return round(_X * along.at(window)), round(_Y * (1 - up.at(value)))
+
+    pieces = list[list[tuple[int, Cell]]]([[]])
+    for window, cell in one.points:
+        if cell.count:
+            pieces[-1].append((window, cell))
+        elif pieces[-1]:
+            pieces.append([])
+    paths = list[str]()
+    means = [[place(window, cell.mean) for window, cell in piece] for piece in pieces if piece]
+    for piece in pieces:
+        if any(cell.count > 1 for _, cell in piece):
+            above = [place(window, cell.high) for window, cell in piece]
+            below = [place(window, cell.low) for window, cell in reversed(piece)]
+            paths.append(f'<path class="band" d="{_path([*above, *below])}z"/>')
+    paths += [f'<path d="{_path(piece)}"/>' for piece in means if len(piece) > 1]
+    every = [point for piece in means for point in piece]
+    dots = every if len(every) <= _DOTS and one.look >= 0 else [every[-1]]
+    if one.look >= 0:
+        paths.append(f'<path class="dot" d="{"".join(f"M{x},{y}h.01" for x, y in dots)}"/>')
+    return f'<g class="{_look(one)}">{"".join(paths)}</g>'
+
+
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    """Steps from point to point: half as long as their places."""
+    (x, y), *rest = points
+    parts = [f"M{x},{y}"]
+    if rest:
+        parts.append("l")
+    for there_x, there_y in rest:
+        step = f"{there_x - x},{there_y - y}"
+        parts.append(step if parts[-1] == "l" else f" {step}")
+        x, y = there_x, there_y
+    return "".join(parts)
+
+
+def _mark(mark: Mark, along: Axis) -> str:
+    x = _percent(along.at(mark.window))
+    return (
+        f'<g class="mark"><title>{escaped(mark.what)}</title><line x1="{x}" x2="{x}" y2="100%"/>'
+        f'<text class="tick" x="{x}" y="-2" text-anchor="middle">{escaped(mark.label, 12)}</text></g>'
+    )
+
+
+def _ends(lines: Sequence[Line], up: Axis, along: Axis, kind: Kind, unit: str) -> str:
+    """The last value beside the end of each curve, apart from each other."""
+    ends = [(_HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in lines]
+    ends.sort(key=lambda end: end[0])
+    floor, places = -_APART, list[float]()
+    for y, _ in ends:
+        places.append(max(y, floor + _APART if places else y))
+        floor = places[-1]
+    for n in range(len(places) - 1, -1, -1):
+        places[n] = min(places[n], _HEIGHT - _APART * (len(places) - 1 - n))
+    return "".join(
+        f'<text class="end" x="{_percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
+        f"{written(one.drawn[-1][1].mean, kind, unit)}</text>"
+        for y, (_, one) in zip(places, ends, strict=True)
+    )
+
+
+def phase_chart(points: Sequence[Point], last: int) -> str:
+    """Shares of the wall by phase, over the windows of a run; nothing if no row has timings."""
+    rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
+    rows = [row for row in rows if row.cells["time/wall"].total > 0]
+    if not rows:
+        return ""
+    along = window_axis(last)
+    bars, hatched = dict[str, list[str]](), list[str]()
+    before = 0
+    for row in rows:
+        x, right = round(_X * along.at(before)), round(_X * along.at(row.window))
+        before, low, wall = row.window, 0.0, row.cells["time/wall"].total
+        for phase in PHASES:
+            cell = row.cells.get(f"time/{phase}")
+            part = max(0.0, cell.total / wall) if cell else 0.0
+            y, top = round(_Y * (1 - low)), round(_Y * (1 - min(1.0, low + part)))
+            low += part
+            if y <= top or right <= x:
+                continue
+            bars.setdefault(phase, []).append(f"M{x},{y}H{right}V{top}H{x}z")
+            if phase == "unexplained":
+                hatched.append(
+                    f'<rect x="{_percent(x / _X)}" y="{_percent(top / _Y)}" '
+                    f'width="{_percent((right - x) / _X)}" height="{_percent((y - top) / _Y)}"/>'
+                )
+    few = ' class="few"' if len(rows) <= _DOTS else ""
+    paths = "".join(f'<path class="p-{phase}" d="{"".join(paths)}"/>' for phase, paths in bars.items())
+    parts = [
+        _axes(make_axis(0, 1, "share", " of the wall time", zero=True), along),
+        f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%"><g{few}>{paths}</g></svg>',
+        f'<g class="hatched">{"".join(hatched)}</g>',
+    ]
+    told = "Share of the wall time by phase over the run"
+    return _figure("Over the run", parts, "a bar for each logging interval, or some", "", told, wide=True)
+
+
+def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) -> str:
+    """One bar over all: seconds by phase, in the order of `PHASES`.
+
+    Args:
+        totals: Phases and their seconds.
+        what: What it is, for those who don't see it.
+        labelled: Whether large parts are named above it.
+    """
+    every = sum(seconds for _, seconds in totals)
+    left, parts = 0.0, list[str]()
+    for phase, seconds in totals:
+        x, width = _percent(left / every), _percent(seconds / every)
+        parts.append(f'<rect class="p-{phase}" x="{x}" width="{width}" height="100%"/>')
+        if phase == "unexplained":
+            parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
+        if labelled and seconds >= 0.22 * every:
+            parts.append(f'<text class="name" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
+        left += seconds
+    told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
+    return (
+        f'<svg class="bar{" labelled" if labelled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
+        f"{''.join(parts)}</svg>"
+    )
