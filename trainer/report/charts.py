@@ -1,7 +1,7 @@
 """Charts as inline SVG, without a script.
 
-A plot has no viewBox: it is as wide as its column, so that text has one size on every screen. Curves lie in an SVG
-within it whose viewBox is stretched to the plot, with strokes that aren't.
+A plot has no viewBox: it is as wide as its column, so that text has one size on every screen. Curves lie in
+an SVG within it whose viewBox is stretched to the plot, with strokes that aren't.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +12,12 @@ from trainer.report.text import count, escaped, number, scaled, share, size
 from trainer.report.thin import Cell, Point, thinned
 
 _X, _Y = 2000, 1000  # of the stretched viewBox
+_STRETCHED = f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%">'
 _HEIGHT = 150  # CSS pixels of a plot
 _APART = 13  # CSS pixels between two labels
-_DOTS = 40  # up to so many points each is shown
+_ENDS = 6  # labels beside the ends of curves
+_DOTS = 24  # up to so many points each is shown
+_POINTS = 200  # of a curve
 _BARS = 120
 
 # Of the time, in the order in which it is stacked: what a GPU is bought for first.
@@ -39,7 +42,7 @@ class Line(NamedTuple):
 
     Attributes:
         name: What it shows, or of which run.
-        points: Windows and figures; a figure of count 0 is a gap.
+        points: Windows and figures; a figure of 0 rows is a gap.
         look: Number of its colour; -1: grey and dashed, for limits.
     """
 
@@ -50,22 +53,22 @@ class Line(NamedTuple):
     @property
     def drawn(self) -> list[tuple[int, Cell]]:
         """Without the gaps."""
-        return [(window, cell) for window, cell in self.points if cell.count]
+        return [(window, cell) for window, cell in self.points if cell.rows]
 
 
 class Mark(NamedTuple):
-    """A window at which something happened: a short label, and what it was."""
+    """A window at which something happened: a short label, what it was, and whether that was bad."""
 
     window: int
     label: str
     what: str
+    bad: bool
 
 
-def line(name: str, points: Iterable[Point], figure: str, look: int = 0) -> Line:
+def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
     """A curve of one figure of the rows."""
-    return Line(
-        name, [(point.window, point.cells[figure]) for point in points if figure in point.cells], look
-    )
+    found = thinned([point for point in points if figure in point.cells], _POINTS)
+    return Line(name, [(point.window, point.cells[figure]) for point in found], look)
 
 
 def written(value: float, kind: Kind, unit: str) -> str:
@@ -113,11 +116,11 @@ def line_chart(
     told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
     parts = [
         _axes(up, along),
-        f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%">',
+        _STRETCHED,
         *(_curve(one, up, along) for one in lines),
         "</svg>",
         *(_mark(mark, along) for mark in marks),
-        _ends(named, up, along, kind, unit) if len(named) <= 6 else "",
+        _ends(named, up, along) if len(named) <= _ENDS else "",
     ]
     key = _key(lines) if keyed and len(lines) > 1 else ""
     return _figure(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
@@ -135,9 +138,10 @@ def _told(one: Line, kind: Kind, unit: str) -> str:
 
 
 def _figure(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+    noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
     return (
-        f"<figure{' class=wide' * wide}><figcaption><b>{escaped(title)}</b>{f'<span>{note}</span>' * bool(note)}{key}"
-        f'</figcaption><svg class="plot" height="{_HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
+        f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
+        f'<svg class="plot" height="{_HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
@@ -180,14 +184,14 @@ def _curve(one: Line, up: Axis, along: Axis) -> str:
 
     pieces = list[list[tuple[int, Cell]]]([[]])
     for window, cell in one.points:
-        if cell.count:
+        if cell.rows:
             pieces[-1].append((window, cell))
         elif pieces[-1]:
             pieces.append([])
     paths = list[str]()
     means = [[place(window, cell.mean) for window, cell in piece] for piece in pieces if piece]
     for piece in pieces:
-        if any(cell.count > 1 for _, cell in piece):
+        if any(cell.rows > 1 for _, cell in piece):
             above = [place(window, cell.high) for window, cell in piece]
             below = [place(window, cell.low) for window, cell in reversed(piece)]
             paths.append(f'<path class="band" d="{_path([*above, *below])}z"/>')
@@ -215,16 +219,17 @@ def _path(points: Sequence[tuple[int, int]]) -> str:
 def _mark(mark: Mark, along: Axis) -> str:
     x = _percent(along.at(mark.window))
     return (
-        f'<g class="mark"><title>{escaped(mark.what)}</title><line x1="{x}" x2="{x}" y2="100%"/>'
+        f'<g class="mark{" bad" * mark.bad}"><title>{escaped(mark.what)}</title>'
+        f'<line x1="{x}" x2="{x}" y2="100%"/>'
         f'<text class="tick" x="{x}" y="-2" text-anchor="middle">{escaped(mark.label, 12)}</text></g>'
     )
 
 
-def _ends(lines: Sequence[Line], up: Axis, along: Axis, kind: Kind, unit: str) -> str:
+def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
     """The last value beside the end of each curve, apart from each other."""
     ends = [(_HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in lines]
     ends.sort(key=lambda end: end[0])
-    floor, places = -_APART, list[float]()
+    floor, places = 0.0, list[float]()
     for y, _ in ends:
         places.append(max(y, floor + _APART if places else y))
         floor = places[-1]
@@ -232,7 +237,7 @@ def _ends(lines: Sequence[Line], up: Axis, along: Axis, kind: Kind, unit: str) -
         places[n] = min(places[n], _HEIGHT - _APART * (len(places) - 1 - n))
     return "".join(
         f'<text class="end" x="{_percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
-        f"{written(one.drawn[-1][1].mean, kind, unit)}</text>"
+        f"{up.text(one.drawn[-1][1].mean)}</text>"
         for y, (_, one) in zip(places, ends, strict=True)
     )
 
@@ -262,11 +267,11 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
                     f'<rect x="{_percent(x / _X)}" y="{_percent(top / _Y)}" '
                     f'width="{_percent((right - x) / _X)}" height="{_percent((y - top) / _Y)}"/>'
                 )
-    few = ' class="few"' if len(rows) <= _DOTS else ""
+    few = ' class="few"' if len(rows) <= 2 * _DOTS else ""
     paths = "".join(f'<path class="p-{phase}" d="{"".join(paths)}"/>' for phase, paths in bars.items())
     parts = [
         _axes(make_axis(0, 1, "share", " of the wall time", zero=True), along),
-        f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%"><g{few}>{paths}</g></svg>',
+        f"{_STRETCHED}<g{few}>{paths}</g></svg>",
         f'<g class="hatched">{"".join(hatched)}</g>',
     ]
     told = "Share of the wall time by phase over the run"

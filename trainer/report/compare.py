@@ -9,7 +9,7 @@ from trainer.report.read import Run
 from trainer.report.record import flat, verdict
 from trainer.report.scale import Kind as Scale
 from trainer.report.sections import grid, section, table
-from trainer.report.text import escaped, plain
+from trainer.report.text import DASH, escaped, plain
 from trainer.report.thin import thinned
 
 _POINTS = 1600  # of a chart, over all runs
@@ -76,7 +76,7 @@ def _best(figures: Sequence[Figure | None], better: int) -> float | None:
 
 def _cell(figure: Figure | None, best: float | None) -> str:
     if figure is None:
-        return "–"
+        return DASH
     text = f"<b>{figure.text}</b>" if figure.value == best else figure.text
     return text if figure.note.endswith("/s") or not figure.note else f"{text}<small>{figure.note}</small>"
 
@@ -97,7 +97,7 @@ def differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     return section(
         "Differences",
         table(["", *_heads(names)], rows[:_DIFFERENCES]),
-        "What isn’t the same of configuration, code and environment.",
+        "What isn&rsquo;t the same of configuration, code and environment.",
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from trainer.report.charts import PHASES
 from trainer.report.read import Run
@@ -35,18 +35,18 @@ class Kind(NamedTuple):
     better: int = 0
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of JSON is a figure that can be shown."""
     return type(value) in (int, float) and -1e200 < value < 1e200
 
 
 def joined(points: Iterable[Point], name: str) -> Cell | None:
     """A figure over all rows, as one."""
-    cells = [cell for point in points if (cell := point.cells.get(name)) and cell.count]
+    cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
     if not cells:
         return None
     low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
-    return Cell(low, high, sum(cell.total for cell in cells), sum(cell.count for cell in cells))
+    return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
 
 
 def last_window(run: Run) -> int:
@@ -59,9 +59,7 @@ def last_window(run: Run) -> int:
 
 def metrics(run: Run) -> list[str]:
     """Names of what the evaluations measured, but the loss."""
-    names = dict.fromkeys(
-        name for point in run.evaluation for name, cell in point.cells.items() if cell.count
-    )
+    names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
     return [name for name in names if name != "loss" and "/" not in name]
 
 
@@ -73,7 +71,8 @@ def more_is_better(metric: str) -> bool:
 def totals(run: Run) -> list[tuple[str, float]]:
     """Seconds by phase, in the order of `PHASES`; [] without timings.
 
-    Of the row at the end, which knows what came after the last row of figures, unless there were several attempts.
+    Of the row at the end, which knows what came after the last row of figures; after restarts it doesn't know
+    what came before, and the sum of all rows is taken.
     """
     found = {phase: run.end.get(f"time/{phase}") for phase in PHASES}
     if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
@@ -150,9 +149,7 @@ def _most(notes: Mapping[str, str]) -> Callable[[Run], Figure | None]:
 
 
 def _loss(run: Run) -> Figure | None:
-    cells = [
-        point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].count
-    ]
+    cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
     return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
 
 
@@ -161,7 +158,7 @@ def metric_figure(metric: str) -> Callable[[Run], Figure | None]:
 
     def of(run: Run) -> Figure | None:
         cells = [
-            (p.window, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].count
+            (p.window, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
         ]
         if not cells:
             return None

@@ -60,7 +60,7 @@ def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequenc
     style = files("trainer.report").joinpath("style.css").read_text(encoding="utf-8")
     unreadable = sum(run.unreadable for run in runs)
     rows = f"{count(sum(run.rows for run in runs))} rows"
-    odd = f"; {count(unreadable)} lines that can’t be read were left out" if unreadable else ""
+    odd = f"; {count(unreadable)} lines that can&rsquo;t be read were left out" if unreadable else ""
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

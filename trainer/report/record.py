@@ -1,4 +1,4 @@
-"""The parts of the page that say what a run was and what was found. Each is a function of the run and gives HTML."""
+"""The parts of the page that say what a run was and what was found. Each takes the run and gives HTML."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from trainer.report.figures import energy, is_number, kinds, money, money_per_thousand, status
 from trainer.report.read import Run, Some
 from trainer.report.sections import section, table
-from trainer.report.text import count, escaped, number, share, size
+from trainer.report.text import DASH, count, escaped, number, plain, share, size
 
 _ATTEMPTS = 20
 _KEYS = 400
@@ -21,13 +21,18 @@ def verdict(run: Run) -> tuple[str, str]:
         return (f"The run {how}: {why}" if why else f"The run {how}."), "bad"
     if run.verdict is not None:
         nothing = run.verdict.get("cause") in (None, "", "none")
-        return escaped(run.verdict.get("text") or "No verdict.", 600), "good" if nothing else "bad"
+        return _sentence(run.verdict), "good" if nothing else "bad"
     latest = run.verdicts.all()[-1:] if how == "running" else []
     if latest:
-        return f"So far: {escaped(latest[0].get('text'), 600)}", "open"
+        return f"So far: {_sentence(latest[0])}", "open"
     if how == "stopped":
         return (f"The run was stopped: {why}" if why else "The run was stopped; it can go on."), "open"
     return ("The run goes on; no verdict yet." if how == "running" else "No verdict was recorded."), "open"
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    text = plain(row.get("text") or "No verdict.", 600)
+    return escaped(text[:1].upper() + text[1:], 600)
 
 
 def key_figures(run: Run) -> str:
@@ -57,27 +62,23 @@ def _progress(run: Run) -> str:
 def what(run: Run) -> str:
     """What was run: enough to run it again."""
     m = run.manifest
-    versions, device = (
-        m.get(name) if isinstance(m.get(name), dict) else {} for name in ("versions", "device")
-    )
-    gpus = device.get("gpus")
-    ranks = m.get("world_size")
+    device = dict(_items(m.get("device")))
+    gpus, ranks = device.get("gpus"), m.get("world_size")
+    configuration = f"configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
+    each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
     on = escaped(device.get("cpu") or device.get("name"), 120)
     if isinstance(gpus, list) and gpus:
-        on = f"{len(gpus)} × {escaped(gpus[0], 80)}; {on}"
+        on = f"{len(gpus)} &times; {escaped(gpus[0], 80)}; {on}"
     pairs = [
         ("Command", f"<code>{escaped(m.get('command'), 2000)}</code>"),
-        (
-            "Recipe",
-            f"{escaped(m.get('recipe'), 200)}, configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}",
-        ),
+        ("Recipe", f"{escaped(m.get('recipe'), 200)}, {configuration}"),
         ("Commit", _hash(m.get("commit")) + (" with uncommitted changes" if m.get("dirty") else "")),
         ("Environment", f"lock {_hash(m.get('lock'))}, image {_hash(m.get('image'))}"),
-        ("Versions", ", ".join(f"{escaped(k, 40)}&nbsp;{escaped(v, 60)}" for k, v in versions.items() if v)),
         (
-            "Device",
-            f"{on} ({escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads)",
+            "Versions",
+            ", ".join(f"{escaped(k, 40)}&nbsp;{escaped(v, 60)}" for k, v in _items(m.get("versions")) if v),
         ),
+        ("Device", f"{on} ({each})"),
         ("Host", escaped(m.get("host"), 120)),
         ("Data", "; ".join(f"{escaped(k, 60)}: {escaped(v, 120)}" for k, v in _items(m.get("fingerprint")))),
         ("Time", f"{_moment(m.get('started'))} to {_moment(m.get('ended'))}"),
@@ -93,12 +94,12 @@ def _hash(value: Any) -> str:
     if not isinstance(value, str) or not value:
         return "unknown"
     start, _, end = value.rpartition(":")
-    plus = "+" * value.endswith("+")
-    return f'<code title="{escaped(value)}">{escaped(f"{start}:" * bool(start) + end[:12].rstrip("+") + plus, 60)}</code>'
+    short = f"{start}:" * bool(start) + end.rstrip("+")[:12] + "+" * end.endswith("+")
+    return f'<code title="{escaped(value)}">{escaped(short, 60)}</code>'
 
 
 def _moment(value: Any) -> str:
-    return escaped(value, 40).replace("T", " ") if isinstance(value, str) else "–"
+    return escaped(value, 40).replace("T", " ") if isinstance(value, str) else DASH
 
 
 def _attempts(manifest: dict[str, Any]) -> str:
@@ -186,14 +187,14 @@ def _listed(
 def _figure(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
-        return "–"
+        return DASH
     if not is_number(value):
         return escaped(value, 40)
     return count(value) if type(value) is int else number(value)
 
 
 def _share(value: Any) -> str:
-    return share(value) if is_number(value) and 0 <= value <= 1 else "–"
+    return share(value) if is_number(value) and 0 <= value <= 1 else DASH
 
 
 def checkpoints(run: Run) -> str:
@@ -216,7 +217,7 @@ def cost(run: Run) -> str:
     """Joules and money."""
     found = {"energy": energy(run), "money": money(run), "per thousand samples": money_per_thousand(run)}
     rows = [[name, figure.text, figure.note] for name, figure in found.items() if figure]
-    note = "Energy is what the GPUs of rank 0’s host drew, by NVML." if found["energy"] else ""
+    note = "Energy is what the GPUs of rank 0&rsquo;s host drew, by NVML." if found["energy"] else ""
     return section("Cost", table(["", "", ""], rows, right=(1,)) if rows else "", note)
 
 

@@ -7,7 +7,7 @@ from trainer.report.text import number
 
 Kind = Literal["number", "count", "si", "share", "bytes"]
 # A range that spans this factor is shown on a logarithmic axis, where that is possible.
-_WIDE = 40.0
+_WIDE = 20.0
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -21,6 +21,8 @@ class Axis(NamedTuple):
         log: Whether it is logarithmic.
         ticks: Values and what is written there.
         unit: What the written numbers mean, such as "GiB"; may be empty.
+        factor: What a written 1 stands for.
+        letter: What follows each written number, such as "k".
     """
 
     low: float
@@ -28,6 +30,12 @@ class Axis(NamedTuple):
     log: bool
     ticks: list[tuple[float, str]]
     unit: str
+    factor: float = 1.0
+    letter: str = ""
+
+    def text(self, value: float) -> str:
+        """A value in the unit of the axis."""
+        return number(value / self.factor, 4 if self.factor == 1.0 else 3) + self.letter * (value != 0)
 
     def at(self, value: float) -> float:
         """Where a value lies, from 0 (start) to 1 (end); beyond the ends it is at the end."""
@@ -60,7 +68,7 @@ def make_axis(
         low = min(low, 0.0)
     if high - low < 1e-9 * max(abs(low), abs(high)) or high == low:
         margin = abs(high) / 2 or 1.0
-        low, high = (low if zero and high > 0 else low - margin), high + margin
+        low, high = (low if zero and high >= 0 else low - margin), high + margin
     largest = max(abs(low), abs(high))
     factor, prefix = _unit(kind, largest)
     step = _round_step((high - low) / factor / 4)
@@ -72,7 +80,7 @@ def make_axis(
     ticks = [
         (n * step * factor, _tick(n * step, decimals) + letter * (n != 0)) for n in range(first, last + 1)
     ]
-    return Axis(ticks[0][0], ticks[-1][0], False, ticks, f"{prefix}{unit}")
+    return Axis(ticks[0][0], ticks[-1][0], False, ticks, f"{prefix}{unit}", factor, letter)
 
 
 def _tick(value: float, decimals: int) -> str:

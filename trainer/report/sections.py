@@ -6,11 +6,11 @@ from trainer.report.charts import PHASES, Line, Mark, line, line_chart, phase_ba
 from trainer.report.figures import joined, last_window, metrics, totals
 from trainer.report.read import Run
 from trainer.report.scale import Kind
-from trainer.report.text import count, duration, escaped, number, share, size
+from trainer.report.text import DASH, count, duration, escaped, share, size
 
 _MARKS = 30
 
-# Charts: title, how values are written, unit, and curves by name; a figure after "limit:" is one that isn't passed.
+# Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
 _Chart = tuple[str, Kind, str, dict[str, str]]
 _THROUGHPUT: tuple[_Chart, ...] = (
     ("Samples", "count", "samples/s", {"": "samples_per_s"}),
@@ -100,8 +100,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[in
 
 def grid(*figures: str) -> str:
     """Charts beside each other; nothing if there are none."""
-    shown = "".join(figures)
-    return f'<div class="grid">{shown}</div>' if shown else ""
+    shown = [figure for figure in figures if figure]
+    # Two or four stand in two columns, others in three; the first ones are wider, so that each row is full.
+    kind = f"of{len(shown)}" if len(shown) in (1, 2, 4) else f"rest{len(shown) % 3}"
+    return f'<div class="grid {kind}">{"".join(shown)}</div>' if shown else ""
 
 
 def marks_of(run: Run) -> list[Mark]:
@@ -111,12 +113,12 @@ def marks_of(run: Run) -> list[Mark]:
         window = incident.get("window")
         if type(window) is int and window > 0:
             what = f"incident {number_}: {incident.get('kind')}, {incident.get('policy')}"
-            marks.append(Mark(window, str(number_), what))
+            marks.append(Mark(window, str(number_), what, True))
     listed = run.manifest.get("attempts")
     for attempt in (listed if isinstance(listed, list) else [])[1:_MARKS]:
         window = attempt.get("window") if isinstance(attempt, dict) else None
         if type(window) is int:
-            marks.append(Mark(window, "↻", f"started again after window {window}"))
+            marks.append(Mark(window, "↻", f"started again after window {window}", False))
     return marks
 
 
@@ -139,8 +141,9 @@ def curves(run: Run) -> str:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
     last, marks = last_window(run), marks_of(run)
 
-    def chart(title: str, name: str, unit: str, **options: bool) -> str:
-        return line_chart(title, [line(title, run.train, name)], last, "number", unit, **options)
+    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> str:
+        curve = [line(title, run.train, name)]
+        return line_chart(title, curve, last, unit=unit, zero=zero, may_log=may_log)
 
     losses = [line("training", run.train, "loss"), line("evaluation", run.evaluation, "loss", 1)]
     shown = [line_chart("Loss", losses, last, unit="loss", may_log=True, marks=marks)]
@@ -197,9 +200,11 @@ def throughput(run: Run) -> str:
     """Samples, tokens and arithmetic per second."""
     notes = []
     if joined(run.train, "flops_per_s"):
-        notes.append("FLOP/s = FLOPs of a step, counted once by torch’s counter, × steps per second.")
+        notes.append(
+            "FLOP/s = FLOPs of a step, counted once by torch&rsquo;s counter, &times; steps per second."
+        )
     if joined(run.train, "mfu"):
-        notes.append("MFU = FLOP/s ÷ (GPUs × peak FLOP/s of one at this precision).")
+        notes.append("MFU = FLOP/s &divide; (GPUs &times; peak FLOP/s of one at this precision).")
     return section("Throughput", grid(*charts_of(run, _THROUGHPUT)), " ".join(notes))
 
 
@@ -217,8 +222,8 @@ def _by_epoch(run: Run) -> str:
     starts = run.epoch_start
     every = max(1, -(-len(starts) // 6))
     shown = starts[::every] + ([] if (len(starts) - 1) % every == 0 else starts[-1:])
-    names = ("memory/allocated_bytes", "memory/reserved_bytes", "memory/rss_bytes")
-    names = tuple(name for name in names if joined(starts, name) or joined(run.epoch_end, name))
+    known = ("memory/allocated_bytes", "memory/reserved_bytes", "memory/rss_bytes")
+    names = [name for name in known if joined(starts, name) or joined(run.epoch_end, name)]
     if not shown or not names:
         return ""
     rows = []
@@ -226,7 +231,7 @@ def _by_epoch(run: Run) -> str:
         later = next((ends[window] for window in sorted(ends) if window >= point.window), {})
         cells = [found.get(name) for name in names for found in (point.cells, later)]
         rows.append(
-            [count(point.window), *(size(cell.mean) if cell and cell.count else "–" for cell in cells)]
+            [count(point.window), *(size(cell.mean) if cell and cell.rows else DASH for cell in cells)]
         )
     heads = [f"{name[7:-6]}, {at}" for name in names for at in ("start", "end")]
     return table(["epoch from window", *heads], rows, right=range(len(heads) + 1))
@@ -238,14 +243,15 @@ def _why_more(run: Run) -> str:
     if shown is None and (reserved is None or not reserved.high):
         return ""
     text = (
-        "<b>Why nvidia-smi shows more than is allocated.</b> It counts all that a process holds: the CUDA context and "
-        "the kernels that were loaded, the workspaces of cuDNN, cuBLAS and NCCL, and everything that torch’s allocator "
-        "has reserved, whether tensors use it or it is kept for the next ones."
+        "<b>Why nvidia-smi shows more than is allocated.</b> It counts all that a process holds: the CUDA "
+        "context and the kernels that were loaded, the workspaces of cuDNN, cuBLAS and NCCL, and all that "
+        "torch&rsquo;s allocator has reserved, whether tensors use it or it is kept for the next ones."
     )
     if shown and reserved and allocated and shown.mean > reserved.mean >= allocated.mean:
+        kept, others = reserved.mean - allocated.mean, shown.mean - reserved.mean
         text += (
-            f" Here, on average: {size(allocated.mean)} in tensors, {size(reserved.mean - allocated.mean)} "
-            f"kept by the allocator, {size(shown.mean - reserved.mean)} context, libraries and other processes."
+            f" Here, on average: {size(allocated.mean)} in tensors, {size(kept)} kept by the allocator, "
+            f"{size(others)} context, libraries and other processes."
         )
     return f'<p class="prose">{text}</p>'
 

@@ -9,6 +9,7 @@ from trainer.redact import redact_text
 
 # What is looked at of a text, before secrets are taken out and what is left is cut.
 _READ = 1 << 14
+_ITEMS = 64
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 # Control characters, surrogates, what turns the direction of text around, and what no browser shows.
 _INVISIBLE = re.compile(
@@ -27,6 +28,7 @@ _PREFIXES = (
 )
 _BINARY = ((1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MINUS = "\u2212"
+DASH = "\u2013"  # where there is no figure
 _SPACE = "\u00a0"  # between a figure and its unit: no line breaks there
 
 
@@ -46,23 +48,19 @@ def escaped(value: Any, most: int = 300) -> str:
 
 
 def _simple(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value)
+    if value is None or isinstance(value, bool):
+        return DASH if value is None else "yes" if value else "no"
     if isinstance(value, int):
         return (
-            str(value)
-            if abs(value) < 10**18
-            else number(float(f"{value:.6e}") if abs(value) < 10**300 else math.inf)
+            str(value) if abs(value) < 10**18 else number(float(value) if abs(value) < 10**300 else math.inf)
         )
+    if isinstance(value, float):
+        return number(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_short(item) for item in value[:64])}{', …' if len(value) > 64 else ''}]"
+        return f"[{', '.join(_short(item) for item in value[:_ITEMS])}{', …' * (len(value) > _ITEMS)}]"
     if isinstance(value, dict):
-        items = [f"{_short(key)}: {_short(item)}" for key, item in list(value.items())[:64]]
-        return f"{{{', '.join(items)}{', …' if len(value) > 64 else ''}}}"
+        items = [f"{_short(key)}: {_short(item)}" for key, item in list(value.items())[:_ITEMS]]
+        return f"{{{', '.join(items)}{', …' * (len(value) > _ITEMS)}}}"
     return str(value)
 
 
@@ -71,7 +69,7 @@ def _short(value: Any) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A figure with so many significant digits: 0.9917, 1,587, 5.06e−7."""
+    """A figure with so many significant digits: 0.9917, 1,587, 5.06e-7."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:

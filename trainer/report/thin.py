@@ -14,18 +14,18 @@ class Cell(NamedTuple):
         low: The least of it.
         high: The largest.
         total: Its sum.
-        count: In how many rows it stood. 0: only null stood there, which was not a finite number once.
+        rows: In how many of them it stood. 0: only null stood there, which was not a finite number once.
     """
 
     low: float
     high: float
     total: float
-    count: int
+    rows: int
 
     @property
     def mean(self) -> float:
         """Its mean."""
-        return self.total / self.count
+        return self.total / self.rows
 
 
 class Point(NamedTuple):
@@ -114,12 +114,12 @@ def _joined(one: Point, other: Point) -> Point:
     cells = dict(one.cells)
     for name, cell in other.cells.items():
         before = cells.get(name)
-        cells[name] = cell if before is None or not before.count else _sum(before, cell)
+        cells[name] = cell if before is None or not before.rows else _sum(before, cell)
     return Point(max(one.window, other.window), one.rows + other.rows, cells)
 
 
 def _sum(one: Cell, other: Cell) -> Cell:
-    if not other.count:
+    if not other.rows:
         return one
     low, high = min(one.low, other.low), max(one.high, other.high)
-    return Cell(low, high, one.total + other.total, one.count + other.count)
+    return Cell(low, high, one.total + other.total, one.rows + other.rows)
