@@ -16,6 +16,7 @@ _STRETCHED = f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="10
 _HEIGHT = 150  # CSS pixels of a plot
 _APART = 13  # CSS pixels between two labels
 _ENDS = 6  # labels beside the ends of curves
+_RIGHT = 0.97  # from here on a curve ends on the right
 _DOTS = 24  # up to so many points each is shown
 _POINTS = 200  # of a curve
 _BARS = 120
@@ -67,7 +68,8 @@ class Mark(NamedTuple):
 
 def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
     """A curve of one figure of the rows."""
-    found = thinned([point for point in points if figure in point.cells], _POINTS)
+    found = [point for point in points if figure in point.cells]
+    found = [*thinned(found[:-1], _POINTS - 1), *found[-1:]]  # its end is told beside it
     return Line(name, [(point.window, point.cells[figure]) for point in found], look)
 
 
@@ -226,8 +228,9 @@ def _mark(mark: Mark, along: Axis) -> str:
 
 
 def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
-    """The last value beside the end of each curve, apart from each other."""
-    ends = [(_HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in lines]
+    """The last value beside each curve that ends on the right, apart from each other."""
+    ended = [one for one in lines if along.at(one.drawn[-1][0]) > _RIGHT]
+    ends = [(_HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in ended]
     ends.sort(key=lambda end: end[0])
     floor, places = 0.0, list[float]()
     for y, _ in ends:
@@ -275,7 +278,9 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
         f'<g class="hatched">{"".join(hatched)}</g>',
     ]
     told = "Share of the wall time by phase over the run"
-    return _figure("Over the run", parts, "a bar for each logging interval, or some", "", told, wide=True)
+    return _figure(
+        "Over the run", parts, f"a bar for {count(last / len(rows))} windows, on average", "", told, wide=True
+    )
 
 
 def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) -> str:
@@ -293,8 +298,9 @@ def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) ->
         parts.append(f'<rect class="p-{phase}" x="{x}" width="{width}" height="100%"/>')
         if phase == "unexplained":
             parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
-        if labelled and seconds >= 0.22 * every:
-            parts.append(f'<text class="name" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
+        if labelled and seconds >= 0.1 * every:
+            small = " small" * (seconds < 0.3 * every)
+            parts.append(f'<text class="name{small}" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
         left += seconds
     told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
     return (

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.report.charts import PHASES, Line, line, line_chart, phase_bar
-from trainer.report.figures import Figure, kinds, last_window, metrics, status, totals
+from trainer.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
 from trainer.report.read import Run
-from trainer.report.record import flat, verdict
+from trainer.report.record import flat, gpus_of, verdict
 from trainer.report.scale import Kind as Scale
-from trainer.report.sections import grid, section, table
+from trainer.report.sections import grid, scale_of, section, table, title_of
 from trainer.report.text import DASH, escaped, plain
 from trainer.report.thin import thinned
 
@@ -67,17 +67,18 @@ def _heading(name: str, figures: Sequence[Figure | None]) -> str:
     return escaped(name.capitalize() if name.islower() else name, 60) + "".join(f", {unit}" for unit in units)
 
 
-def _best(figures: Sequence[Figure | None], better: int) -> float | None:
-    values = [figure.value for figure in figures if figure]
-    if not better or len(values) < 2 or min(values) == max(values):
+def _best(figures: Sequence[Figure | None], better: int) -> str | None:
+    """The text of the best figure; None if nobody can tell."""
+    found = [figure for figure in figures if figure]
+    if not better or len({figure.text for figure in found}) < 2:
         return None
-    return max(values) if better > 0 else min(values)
+    return (max if better > 0 else min)(found, key=lambda figure: figure.value).text
 
 
-def _cell(figure: Figure | None, best: float | None) -> str:
+def _cell(figure: Figure | None, best: str | None) -> str:
     if figure is None:
         return DASH
-    text = f"<b>{figure.text}</b>" if figure.value == best else figure.text
+    text = f"<b>{figure.text}</b>" if figure.text == best else figure.text
     return text if figure.note.endswith("/s") or not figure.note else f"{text}<small>{figure.note}</small>"
 
 
@@ -107,6 +108,7 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
         **dict(flat(manifest.get("config"))),
         **{name: manifest[name] for name in _FACTS if name in manifest},
         **dict(flat(device, "device")),
+        **({"device.gpus": gpus_of(device)} if isinstance(device, dict) else {}),
         **dict(flat(versions, "versions")),
     }
 
@@ -133,8 +135,11 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
             )
             found = dict.fromkeys(name for run in runs for name in metrics(run))
             for name in list(found)[:6]:
-                title_ = name.replace("_", " ").capitalize()
-                charts.append(line_chart(title_, lines(evaluation, name), last, unit=name, keyed=False))
+                cells = [cell for own in evaluation if (cell := joined(own, name))]
+                scale, label = scale_of(name, cells)
+                charts.append(
+                    line_chart(title_of(name), lines(evaluation, name), last, scale, label, keyed=False)
+                )
     return section("Curves", _key(names) + grid(*charts))
 
 

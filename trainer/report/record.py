@@ -63,12 +63,10 @@ def what(run: Run) -> str:
     """What was run: enough to run it again."""
     m = run.manifest
     device = dict(_items(m.get("device")))
-    gpus, ranks = device.get("gpus"), m.get("world_size")
+    ranks = m.get("world_size")
     configuration = f"configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
     each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
-    on = escaped(device.get("cpu") or device.get("name"), 120)
-    if isinstance(gpus, list) and gpus:
-        on = f"{len(gpus)} &times; {escaped(gpus[0], 80)}; {on}"
+    on = escaped(gpus_of(device), 120) + escaped(device.get("cpu") or device.get("name"), 120)
     pairs = [
         ("Command", f"<code>{escaped(m.get('command'), 2000)}</code>"),
         ("Recipe", f"{escaped(m.get('recipe'), 200)}, {configuration}"),
@@ -87,6 +85,13 @@ def what(run: Run) -> str:
     ]
     rows = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in pairs if text)
     return section("What was run", f'<dl class="facts">{rows}</dl>')
+
+
+def gpus_of(device: dict[str, Any]) -> str:
+    """The GPUs of a manifest's device, as text; nothing if there are none."""
+    gpus = [str(gpu) for gpu in _list(device.get("gpus"))]
+    kinds_ = list(dict.fromkeys(gpus))[:4]
+    return "".join(f"{gpus.count(kind)} \u00d7 {kind}; " for kind in kinds_)
 
 
 def _hash(value: Any) -> str:
@@ -181,7 +186,7 @@ def _listed(
         return ""
     left_out = of.count - len(of.all()) if of else 0
     more = f'<p class="prose">{count(left_out)} between them are left out here.</p>' if left_out else ""
-    return f"<h3>{title}</h3>{table(head, rows, right)}{more}"
+    return f"<h3>{title}</h3>{table(head, rows, right, len(head) - 1 if title == 'Verdicts' else None)}{more}"
 
 
 def _figure(row: dict[str, Any], name: str) -> str:

@@ -35,7 +35,9 @@ class Axis(NamedTuple):
 
     def text(self, value: float) -> str:
         """A value in the unit of the axis."""
-        return number(value / self.factor, 4 if self.factor == 1.0 else 3) + self.letter * (value != 0)
+        return number(value / self.factor, 4 if abs(value / self.factor) < 10 else 3) + self.letter * (
+            value != 0
+        )
 
     def at(self, value: float) -> float:
         """Where a value lies, from 0 (start) to 1 (end); beyond the ends it is at the end."""

@@ -7,6 +7,7 @@ from trainer.report.figures import joined, last_window, metrics, totals
 from trainer.report.read import Run
 from trainer.report.scale import Kind
 from trainer.report.text import DASH, count, duration, escaped, share, size
+from trainer.report.thin import Cell
 
 _MARKS = 30
 
@@ -84,16 +85,31 @@ def name_of(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table of HTML cells; those in the columns `right` are figures."""
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[int] = (),
+    wide: int | None = None,
+    kind: str = "",
+) -> str:
+    """A table of HTML cells.
+
+    Args:
+        head: Names of the columns.
+        rows: The cells.
+        right: Columns of figures.
+        wide: The column of sentences.
+        kind: What the style calls it.
+    """
 
     def cells(row: Sequence[str], tag: str) -> str:
-        kinds = (f'{tag} class="n"' if n in right else tag for n in range(len(row)))
+        looks = {wide: ' class="w"', **dict.fromkeys(right, ' class="n"')}
+        kinds = (f"{tag}{looks.get(n, '')}" for n in range(len(row)))
         return "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells(head, "th")}</tr></thead>'
+        f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{cells(head, "th")}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -149,27 +165,32 @@ def curves(run: Run) -> str:
     shown = [line_chart("Loss", losses, last, unit="loss", may_log=True, marks=marks)]
     for name in metrics(run):
         cell = joined(run.evaluation, name)
-        percent = (
-            name.startswith(("accuracy", "top")) and cell is not None and 0 <= cell.low <= cell.high <= 1
-        )
-        kind: Kind = "share" if percent else "number"
-        measured = [line(name, run.evaluation, name, 1)]
-        shown.append(line_chart(_title(name), measured, last, kind, " correct" if percent else name))
+        kind, unit = scale_of(name, [cell] if cell else [])
+        shown.append(line_chart(title_of(name), [line(name, run.evaluation, name, 1)], last, kind, unit))
     shown += [
         chart("Learning rate", "learning_rate", "per update", zero=True),
         chart("Gradient norm", "gradient_norm", "global norm", zero=True, may_log=True),
         chart("Loss scale", "loss_scale", "factor", may_log=True),
     ]
     names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
-    shown += [chart(_title(name), name, name) for name in names if name not in _CURVES]
+    shown += [chart(title_of(name), name, name) for name in names if name not in _CURVES]
     notes = ["Dashed verticals mark incidents by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
     return section("Curves", grid(*shown), " ".join(notes))
 
 
-def _title(name: str) -> str:
+def title_of(name: str) -> str:
+    """A figure's name as a title."""
     return name.replace("_", " ").capitalize()
+
+
+def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Kind, str]:
+    """How a metric is written, and its unit: accuracies from 0 to 1 as percent."""
+    percent = metric.startswith(("accuracy", "top")) and all(
+        0 <= cell.low <= cell.high <= 1 for cell in cells
+    )
+    return ("share", " correct") if percent else ("number", metric)
 
 
 def time(run: Run) -> str:
@@ -186,7 +207,7 @@ def time(run: Run) -> str:
     ]
     body = (
         phase_bar(timed, "Wall time by phase", labelled=True)
-        + table(["phase", "share", "time", "what it is"], rows, right=(1, 2))
+        + table(["phase", "share", "time", "what it is"], rows, right=(1, 2), kind="phases")
         + phase_chart(run.train, last_window(run))
     )
     note = f"{duration(wall)} of wall time, each second in one phase."
