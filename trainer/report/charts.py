@@ -11,31 +11,14 @@ from trainer.report.scale import Axis, Kind, make_axis, window_axis
 from trainer.report.text import count, escaped, number, scaled, share, size
 from trainer.report.thin import Cell, Point, thinned
 
-_X, _Y = 2000, 1000  # of the stretched viewBox
-_STRETCHED = f'<svg viewBox="0 0 {_X} {_Y}" preserveAspectRatio="none" width="100%" height="100%">'
+ACROSS, DOWN = 2000, 1000  # of the stretched viewBox
+STRETCHED = f'<svg viewBox="0 0 {ACROSS} {DOWN}" preserveAspectRatio="none" width="100%" height="100%">'
 _HEIGHT = 150  # CSS pixels of a plot
 _APART = 13  # CSS pixels between two labels
 _ENDS = 6  # labels beside the ends of curves
 _RIGHT = 0.97  # from here on a curve ends on the right
 _DOTS = 24  # up to so many points each is shown
 _POINTS = 200  # of a curve
-_BARS = 120
-
-# Of the time, in the order in which it is stacked: what a GPU is bought for first.
-PHASES = {
-    "forward": "the model's forward pass",
-    "backward": "its gradients",
-    "update": "the optimiser's step, with clipping and loss scaling",
-    "communication": "gradients between ranks, as far as computing doesn't hide it",
-    "copy": "batches on their way to the device",
-    "data": "waiting for the next batch",
-    "host": "Python between the others",
-    "evaluation": "evaluating the model",
-    "checkpoint": "training stood still for a checkpoint",
-    "logging": "figures read and written",
-    "start": "until the first window was done: data, model, compilation",
-    "unexplained": "what no timer covers",
-}
 
 
 class Line(NamedTuple):
@@ -68,8 +51,7 @@ class Mark(NamedTuple):
 
 def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
     """A curve of one figure of the rows."""
-    found = [point for point in points if figure in point.cells]
-    found = [*thinned(found[:-1], _POINTS - 1), *found[-1:]]  # its end is told beside it
+    found = thinned([point for point in points if figure in point.cells], _POINTS)
     return Line(name, [(point.window, point.cells[figure]) for point in found], look)
 
 
@@ -117,15 +99,15 @@ def line_chart(
     named = [one for one in lines if one.look >= 0]
     told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
     parts = [
-        _axes(up, along),
-        _STRETCHED,
+        axes(up, along),
+        STRETCHED,
         *(_curve(one, up, along) for one in lines),
         "</svg>",
         *(_mark(mark, along) for mark in marks),
         _ends(named, up, along) if len(named) <= _ENDS else "",
     ]
     key = _key(lines) if keyed and len(lines) > 1 else ""
-    return _figure(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
+    return figure_of(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
 
 
 def _told(one: Line, kind: Kind, unit: str) -> str:
@@ -139,7 +121,8 @@ def _told(one: Line, kind: Kind, unit: str) -> str:
     )
 
 
-def _figure(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+    """A plot with its title, a note, a key (HTML), and what to tell those who don't see it."""
     noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
     return (
         f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
@@ -158,15 +141,16 @@ def _look(one: Line) -> str:
     return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
 
 
-def _axes(up: Axis, along: Axis) -> str:
+def axes(up: Axis, along: Axis) -> str:
+    """Lines and figures beside a plot, and what they mean."""
     parts = []
     for value, text in up.ticks:
-        y = _percent(1 - up.at(value))
+        y = percent(1 - up.at(value))
         parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick" x="-8" y="{y}" dy=".35em" text-anchor="end">{text}</text>')
     parts.append('<line class="base" x2="100%" y1="100%" y2="100%"/>')
     for value, text in along.ticks:
-        x = _percent(along.at(value))
+        x = percent(along.at(value))
         parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="100%" y2="{_HEIGHT + 4}"/>')
         parts.append(f'<text class="tick" x="{x}" y="100%" dy="17" text-anchor="middle">{text}</text>')
     parts.append(f'<text class="axis y" x="-44" y="-12">{escaped(up.unit, 60)}</text>')
@@ -174,7 +158,8 @@ def _axes(up: Axis, along: Axis) -> str:
     return "".join(parts)
 
 
-def _percent(part: float) -> str:
+def percent(part: float) -> str:
+    """A place in a plot, from 0 to 1, as SVG takes it."""
     return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
 
 
@@ -182,7 +167,7 @@ def _curve(one: Line, up: Axis, along: Axis) -> str:
     """Means as a line, with the range around it where rows were joined; a single point is a dot."""
 
     def place(window: int, value: float) -> tuple[int, int]:
-        return round(_X * along.at(window)), round(_Y * (1 - up.at(value)))
+        return round(ACROSS * along.at(window)), round(DOWN * (1 - up.at(value)))
 
     pieces = list[list[tuple[int, Cell]]]([[]])
     for window, cell in one.points:
@@ -219,7 +204,7 @@ def _path(points: Sequence[tuple[int, int]]) -> str:
 
 
 def _mark(mark: Mark, along: Axis) -> str:
-    x = _percent(along.at(mark.window))
+    x = percent(along.at(mark.window))
     return (
         f'<g class="mark{" bad" * mark.bad}"><title>{escaped(mark.what)}</title>'
         f'<line x1="{x}" x2="{x}" y2="100%"/>'
@@ -239,71 +224,7 @@ def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
     for n in range(len(places) - 1, -1, -1):
         places[n] = min(places[n], _HEIGHT - _APART * (len(places) - 1 - n))
     return "".join(
-        f'<text class="end" x="{_percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
+        f'<text class="end" x="{percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
         f"{up.text(one.drawn[-1][1].mean)}</text>"
         for y, (_, one) in zip(places, ends, strict=True)
-    )
-
-
-def phase_chart(points: Sequence[Point], last: int) -> str:
-    """Shares of the wall by phase, over the windows of a run; nothing if no row has timings."""
-    rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
-    rows = [row for row in rows if row.cells["time/wall"].total > 0]
-    if not rows:
-        return ""
-    along = window_axis(last)
-    bars, hatched = dict[str, list[str]](), list[str]()
-    before = 0
-    for row in rows:
-        x, right = round(_X * along.at(before)), round(_X * along.at(row.window))
-        before, low, wall = row.window, 0.0, row.cells["time/wall"].total
-        for phase in PHASES:
-            cell = row.cells.get(f"time/{phase}")
-            part = max(0.0, cell.total / wall) if cell else 0.0
-            y, top = round(_Y * (1 - low)), round(_Y * (1 - min(1.0, low + part)))
-            low += part
-            if y <= top or right <= x:
-                continue
-            bars.setdefault(phase, []).append(f"M{x},{y}H{right}V{top}H{x}z")
-            if phase == "unexplained":
-                hatched.append(
-                    f'<rect x="{_percent(x / _X)}" y="{_percent(top / _Y)}" '
-                    f'width="{_percent((right - x) / _X)}" height="{_percent((y - top) / _Y)}"/>'
-                )
-    few = ' class="few"' if len(rows) <= 2 * _DOTS else ""
-    paths = "".join(f'<path class="p-{phase}" d="{"".join(paths)}"/>' for phase, paths in bars.items())
-    parts = [
-        _axes(make_axis(0, 1, "share", " of the wall time", zero=True), along),
-        f"{_STRETCHED}<g{few}>{paths}</g></svg>",
-        f'<g class="hatched">{"".join(hatched)}</g>',
-    ]
-    told = "Share of the wall time by phase over the run"
-    return _figure(
-        "Over the run", parts, f"a bar for {count(last / len(rows))} windows, on average", "", told, wide=True
-    )
-
-
-def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) -> str:
-    """One bar over all: seconds by phase, in the order of `PHASES`.
-
-    Args:
-        totals: Phases and their seconds.
-        what: What it is, for those who don't see it.
-        labelled: Whether large parts are named above it.
-    """
-    every = sum(seconds for _, seconds in totals)
-    left, parts = 0.0, list[str]()
-    for phase, seconds in totals:
-        x, width = _percent(left / every), _percent(seconds / every)
-        parts.append(f'<rect class="p-{phase}" x="{x}" width="{width}" height="100%"/>')
-        if phase == "unexplained":
-            parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
-        if labelled and seconds >= 0.1 * every:
-            small = " small" * (seconds < 0.3 * every)
-            parts.append(f'<text class="name{small}" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
-        left += seconds
-    told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
-    return (
-        f'<svg class="bar{" labelled" if labelled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
-        f"{''.join(parts)}</svg>"
     )

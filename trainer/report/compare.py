@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.report.charts import PHASES, Line, line, line_chart, phase_bar
+from trainer.report.charts import Line, line, line_chart
 from trainer.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
+from trainer.report.phases import PHASES, phase_bar
 from trainer.report.read import Run
 from trainer.report.record import flat, gpus_of, verdict
 from trainer.report.scale import Kind as Scale

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.report.charts import PHASES
+from trainer.report.phases import PHASES
 from trainer.report.read import Run
 from trainer.report.text import count, duration, escaped, number, scaled, share, size
 from trainer.report.thin import Cell, Point
@@ -207,7 +207,7 @@ def money(run: Run) -> Figure | None:
 def money_per_thousand(run: Run) -> Figure | None:
     """What a thousand samples cost."""
     cost = run.end.get("cost/per_thousand_samples")
-    return Figure(float(cost), number(float(cost), 3), "per thousand samples") if is_number(cost) else None
+    return Figure(float(cost), number(float(cost), 3), "in the same currency") if is_number(cost) else None
 
 
 _COMPUTE = ("forward", "backward", "update")
@@ -231,7 +231,7 @@ KINDS = (
     Kind("Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1),
     Kind("Energy", energy, -1),
     Kind("Cost", money, -1),
-    Kind("Cost", money_per_thousand, -1),
+    Kind("Cost of 1,000 samples", money_per_thousand, -1),
 )
 
 

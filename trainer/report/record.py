@@ -66,7 +66,9 @@ def what(run: Run) -> str:
     ranks = m.get("world_size")
     configuration = f"configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
     each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
-    on = escaped(gpus_of(device), 120) + escaped(device.get("cpu") or device.get("name"), 120)
+    on = "; ".join(
+        escaped(one, 120) for one in (gpus_of(device), device.get("cpu") or device.get("name")) if one
+    )
     pairs = [
         ("Command", f"<code>{escaped(m.get('command'), 2000)}</code>"),
         ("Recipe", f"{escaped(m.get('recipe'), 200)}, {configuration}"),
@@ -91,7 +93,7 @@ def gpus_of(device: dict[str, Any]) -> str:
     """The GPUs of a manifest's device, as text; nothing if there are none."""
     gpus = [str(gpu) for gpu in _list(device.get("gpus"))]
     kinds_ = list(dict.fromkeys(gpus))[:4]
-    return "".join(f"{gpus.count(kind)} \u00d7 {kind}; " for kind in kinds_)
+    return ", ".join(f"{gpus.count(kind)} \u00d7 {kind}" for kind in kinds_)
 
 
 def _hash(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from trainer.report.charts import PHASES, Line, Mark, line, line_chart, phase_bar, phase_chart
+from trainer.report.charts import Line, Mark, line, line_chart
 from trainer.report.figures import joined, last_window, metrics, totals
+from trainer.report.phases import PHASES, phase_bar, phase_chart
 from trainer.report.read import Run
 from trainer.report.scale import Kind
 from trainer.report.text import DASH, count, duration, escaped, share, size
@@ -103,7 +104,7 @@ def table(
     """
 
     def cells(row: Sequence[str], tag: str) -> str:
-        looks = {wide: ' class="w"', **dict.fromkeys(right, ' class="n"')}
+        looks: dict[int | None, str] = {wide: ' class="w"', **dict.fromkeys(right, ' class="n"')}
         kinds = (f"{tag}{looks.get(n, '')}" for n in range(len(row)))
         return "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 

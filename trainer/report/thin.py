@@ -98,10 +98,11 @@ def _cell(values: Iterable[Any]) -> Cell | None:
 
 
 def thinned(points: list[Point], most: int) -> list[Point]:
-    """At most so many points, of the same rows."""
-    while len(points) > most:
+    """At most so many points, of the same rows; the last one stays as it is."""
+    points, last = points[:-1], points[-1:]
+    while len(points) >= most:
         points = _halved(points)
-    return points
+    return points + last
 
 
 def _halved(points: list[Point]) -> list[Point]:
