@@ -42,8 +42,8 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
         for phase in PHASES:
             cell = row.cells.get(f"time/{phase}")
             part = max(0.0, cell.total / wall) if cell else 0.0
-            y, top = round(DOWN * (1 - low)), round(DOWN * (1 - min(1.0, low + part)))
-            low += part
+            y, low = round(DOWN * (1 - low)), min(1.0, low + part)
+            top = round(DOWN * (1 - low))
             if y <= top or right <= x:
                 continue
             bars.setdefault(phase, []).append(f"M{x},{y}H{right}V{top}H{x}z")

@@ -8,6 +8,8 @@ from trainer.report.text import number
 Kind = Literal["number", "count", "si", "share", "bytes"]
 # A range that spans this factor is shown on a logarithmic axis, where that is possible.
 _WIDE = 20.0
+# What is nearer to 0 is shown there: no arithmetic here loses itself among subnormal numbers.
+_LEAST = 1e-100
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -64,11 +66,12 @@ def make_axis(
         zero: Whether it starts at 0.
         may_log: Whether it may be logarithmic: it is if the values span much.
     """
+    low, high = (0.0 if abs(value) < _LEAST else value for value in (low, high))
     if may_log and low > 0 and high / low > _WIDE:
         return _logarithmic(low, high, unit)
     if zero:
         low = min(low, 0.0)
-    if high - low < 1e-9 * max(abs(low), abs(high)) or high == low:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 1.0
         low, high = (low if zero and high >= 0 else low - margin), high + margin
     largest = max(abs(low), abs(high))
@@ -87,7 +90,9 @@ def make_axis(
 
 def _tick(value: float, decimals: int) -> str:
     if decimals > 4 or abs(value) >= 1e6:
-        return number(value, 3)
+        # As many digits as it takes to tell neighbours apart.
+        whole = math.floor(math.log10(abs(value))) if value else 0
+        return number(value, max(3, whole + decimals + 2))
     return f"{value:,.{decimals}f}".replace("-", "\u2212")
 
 

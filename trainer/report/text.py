@@ -112,6 +112,8 @@ def size(value: float) -> str:
 def share(value: float) -> str:
     """A part of one, as percent: 41 %, 0.4 %, 0 %."""
     percent = 100 * value
+    if abs(percent) >= 1e6:
+        return f"{number(percent)}{_SPACE}%"
     if 0 < abs(percent) < 0.05:
         return f"<{_SPACE}0.1{_SPACE}%"
     return f"{percent:.{0 if abs(percent) >= 9.95 or percent == 0 else 1}f}{_SPACE}%".replace("-", _MINUS)
@@ -119,6 +121,8 @@ def share(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """A time: 4.4 s, 12 min 30 s, 3 h 20 min, 2 d 4 h."""
+    if abs(seconds) >= 1e10:
+        return f"{number(seconds)}{_SPACE}s"
     if abs(seconds) < 1:
         return f"{number(1000 * seconds, 3)}{_SPACE}ms" if seconds else f"0{_SPACE}s"
     if abs(seconds) < 99.5:
