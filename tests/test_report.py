@@ -163,7 +163,12 @@ _HOSTILE = (
 
 @pytest.mark.parametrize("text", _HOSTILE, ids=range(len(_HOSTILE)))
 def test_whatever_is_shown_is_escaped(tmp_path: Path, text: str) -> None:
-    wild = {"recipe": text, "command": text, "config": {text: {text: text}}, "config_hash": text}
+    wild: dict[str, Any] = {
+        "recipe": text,
+        "command": text,
+        "config": {text: {text: text}},
+        "config_hash": text,
+    }
     wild |= {"host": text, "versions": {text: text}, "device": {"gpus": [text], "cpu": text}, "notes": [text]}
     wild |= {"fingerprint": {text: text}, "commit": text, "status": text, "reason": text, "started": text}
     wild |= {

@@ -122,17 +122,17 @@ def _logarithmic(low: float, high: float, unit: str) -> Axis:
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     values = [(step, n) for n in range(first, last + 1, every) for step in steps]
     low, high = low / 1.15, high * 1.15
-    ticks = [
-        (step * 10.0**n, _tick(step * 10.0**n, max(0, -n)) if -3 <= n <= 4 else _power(n))
-        for step, n in values
-        if low <= step * 10.0**n <= high
-    ]
+    values = [(step, n) for step, n in values if low <= step * 10.0**n <= high]
+    ticks = [(step * 10.0**n, _power(step, n)) for step, n in values]
     return Axis(low, high, True, ticks, unit)
 
 
-def _power(exponent: int) -> str:
+def _power(step: int, exponent: int) -> str:
+    if -3 <= exponent <= 4:
+        return _tick(step * 10.0**exponent, max(0, -exponent))
     raised = "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", raised))
+    base = "10" if step == 1 else f"{step}\u00b710"
+    return base + str(exponent).translate(str.maketrans("-0123456789", raised))
 
 
 def window_axis(last: int) -> Axis:
