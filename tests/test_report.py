@@ -231,7 +231,8 @@ _ODD = {
     b'"samples_per_s": ' + b"9" * 4000 + b', "time/wall": 0, "time/data": -1, "memory_bytes": "x"}\n',
     "huge numbers": b'{"kind": "train", "window": 999999999999999, "loss": 1e199, "mfu": 1e199, '
     b'"time/wall": 1e-190, "time/data": 1e190, "gradient_norm": 5e-324, "cpu/used": -1e199}\n'
-    b'{"kind": "end", "window": 1, "energy/joules": 1e199, "cost/money": -1e199, "time/wall": 1e199}\n',
+    b'{"kind": "end", "window": 1, "energy/joules": 1e199, "cost/money": -1e199}\n',
+    "a huge end": b'{"kind": "end", "window": 1, "time/wall": 1e199, "time/data": 1e199}\n',
     "only null": b'{"kind": "train", "window": 5, "loss": null}\n'
     b'{"kind": "evaluation", "window": 5, "accuracy": null}\n',
     "a long line": b'{"kind": "train", "window": 5, "x": "'
@@ -266,6 +267,10 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"\xff\n" + rows + b'{"kind": "train"}\n{"cut')
     run = read_run(folder)
     assert (run.unreadable, run.rows) == (2, len(rows.splitlines()))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "manifest.json").write_text("{}")
+    (tmp_path / "odd" / "metrics.jsonl").write_bytes(_ODD["odd windows"] or b"")
+    assert (read_run(tmp_path / "odd").unreadable, read_run(tmp_path / "odd").rows) == (5, 0)
     assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
 
 
@@ -482,6 +487,19 @@ def test_the_end_of_a_training_does_not_fail_for_its_report(
     leave_report(folder)
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "hunter2" not in told
+
+
+def test_a_report_is_replaced_in_one_move(tmp_path: Path, monkeypatch: Any) -> None:
+    folder, out = write_run(tmp_path / "run", rows=3), tmp_path / "report.html"
+    out.write_text("the one before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(BadInputError, match=r"can't be written \(No space left on device\)"):
+        write_report([folder], out)
+    assert out.read_text() == "the one before" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:

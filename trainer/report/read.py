@@ -204,17 +204,10 @@ def _known(names: set[str]) -> Callable[[str], bool]:
     return wanted
 
 
-def _no_number(_: str) -> None:
-    """What stands for NaN and Infinity, which JSON doesn't have."""
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
-
-
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line as a JSON object; None for anything else. Ten times as quick as strict_json, for many rows."""
+    """A line as a JSON object; None for anything else. Quicker than strict_json, for many rows."""
     try:
-        value = _DECODER.decode(line.decode())
+        value = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
