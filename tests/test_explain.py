@@ -36,6 +36,7 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
     assert all(row["memory/rss_bytes"] > 1 << 24 for row in rows if row["kind"] == "memory")
     trained = [row for row in rows if row["kind"] == "train"]
+    assert verdict["text"].partition(":")[0] in (folder / "report.html").read_text().lower()
     assert all(row["flops_per_s"] > 0 for row in trained[1:])
 
 

@@ -32,6 +32,7 @@ from trainer.preempt import requested
 from trainer.progress import Progress, from_state
 from trainer.pulse import PULSE, mark
 from trainer.recipe import Recipe
+from trainer.report.write import leave_report
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_plan, make_task
 from trainer.run_folder import check_space, open_folder, set_status
@@ -209,6 +210,7 @@ def _after_incident(
         desk.display.close()
         if end:
             set_status(folder, desk.manifest, "diverged", str(end))
+            leave_report(folder)
     # Where the ranks wait for each other until all is written.
     signals = torch.tensor([int(requested() or 0)])
     if world.group is not None:
