@@ -17,6 +17,7 @@ from trainer.tasks.classification import Classification
 FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, window_samples=64, micro_batch=64)
 
 
+@pytest.mark.compat
 def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert attempt(folder, small(log={"price_per_hour": 3600.0})).code == 0
@@ -52,6 +53,7 @@ def test_a_run_that_goes_on_says_each_thing_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.compat
 def test_no_memory_is_a_paragraph_and_no_traceback(tmp_path: Path) -> None:
     def greedy() -> None:
         loss = Classification.loss
