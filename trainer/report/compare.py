@@ -5,11 +5,12 @@ from typing import Any
 
 from trainer.report.charts import Line, line, line_chart
 from trainer.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
+from trainer.report.parts import grid, section, table
 from trainer.report.phases import PHASES, phase_bar
 from trainer.report.read import Run
 from trainer.report.record import flat, gpus_of, verdict
 from trainer.report.scale import Kind as Scale
-from trainer.report.sections import grid, scale_of, section, table, title_of
+from trainer.report.sections import scale_of, title_of
 from trainer.report.text import DASH, escaped, plain
 from trainer.report.thin import thinned
 

@@ -78,7 +78,11 @@ def totals(run: Run) -> list[tuple[str, float]]:
     if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
         cells = {phase: joined(run.train, f"time/{phase}") for phase in PHASES}
         found = {phase: cell.total if cell else None for phase, cell in cells.items()}
-    return [(phase, float(seconds)) for phase, seconds in found.items() if is_number(seconds) and seconds > 0]
+    timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
+    if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
+        return []
+    # What is unexplained is told although it be nothing.
+    return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
 
 
 def attempts(run: Run) -> int:
