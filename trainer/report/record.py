@@ -39,8 +39,9 @@ def _told(row: dict[str, Any]) -> tuple[str, str]:
 
 def _sentence(row: dict[str, Any]) -> str:
     cause, text = _told(row)
-    named = f"<b>{escaped(cause)}</b> " if cause not in ("", "none") and text != row.get("text") else ""
-    return named + escaped(text[:1].upper() + text[1:], 600)
+    if cause in ("", "none") or text == plain(row.get("text"), 600):
+        return escaped(text[:1].upper() + text[1:], 600)
+    return f"<b>{escaped(cause)}</b>: {escaped(text, 600)}"
 
 
 def key_figures(run: Run) -> str:
