@@ -79,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_that_a_run_says_is_there(run: Path) -> None:
     html, parsed = _report(run)
-    said = "data-cpu: the GPU waits 27 % of each step: pack the data or add cores"
+    said = "data-cpu : the GPU waits 27 % of each step: pack the data or add cores"
     assert parsed.text.index(said) < 300  # at the top
     for section in ("What was run", "Curves", "Time", "Throughput", "Memory", "Machine", "Findings"):
         assert f"<h2>{section}</h2>" in html
@@ -506,7 +506,7 @@ def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     early = [row for row in rows if '"final": 1' not in row and '"kind": "end"' not in row]
     (folder / "metrics.jsonl").write_text("\n".join(early) + "\n")
-    assert "So far: data-cpu: the GPU waits 27 %" in _report(folder)[1].text
+    assert "So far: data-cpu : the GPU waits 27 %" in _report(folder)[1].text
     for status in ("failed", "diverged"):
         facts = manifest(3, status=status, reason="RuntimeError: out of memory")
         (folder / "manifest.json").write_text(json.dumps(facts))
