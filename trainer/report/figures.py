@@ -222,7 +222,7 @@ KINDS = (
     Kind("Throughput", _rate("samples_per_s", "samples/s"), 1),
     Kind("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
     Kind("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
-    Kind("MFU", _mean("mfu", share, "mean; formula below"), 1),
+    Kind("MFU", _mean("mfu", share, "mean, of the peak"), 1),
     Kind("Computing", _share_of(_COMPUTE), 1),
     Kind("Waiting for data", _share_of(["data"]), -1),
     Kind("GPU busy", _mean("gpu/utilisation", share), 1),

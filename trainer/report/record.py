@@ -73,7 +73,7 @@ def what(run: Run) -> str:
     m = run.manifest
     device = dict(_items(m.get("device")))
     ranks = m.get("world_size")
-    configuration = f"configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
+    configuration = f"configuration {hash_of(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
     each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
     on = "; ".join(
         escaped(one, 120) for one in (gpus_of(device), device.get("cpu") or device.get("name")) if one
@@ -81,8 +81,8 @@ def what(run: Run) -> str:
     pairs = [
         ("Command", f"<code>{escaped(m.get('command'), 2000)}</code>"),
         ("Recipe", f"{escaped(m.get('recipe'), 200)}, {configuration}"),
-        ("Commit", _hash(m.get("commit")) + (" with uncommitted changes" if m.get("dirty") else "")),
-        ("Environment", f"lock {_hash(m.get('lock'))}, image {_hash(m.get('image'))}"),
+        ("Commit", hash_of(m.get("commit")) + (" with uncommitted changes" if m.get("dirty") else "")),
+        ("Environment", f"lock {hash_of(m.get('lock'))}, image {hash_of(m.get('image'))}"),
         (
             "Versions",
             ", ".join(f"{escaped(k, 40)}&nbsp;{escaped(v, 60)}" for k, v in _items(m.get("versions")) if v),
@@ -105,7 +105,7 @@ def gpus_of(device: dict[str, Any]) -> str:
     return ", ".join(f"{gpus.count(kind)} \u00d7 {kind}" for kind in kinds_)
 
 
-def _hash(value: Any) -> str:
+def hash_of(value: Any) -> str:
     """The start of a hash; all of it for those who hover."""
     if not isinstance(value, str) or not value:
         return "unknown"
