@@ -21,6 +21,7 @@ _SHARES = {
     "host": 0.03,
     "logging": 0.005,
     "unexplained": 0.015,
+    "end": 0.001,
 }
 
 
@@ -86,10 +87,12 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
         "cpu/limit": 64,
         "cpu/throttled": 0.05 * draw.random(),
         "cpu/others": 3,
+        "cpu/starved": 0.02 * draw.random(),
         "disk/read_bytes_per_s": 8e8 * draw.random(),
         "disk/written_bytes_per_s": 1e6,
         "network/received_bytes_per_s": 5e7,
         "network/sent_bytes_per_s": 4e7,
+        "network/loopback_bytes_per_s": 1e6,
         "gpu/utilisation": 0.8 + 0.1 * draw.random(),
         "gpu/memory_bytes": 7.1e10,
         "gpu/memory_total_bytes": 8.5e10,
@@ -129,7 +132,7 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(manifest(rows * EVERY, **changes)))
     draw = random.Random(0)
-    text = "data-bound: the GPU waits 27 % of each step: pack the data or add cores"
+    text = "data-cpu: the GPU waits 27 % of each step: pack the data or add cores"
     verdict = {"kind": "verdict", "cause": "data-cpu", "share": 0.27, "text": text}
     with (folder / "metrics.jsonl").open("w") as file:
         for n in range(1, rows + 1):

@@ -144,7 +144,7 @@ def test_the_report_prints(browser: Page, reports: dict[str, Path]) -> None:
         media="print",
         features=[{"name": "prefers-color-scheme", "value": "dark"}],
     )
-    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(253, 253, 251)"
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     browser.call("Emulation.setEmulatedMedia", media="")
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from trainer.report.charts import Line, line, line_chart
 from trainer.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
+from trainer.report.parts import grid, section, table
 from trainer.report.phases import PHASES, phase_bar
 from trainer.report.read import Run
-from trainer.report.record import flat, gpus_of, verdict
+from trainer.report.record import flat, gpus_of, hash_of, verdict
 from trainer.report.scale import Kind as Scale
-from trainer.report.sections import grid, scale_of, section, table, title_of
+from trainer.report.sections import scale_of, title_of
 from trainer.report.text import DASH, escaped, plain
 from trainer.report.thin import thinned
 
@@ -18,6 +19,7 @@ _DIFFERENCES = 200
 
 # Of a manifest, besides the configuration.
 _FACTS = ("recipe", "commit", "lock", "image", "world_size", "threads", "host", "restarts")
+_HASHES = ("commit", "lock", "image")
 _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
     ("Training loss", "loss", "number", "loss", False),
     ("Learning rate", "learning_rate", "number", "per update", True),
@@ -89,9 +91,10 @@ def differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     keys = list(dict.fromkeys(key for one in facts for key in one))
     rows = []
     for key in keys:
-        values = [one.get(key, "") for one in facts]
+        values = [plain(one.get(key), 80) if key not in _HASHES else one.get(key) for one in facts]
         if any(value != values[0] for value in values):
-            rows.append([f"<code>{escaped(key, 80)}</code>", *(escaped(value, 80) for value in values)])
+            show = hash_of if key in _HASHES else escaped
+            rows.append([f"<code>{escaped(key, 80)}</code>", *(show(value) for value in values)])
     if not rows:
         return section(
             "Differences", '<p class="prose">Configuration, code and environment are the same.</p>'

@@ -78,7 +78,11 @@ def totals(run: Run) -> list[tuple[str, float]]:
     if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
         cells = {phase: joined(run.train, f"time/{phase}") for phase in PHASES}
         found = {phase: cell.total if cell else None for phase, cell in cells.items()}
-    return [(phase, float(seconds)) for phase, seconds in found.items() if is_number(seconds) and seconds > 0]
+    timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
+    if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
+        return []
+    # What is unexplained is told although it be nothing.
+    return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
 
 
 def attempts(run: Run) -> int:
@@ -218,7 +222,7 @@ KINDS = (
     Kind("Throughput", _rate("samples_per_s", "samples/s"), 1),
     Kind("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
     Kind("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
-    Kind("MFU", _mean("mfu", share, "mean; formula below"), 1),
+    Kind("MFU", _mean("mfu", share, "mean, of the peak"), 1),
     Kind("Computing", _share_of(_COMPUTE), 1),
     Kind("Waiting for data", _share_of(["data"]), -1),
     Kind("GPU busy", _mean("gpu/utilisation", share), 1),

@@ -22,7 +22,8 @@ PHASES = {
     "evaluation": "evaluating the model",
     "checkpoint": "training stood still for a checkpoint",
     "logging": "figures read and written",
-    "start": "until the first window was done: data, model, compilation",
+    "start": "until the first window: late imports, loader workers, a rollback",
+    "end": "after the last window",
     "unexplained": "what no timer covers",
 }
 

@@ -81,6 +81,7 @@ class Run:
         evaluation: Rows of kind "evaluation", thinned.
         epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
         epoch_end: The same at its end.
+        freed: The same after an evaluation, where the allocator gave memory back.
         end: The last row of kind "end", or {}.
         verdicts: Rows of kind "verdict" but the last word.
         verdict: The last word, or None.
@@ -99,6 +100,7 @@ class Run:
     evaluation: list[Point] = field(default_factory=list)
     epoch_start: list[Point] = field(default_factory=list)
     epoch_end: list[Point] = field(default_factory=list)
+    freed: list[Point] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Some = field(default_factory=Some)
     verdict: dict[str, Any] | None = None
@@ -149,6 +151,7 @@ def _read_rows(run: Run) -> None:
         "evaluation": Rows(_POINTS, _known(set())),
         "memory start": Rows(_POINTS, _known(set())),
         "memory end": Rows(_POINTS, _known(set())),
+        "memory evaluation": Rows(_POINTS, _known(set())),
     }
     for line in _lines(run.folder / "metrics.jsonl"):
         row = _parsed(line)
@@ -172,6 +175,7 @@ def _read_rows(run: Run) -> None:
             run.end = row
     run.train, run.evaluation = rows["train"].points(), rows["evaluation"].points()
     run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
+    run.freed = rows["memory evaluation"].points()
 
 
 def _tally(run: Run, window: int, row: Mapping[str, Any]) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.report.figures import energy, is_number, kinds, money, money_per_thousand, status
+from trainer.report.parts import section, table
 from trainer.report.read import Run, Some
-from trainer.report.sections import section, table
 from trainer.report.text import DASH, count, escaped, number, plain, share, size
 
 _ATTEMPTS = 20
 _KEYS = 400
+_VERDICTS = 6
 _GOOD = {"finished", "running", "stopped"}
 
 
@@ -30,9 +31,17 @@ def verdict(run: Run) -> tuple[str, str]:
     return ("The run goes on; no verdict yet." if how == "running" else "No verdict was recorded."), "open"
 
 
+def _told(row: dict[str, Any]) -> tuple[str, str]:
+    """Cause and sentence of a verdict, as text; the cause isn't said twice."""
+    cause, text = plain(row.get("cause") or "", 40), plain(row.get("text") or "No verdict.", 600)
+    return cause, text.removeprefix(f"{cause}: ")
+
+
 def _sentence(row: dict[str, Any]) -> str:
-    text = plain(row.get("text") or "No verdict.", 600)
-    return escaped(text[:1].upper() + text[1:], 600)
+    cause, text = _told(row)
+    if cause in ("", "none") or text == plain(row.get("text"), 600):
+        return escaped(text[:1].upper() + text[1:], 600)
+    return f"<b>{escaped(cause)}</b>: {escaped(text, 600)}"
 
 
 def key_figures(run: Run) -> str:
@@ -64,7 +73,7 @@ def what(run: Run) -> str:
     m = run.manifest
     device = dict(_items(m.get("device")))
     ranks = m.get("world_size")
-    configuration = f"configuration {_hash(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
+    configuration = f"configuration {hash_of(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
     each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
     on = "; ".join(
         escaped(one, 120) for one in (gpus_of(device), device.get("cpu") or device.get("name")) if one
@@ -72,8 +81,8 @@ def what(run: Run) -> str:
     pairs = [
         ("Command", f"<code>{escaped(m.get('command'), 2000)}</code>"),
         ("Recipe", f"{escaped(m.get('recipe'), 200)}, {configuration}"),
-        ("Commit", _hash(m.get("commit")) + (" with uncommitted changes" if m.get("dirty") else "")),
-        ("Environment", f"lock {_hash(m.get('lock'))}, image {_hash(m.get('image'))}"),
+        ("Commit", hash_of(m.get("commit")) + (" with uncommitted changes" if m.get("dirty") else "")),
+        ("Environment", f"lock {hash_of(m.get('lock'))}, image {hash_of(m.get('image'))}"),
         (
             "Versions",
             ", ".join(f"{escaped(k, 40)}&nbsp;{escaped(v, 60)}" for k, v in _items(m.get("versions")) if v),
@@ -96,7 +105,7 @@ def gpus_of(device: dict[str, Any]) -> str:
     return ", ".join(f"{gpus.count(kind)} \u00d7 {kind}" for kind in kinds_)
 
 
-def _hash(value: Any) -> str:
+def hash_of(value: Any) -> str:
     """The start of a hash; all of it for those who hover."""
     if not isinstance(value, str) or not value:
         return "unknown"
@@ -133,16 +142,6 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 def findings(run: Run) -> str:
     """Verdicts during the run, incidents, ranks that were slow."""
-    verdicts = [
-        [
-            _figure(one, "window"),
-            escaped(one.get("cause"), 40),
-            _share(one.get("share")),
-            escaped(one.get("text"), 600),
-        ]
-        for one in run.verdicts.all()
-        if one is not run.verdict or run.verdicts.count == 1
-    ]
     incidents = [
         [
             _figure(one, "number"),
@@ -166,15 +165,38 @@ def findings(run: Run) -> str:
         ]
         for (rank, phase), one in ranked[:10]
     ]
-    body = _listed("Verdicts", ["window", "cause", "costs", "verdict"], verdicts, (0, 2), run.verdicts)
+    body = _verdicts(run)
     heads = ["no.", "window", "kind", "policy", "loss", "gradient norm", "median loss", "time"]
     body += _listed("Incidents", heads, incidents, (0, 1, 4, 5, 6), run.incidents)
     heads = ["rank", "phase", "rows", "mean cost", "largest", "at window"]
     body += _listed("Slow ranks", heads, slow, (0, 2, 3, 4, 5))
     if not run.incidents.count:
         body += '<p class="prose">No incidents.</p>'
-    note = "A cost is a share of the wall time." if verdicts or slow else ""
+    note = "A cost is a share of the wall time." if run.verdicts.count or slow else ""
     return section("Findings", body, note)
+
+
+def _verdicts(run: Run) -> str:
+    """Each verdict, and, of many, how often there was which."""
+    every = [one for one in run.verdicts.all() if one is not run.verdict or run.verdicts.count == 1]
+    rows, causes = list[list[str]](), dict[str, list[tuple[Any, str]]]()
+    for one in every:
+        cause, text = _told(one)
+        rows.append([_figure(one, "window"), escaped(cause), _share(one.get("share")), escaped(text, 600)])
+        causes.setdefault(cause, []).append((one.get("share"), text))
+    listed = _listed("", ["window", "cause", "costs", "verdict"], rows, (0, 2), run.verdicts)
+    if len(rows) <= _VERDICTS:
+        return f"<h3>Verdicts during the run</h3>{listed}" if rows else ""
+    table_rows = []
+    for cause, found in sorted(causes.items(), key=lambda item: -len(item[1])):
+        costs = [cost for cost, _ in found if is_number(cost) and 0 <= cost <= 1]
+        mean = share(sum(costs) / len(costs)) if costs else DASH
+        table_rows.append([escaped(cause), count(len(found)), mean, escaped(found[-1][1], 600)])
+    heads = ["cause", "times", "mean cost", "the latest of them"]
+    return (
+        f"<h3>Verdicts during the run</h3>{table(heads, table_rows, (1, 2), 3)}"
+        f"<details><summary>all {count(len(rows))}</summary>{listed}</details>"
+    )
 
 
 def _listed(
@@ -188,7 +210,8 @@ def _listed(
         return ""
     left_out = of.count - len(of.all()) if of else 0
     more = f'<p class="prose">{count(left_out)} between them are left out here.</p>' if left_out else ""
-    return f"<h3>{title}</h3>{table(head, rows, right, len(head) - 1 if title == 'Verdicts' else None)}{more}"
+    heading = f"<h3>{title}</h3>" if title else ""
+    return f"{heading}{table(head, rows, right, None if title else len(head) - 1)}{more}"
 
 
 def _figure(row: dict[str, Any], name: str) -> str:

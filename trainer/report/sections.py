@@ -1,9 +1,10 @@
 """The parts of the page about what a run did. Each is a function of the run and gives HTML, or nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from trainer.report.charts import Line, Mark, line, line_chart
 from trainer.report.figures import joined, last_window, metrics, totals
+from trainer.report.parts import grid, section, table
 from trainer.report.phases import PHASES, phase_bar, phase_chart
 from trainer.report.read import Run
 from trainer.report.scale import Kind
@@ -39,6 +40,7 @@ _MEMORY: tuple[_Chart, ...] = (
 _MACHINE: tuple[_Chart, ...] = (
     ("CPUs", "number", "CPUs", {"used": "cpu/used", "by others": "cpu/others", "allowed": "limit:cpu/limit"}),
     ("Stopped by the CPU quota", "share", " of the wall time", {"": "cpu/throttled"}),
+    ("Ready to run, without a CPU", "share", " of the wall time", {"": "cpu/starved"}),
     (
         "Loader workers",
         "share",
@@ -54,7 +56,11 @@ _MACHINE: tuple[_Chart, ...] = (
         "Network",
         "bytes",
         "/s",
-        {"received": "network/received_bytes_per_s", "sent": "network/sent_bytes_per_s"},
+        {
+            "received": "network/received_bytes_per_s",
+            "sent": "network/sent_bytes_per_s",
+            "within the host": "network/loopback_bytes_per_s",
+        },
     ),
     ("GPU busy", "share", " of the time", {"": "gpu/utilisation"}),
     ("GPU power", "number", "W", {"drawn": "gpu/power_w", "limit": "limit:gpu/power_limit_w"}),
@@ -63,64 +69,11 @@ _MACHINE: tuple[_Chart, ...] = (
     ("GPU slowed down", "share", " of the time", {"": "gpu/throttled"}),
 )
 # Of these no chart is shown if they were always 0.
-_RARE = {"memory/retries", "gpu/throttled", "cpu/throttled"}
+_RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
 _CURVES = {
     *("loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait"),
     *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "slow_excess"),
 }
-
-
-def section(title: str, body: str, note: str = "") -> str:
-    """A part of the page; nothing if it is empty. `title`, `body` and `note` are HTML."""
-    if not body:
-        return ""
-    aside = f"<p>{note}</p>" if note else ""
-    return (
-        f'<section id="{name_of(title)}"><div class="side"><h2>{title}</h2>{aside}</div>'
-        f'<div class="body">{body}</div></section>'
-    )
-
-
-def name_of(title: str) -> str:
-    """What links to a section."""
-    return title.lower().replace(" ", "-")
-
-
-def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    right: Sequence[int] = (),
-    wide: int | None = None,
-    kind: str = "",
-) -> str:
-    """A table of HTML cells.
-
-    Args:
-        head: Names of the columns.
-        rows: The cells.
-        right: Columns of figures.
-        wide: The column of sentences.
-        kind: What the style calls it.
-    """
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        looks: dict[int | None, str] = {wide: ' class="w"', **dict.fromkeys(right, ' class="n"')}
-        kinds = (f"{tag}{looks.get(n, '')}" for n in range(len(row)))
-        return "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{cells(head, "th")}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def grid(*figures: str) -> str:
-    """Charts beside each other; nothing if there are none."""
-    shown = [figure for figure in figures if figure]
-    # Two or four stand in two columns, others in three; the first ones are wider, so that each row is full.
-    kind = f"of{len(shown)}" if len(shown) in (1, 2, 4) else f"rest{len(shown) % 3}"
-    return f'<div class="grid {kind}">{"".join(shown)}</div>' if shown else ""
 
 
 def marks_of(run: Run) -> list[Mark]:
@@ -235,7 +188,7 @@ def memory(run: Run) -> str:
     charts = charts_of(run, _MEMORY)
     if not any(charts):
         charts = charts_of(run, [("Memory of rank 0", "bytes", "", {"": "memory_bytes"})])
-    return section("Memory", grid(*charts) + _by_epoch(run) + _why_more(run))
+    return section("Memory", grid(*charts) + _by_epoch(run) + _freed(run) + _why_more(run))
 
 
 def _by_epoch(run: Run) -> str:
@@ -257,6 +210,17 @@ def _by_epoch(run: Run) -> str:
         )
     heads = [f"{name[7:-6]}, {at}" for name in names for at in ("start", "end")]
     return table(["epoch from window", *heads], rows, right=range(len(heads) + 1))
+
+
+def _freed(run: Run) -> str:
+    given, took = (joined(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
+    if given is None:
+        return ""
+    cost = f", which took {duration(took.total)}" if took else ""
+    return (
+        f'<p class="prose">After {count(given.rows)} evaluations the allocator gave {size(given.mean)} back, '
+        f"on average{cost} (memory.empty_cache).</p>"
+    )
 
 
 def _why_more(run: Run) -> str:
