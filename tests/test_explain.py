@@ -127,3 +127,13 @@ def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
     facts = dataclasses.replace(FACTS, on_gpu=True)
     assert diagnose(waiting, facts).cause.startswith("data")
     assert diagnose({**waiting, "gpu/utilisation": 0.75}, facts).cause == "none"
+
+
+def test_memory_that_grows_with_each_window_is_told() -> None:
+    told: list[Any] = []
+    advisor = Advisor(dataclasses.replace(FACTS, memory_bytes=float(8 << 30)), None, told.append)
+    for window in range(1, 101):
+        advisor({**row(window), "memory/rss_bytes": float((1 << 30) + (window << 20))})
+    advisor.conclude(100, row(100))
+    (leak,) = [one for one in told if one["cause"] == "leak"]
+    assert leak["text"].startswith("host memory grows by 1.00 MiB with every window and is full after 7,0")

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ def finish(
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
     verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
-    leaks = advisor.leaks() if advisor else []
     meter.emit({"kind": "end", "window": plan.windows, **summary, **totals})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
@@ -81,7 +80,7 @@ def finish(
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
-        f"{_explained(totals, verdict, leaks)}"
+        f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
@@ -90,7 +89,7 @@ def finish(
     )
 
 
-def _explained(totals: Mapping[str, float], verdict: Verdict | None, leaks: Sequence[str]) -> str:
+def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
     """Lines on where the time went, what it cost, and what to change."""
     if verdict is None:
         return ""

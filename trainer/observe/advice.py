@@ -64,13 +64,11 @@ class Advisor:
             return None
         self._rows.append(rest)
         verdict = self._diagnose(merge(self._rows))
+        limit = self._facts.memory_bytes
+        for line in self._trends.lines({"memory/rss_bytes": limit} if limit else {}):
+            self._tell(_row(Verdict("leak", 0.0, line), window, final=False))
         self._tell(_row(verdict, window, final=True))
         return verdict
-
-    def leaks(self) -> list[str]:
-        """A line for each kind of memory that grows from window to window."""
-        limit = self._facts.memory_bytes
-        return self._trends.lines({"memory/rss_bytes": limit} if limit else {})
 
     def totals(self, samples_per_s: float) -> dict[str, float]:
         """Of the attempt: seconds in each phase, joules, its cost, and that of a thousand samples."""
