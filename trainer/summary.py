@@ -106,7 +106,6 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
     lines = {
         "time": ", ".join(shares),
         "cost": ", ".join(cost),
-        "memory": "; ".join(leaks),
         "verdict": verdict.text,
     }
     return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
