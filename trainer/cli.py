@@ -118,6 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=_checkpoints)
 
+    report = commands.add_parser(
+        "report", help="write what a run did as one HTML file; several runs side by side", allow_abbrev=False
+    )
+    report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="(default: RUN/report.html; for several runs ./report.html)"
+    )
+    report.set_defaults(run=_report)
+
     _add_verify(commands)
     data_commands(commands, _Parser)
 
@@ -178,6 +187,12 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from trainer.checkpoint.show import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from trainer.report.write import report
+
+    return report(options.folders, options.out)
 
 
 def _verify(options: argparse.Namespace) -> int:

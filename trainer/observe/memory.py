@@ -149,7 +149,7 @@ class PhasePeaks:
         self.leave()
         self._phase, self._peak = phase, Peak(self._device)
 
-    def leave(self) -> None:
+    def leave(self, _phase: str = "") -> None:
         """Call at the end of a window that is looked at."""
         if self._peak is not None:
             self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._peak.close())
