@@ -283,6 +283,16 @@ def test_a_leak_is_found_with_its_slope(noise: float) -> None:
         assert slope == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
 
 
+def test_a_leak_behind_a_long_warm_up_is_found() -> None:
+    windows, sizes = series(0, "line", 2.0)
+    warming = [size + min(n, 30) * 40 * MIB for n, size in enumerate(sizes)]
+    assert leak(windows, warming) == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
+
+
+def test_noise_alone_is_no_leak() -> None:
+    assert not [seed for seed in range(300) if leak(*series(seed, "flat", 150.0, 60)) is not None]
+
+
 def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
     assert leak([], []) is None
     assert leak([0, 50], [1, 1e12]) is None
@@ -341,10 +351,13 @@ def test_a_healthy_step_and_a_real_leak() -> None:
 
 def test_the_growing_line_is_named() -> None:
     kept: list[torch.Tensor] = []
+    caught: list[list[int]] = []  # more, but only once
     gc.collect()
     growth = Growth()
     try:
-        for _ in range(6):
+        for look in range(6):
+            if look == 1:
+                caught = [[n] * 100 for n in range(1000)]
             for _ in range(200):
                 kept.append(torch.zeros(16).mul(2))  # here
                 temporary = [torch.zeros(16) for _ in range(5)]
@@ -353,6 +366,7 @@ def test_the_growing_line_is_named() -> None:
     finally:
         growth.close()
     assert temporary
+    assert caught
     assert site is not None
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in text)
     assert site.startswith(f"{__file__}:{line} (kept.append(")

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,7 +39,6 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
         return 0
     recipe = load_recipe(options.recipe, options.set)
     if is_rank(os.environ):
-        asked: dict[str, Any] = {"profile": options.profile} if options.profile else {}
         return run_rank(
             lambda: train_rank(
                 recipe,
@@ -48,7 +46,7 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
                 _folder_of_rank(options, recipe),
                 options.resume,
                 options.stop_after,
-                **asked,
+                options.profile,
             )
         )
     return _launch(options, recipe, output)
