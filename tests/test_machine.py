@@ -416,7 +416,7 @@ def test_a_dear_look_is_taken_less_often(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(machine._host, "counters", dear)
     time.sleep(1.0)
-    assert looks == 1  # 5 ms of 5 s are 0.1 %
+    assert looks == 1  # 5 ms of 7 s are 0.07 %
     machine.close()
 
 

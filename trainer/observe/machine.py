@@ -13,7 +13,7 @@ from trainer.observe.console import warn
 from trainer.observe.gpus import Gpus
 from trainer.observe.host import Host, rates
 
-_SHARE = 0.001  # of a CPU, which the thread may use: where a look is dear it looks less often
+_SHARE = 0.0007  # of a CPU, for looks; with waking up below 0.001: where a look is dear it looks less often
 _LONGEST = 10.0
 _END_SECONDS = 2.0  # a GPU that is lost can hold a call; the thread is no reason to wait
 
