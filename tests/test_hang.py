@@ -111,6 +111,13 @@ def test_every_phase_is_tried() -> None:
     assert {where.phase for where in HANGS.values()} == set(PHASES)
 
 
+@pytest.mark.parametrize("phase", pulse.PHASES)
+def test_each_phase_comes_with_what_to_check(phase: str) -> None:
+    verdict = judge([Seen(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
+    assert verdict is not None
+    assert f"hangs in {phase}, window 3; check the " in verdict.line.replace("check whether", "check the")
+
+
 def test_tree(endings: dict[str, Ending]) -> None:
     assert is_named(endings["tree"], Hang(1, "backward", 3)), endings["tree"]
     assert "; rank 0 waits in communication, window 3;" in endings["tree"].text

@@ -153,7 +153,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
-                with memory_explained(recipe, parts, world, folder):
+                with memory_explained(recipe, parts, world, folder if desk else None):
                     between.train()
             except Incident as incident:
                 _after_incident(incident, between, log, recipe, world, desk, folder)

@@ -72,7 +72,7 @@ def explain(
 
 
 @contextmanager
-def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path) -> Iterator[None]:
+def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path | None) -> Iterator[None]:
     """Says who holds the memory when it runs out.
 
     Raises:

@@ -34,9 +34,11 @@ _NAMED = 3
 _FRAMES = 20
 _NOTHING = "-"
 
-_CHECK = {
+_CHECK: dict[str, str] = {
     "start": "the disk of the run folder",
     "data": "the loader's workers, and the file system or network that the data comes from",
+    "copy": "the device (nvidia-smi; Xid in dmesg)",
+    "host": "whether its process was stopped",
     "forward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
     "backward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
     "communication": "the network between the ranks (NCCL_DEBUG=INFO), and on GPUs the devices (nvidia-smi)",

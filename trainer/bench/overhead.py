@@ -31,6 +31,7 @@ from trainer.between_windows import BetweenWindows
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.explain import explain
 from trainer.guard import Guard
 from trainer.loop import train
 from trainer.observe.log import Meter
@@ -176,15 +177,16 @@ def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
         stack.callback(close)
         file = stack.enter_context((folder / "metrics.jsonl").open("w"))
         kept = stack.enter_context((folder / "trace.jsonl").open("w"))
-        start = time.perf_counter()
         trace = Trace(
             fingerprints_of(training.model), trace_to(kept, list(training.model.state_dict()), [], 0)
         )
         sinks = [jsonl_sink(file), to_board]
         meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), trace)
         assert training.ring is not None
+        explain(stack, recipe, parts, world, 1, meter)
         guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
         between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+        start = time.perf_counter()
         train(
             parts.training,
             parts.loader(parts.training.share.batches()),

@@ -166,9 +166,9 @@ class Meter:
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
         values = self._on_its_way(values)
         prints = None if self._trace is None else self._on_its_way(self._trace.take())
-        now = self._now(window)
-        windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
         split, table = self._where_the_time_went(window)
+        now = self._now(window)  # last: its event says that all the copies above have arrived
+        windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
         more = {name: value for source in self.sources for name, value in source().items()}
         self._staged = _Staged(
             self._start, now, max(1, windows), tuple(figures), values, prints, split, table, more
