@@ -11,6 +11,7 @@ from tests.forked import attempt, replace, small
 from tests.rows import read_rows
 from trainer.observe.advice import Advisor
 from trainer.observe.diagnosis import Facts, diagnose, merge
+from trainer.observe.memory import memory_source
 from trainer.pulse import PHASES
 from trainer.tasks.classification import Classification
 
@@ -127,6 +128,26 @@ def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
     facts = dataclasses.replace(FACTS, on_gpu=True)
     assert diagnose(waiting, facts).cause.startswith("data")
     assert diagnose({**waiting, "gpu/utilisation": 0.75}, facts).cause == "none"
+
+
+def test_retries_of_the_allocator_are_those_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([2.0, 2.0, 5.0])
+    monkeypatch.setattr("trainer.observe.memory.memory_figures", lambda _: {"memory/retries": next(counts)})
+    take = memory_source(torch.device("cuda"))
+    assert [take()["memory/retries"] for _ in range(3)] == [2.0, 0.0, 3.0]
+
+
+def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
+    figures = {
+        "time/wall": 1.0,
+        "time/data": 0.6,
+        "time/forward": 0.4,
+        "loader/cpu": 1.0,
+        "loader/workers": 1,
+    }
+    verdict = diagnose(figures, FACTS)
+    assert verdict.cause == "data-cpu"
+    assert "(without that 2.4 x as fast); of 2 CPUs" in verdict.text
 
 
 def test_memory_that_grows_with_each_window_is_told() -> None:

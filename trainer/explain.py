@@ -17,7 +17,7 @@ from trainer.observe.flops import Count, peak_flops
 from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import Meter
 from trainer.observe.machine import Machine
-from trainer.observe.memory import memory_figures, start_history
+from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Kind, Profile
 from trainer.parallel import World, gather_rows
@@ -40,7 +40,7 @@ def explain(
     machine = Machine(world.device.type == "cuda", local_ranks)
     stack.callback(machine.close)
     meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
-    meter.sources.append(partial(memory_figures, world.device))
+    meter.sources.append(memory_source(world.device))
     if parts.compiled:
         meter.count = count_shapes(t.task, recipe.data.micro_batch)
     else:

@@ -90,6 +90,8 @@ class _Evidence:
 
     @property
     def cpu_line(self) -> str:
+        if "cpu/used" not in self.figures:  # a run too short for a look at them
+            return f"of {self.facts.cpus:g} CPUs"
         return f"{self.get('cpu/used'):.1f} of {self.facts.cpus:g} CPUs busy"
 
     @property
@@ -98,6 +100,8 @@ class _Evidence:
 
     @property
     def idle_cpus(self) -> float:
+        if "cpu/used" not in self.figures:
+            return 0.0
         return self.facts.cpus - self.get("cpu/used") - self.get("cpu/others")
 
 
@@ -187,7 +191,8 @@ def _data(e: _Evidence) -> Verdict | None:
     share = e.share("data")
     if share < 0.15 or e.busy >= _BUSY:
         return None
-    lead = f"the {e.device} waits for data {share:.0%} of the time"
+    faster = f"without that {1 / (1.01 - share):.1f} x as fast"
+    lead = f"the {e.device} waits for data {share:.0%} of the time ({faster})"
     each, workers = e.get("loader/seconds_per_sample") * 1e3, int(e.get("loader/workers"))
     if e.get("loader/blocked") >= 0.5:
         where, what = ("network", "the network") if e.facts.remote else ("disk", "the disk or file system")

@@ -35,6 +35,20 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     }
 
 
+def memory_source(device: torch.device) -> Callable[[], dict[str, float]]:
+    """`memory_figures` for a row: retries are those since the row before."""
+    before = 0.0
+
+    def take() -> dict[str, float]:
+        nonlocal before
+        figures = memory_figures(device)
+        if figures:
+            figures["memory/retries"], before = figures["memory/retries"] - before, figures["memory/retries"]
+        return figures
+
+    return take
+
+
 @dataclass
 class Tracked:
     """What `memory_tracker` saw, in bytes.
