@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.toys import TokenTask, assemble_alone, make_recipe
 from trainer.data.loader import Batch
 from trainer.loop import train
 from trainer.observe.advice import host_clock
-from trainer.observe.flops import Count, peak_flops
+from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Meter
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
 from trainer.parallel import World, gather_rows
@@ -285,6 +286,21 @@ def test_who_waits_for_the_device_is_named_with_its_line() -> None:
     healthy = Count(8, False)
     rows_of(TokenTask(48), healthy)
     assert healthy.waits == ""
+
+
+def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
+    def on(kind: str) -> Any:
+        return SimpleNamespace(device=torch.device(kind))
+
+    gpu, host = on("cuda"), on("cpu")
+    assert waits("aten::_to_copy", (gpu,), {"device": "cpu"}, host)
+    assert waits("aten::copy_", (host, gpu), {}, host)
+    assert not waits("aten::copy_", (host, gpu, True), {}, host)
+    assert not waits("aten::_to_copy", (gpu,), {"device": "cpu", "non_blocking": True}, host)
+    assert not waits("aten::_to_copy", (gpu,), {"dtype": torch.float16}, gpu)
+    assert not waits("aten::_to_copy", (host,), {"device": "cuda"}, gpu)
+    assert not waits("aten::add", (gpu, gpu), {}, gpu)
+    assert waits("aten::_local_scalar_dense", (gpu,), {}, 1.0)
 
 
 def test_peaks_of_gpus() -> None:

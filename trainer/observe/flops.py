@@ -6,6 +6,7 @@ and additions count one each. What activation checkpointing computes again isn't
 """
 
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,7 @@ _PEAKS = {
 }
 # Of an operation that asks the device for a value, and so waits for all that it was given.
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+_COPIES = ("aten::_to_copy", "aten::copy_")  # .cpu(), .numpy(), .tolist() and to("cpu")
 
 
 def peak_flops(device_name: str, mode: str) -> float | None:
@@ -84,7 +86,7 @@ class Count(TorchDispatchMode):
                 self.forward += flops
             elif PULSE.phase in ("backward", "communication"):  # its last bucket is under way
                 self.backward += flops
-        elif not self.waits and PULSE.phase == "forward" and func._schema.name in _WAITS:
+        elif not self.waits and PULSE.phase == "forward" and waits(func._schema.name, args, kwargs, out):
             self.waits = _line_of_the_model()
         return out
 
@@ -92,6 +94,23 @@ class Count(TorchDispatchMode):
     def per_sample(self) -> float:
         """FLOPs of forward and backward."""
         return (self.forward * 3 if self._recomputes else self.forward + self.backward) / self._samples
+
+
+def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Whether an operation of the aten library stops the host until the device has done all before it.
+
+    Args:
+        name: Such as "aten::copy_".
+        args: What it was called with.
+        kwargs: The same.
+        out: What it returned.
+    """
+    if name in _WAITS:
+        return True
+    if name not in _COPIES or kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,)):
+        return False
+    source = args[1] if name == "aten::copy_" else args[0]
+    return bool(source.device.type == "cuda" and out.device.type == "cpu")
 
 
 def _line_of_the_model() -> str:
