@@ -223,7 +223,7 @@ def _copy(e: _Evidence) -> Verdict | None:
     share = e.share("copy")
     if share < 0.1 or e.busy >= _BUSY:
         return None
-    text = f"copy: the GPU waits {share:.0%} of the time for batches of {e.facts.micro_batch} on their way to it"
+    text = f"copy: the GPU waits {share:.0%} of the time for batches of {e.facts.micro_batch} on their way"
     return Verdict(
         "copy", share, f"{text}: raise ulimit -l so that they can be page-locked, or raise data.micro_batch"
     )
