@@ -363,6 +363,7 @@ class Busy(Numbers):
         super().read(samples, random, out)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_workers_do_with_their_time_is_told(workers: int) -> None:
     figures = {}
