@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.report_runs import manifest, train_row, write_run
+from trainer import pulse
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.report import charts, figures, page as page_of, write
@@ -585,3 +586,7 @@ def test_the_colours_can_be_told_apart_by_all(palette: dict[str, str]) -> None:
             assert apart(one, other) > 8, (kind, one, other)
         for one, other in pairwise(stacked):
             assert apart(one, other) > 15, (kind, one, other)
+
+
+def test_every_phase_of_a_run_has_its_words() -> None:
+    assert {*pulse.PHASES, "unexplained"} == set(PHASES)
