@@ -353,17 +353,33 @@ class Slow(Numbers):
         super().read(samples, random, out)
 
 
-def test_waiting_for_data_is_what_is_counted() -> None:
-    """And not the time in which batches are used."""
-    what = source(Slow(40))
-    loader = RingLoader(what, CPU, 0, LoaderConfig())
-    for _ in loader(range(5)):
-        time.sleep(0.05)
-    assert 0.1 <= loader.waited() / 1e9 < 0.2
-    fast = RingLoader(source(Numbers(40)), CPU, 0, LoaderConfig())
-    for _ in fast(range(5)):
-        time.sleep(0.02)
-    assert fast.waited() / 1e9 < 0.05
+class Busy(Numbers):
+    """Computes for 20 ms of CPU time for a batch."""
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        super().read(samples, random, out)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_workers_do_with_their_time_is_told(workers: int) -> None:
+    figures = {}
+    for kind, dataset in (("blocked", Slow(40)), ("cpu", Busy(40))):
+        loader = RingLoader(source(dataset), CPU, workers, LoaderConfig())
+        for _ in loader(range(5)):
+            pass
+        figures[kind] = loader.take_work()
+        assert loader.take_work() == {}
+        loader.close()
+    assert figures["blocked"]["loader/workers"] == workers
+    assert figures["blocked"]["loader/blocked"] > 0.8
+    # The rest is what other processes take of the CPU.
+    assert figures["cpu"]["loader/blocked"] < 0.1
+    assert figures["cpu"]["loader/cpu"] + figures["cpu"]["loader/starved"] > 0.9
+    assert figures["cpu"]["loader/cpu"] > 0.3
+    assert figures["blocked"]["loader/seconds_per_sample"] == pytest.approx(0.02 / 4, rel=0.3)
 
 
 def _rank_with_a_worker(pipe: Any) -> None:

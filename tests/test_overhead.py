@@ -18,6 +18,7 @@ from trainer.cli import main
 from trainer.keyed_rng import permuted
 
 
+@pytest.mark.timed
 def test_the_target_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     """Up to four tries: other work on the machine falls on one of the loops now and then."""
     codes: list[int] = []
@@ -29,6 +30,7 @@ def test_the_target_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"trainer - by hand +-?\d+\.\d +95 % interval", out)
 
 
+@pytest.mark.timed
 def test_a_slower_loop_misses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """200 us more per step, in the place where they would come from: the step itself."""
     original: Any = loop.train

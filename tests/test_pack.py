@@ -351,6 +351,6 @@ def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = (out / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["name"].endswith(f"{bad.parent.name}/{bad.name}")
-    assert "data wait" in done.stdout
+    assert "verdict" in done.stdout
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= row["data_wait"] <= 1 for row in rows if "data_wait" in row)
+    assert all(0 < row["time/data"] < row["time/wall"] for row in rows if row["kind"] == "train")

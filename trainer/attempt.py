@@ -17,6 +17,7 @@ from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.explain import explain
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
@@ -131,6 +132,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window)
         sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
+        advisor = explain(stack, recipe, parts, world, local_size, meter)
         meter.go_on(progress.row, progress.seconds, progress.samples)
         log = IncidentLog(folder if desk else None, t.share.plan)
         guard = None
@@ -158,7 +160,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             return EXIT_REQUEUE
         if desk:
             desk.writer.finish()
-            finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display)
+            finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
     return EXIT_DONE
 
 

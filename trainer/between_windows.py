@@ -80,7 +80,7 @@ class BetweenWindows:
         start = self._progress.window
         windows = range(start, self._plan.windows)
         batches = self._training.share.batches(start)
-        self._meter.waited, self._meter.left_out = self._parts.loader.waited, self._left_out
+        self._meter.left_out = self._left_out
         train(
             self._training,
             self._parts.loader(batches),
@@ -92,6 +92,7 @@ class BetweenWindows:
             self.window_done,
             self._recipe.compile.warm_up,
             self._left_out,
+            None if self._parts.compiled else self._meter.count,
         )
         mark("end")
 

@@ -263,6 +263,15 @@ def check_agreement(text: str, world: World) -> None:
         )
 
 
+def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
+    """A table (ranks, n) on the device of each rank's row, float64 (n,) on the host; collective."""
+    table = torch.zeros(world.size, len(row), dtype=row.dtype, device=world.device)
+    if world.device.type == "cuda":
+        row = row.pin_memory()  # or the copy would wait
+    table[world.rank].copy_(row, non_blocking=True)
+    return sum_over_ranks(table, world.group)
+
+
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sums a tensor over the ranks, in place."""
     if group is not None:

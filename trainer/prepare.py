@@ -17,8 +17,10 @@ from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
 from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
+from trainer.observe.flops import Count
 from trainer.parallel import World, check_agreement, sum_over_ranks
 from trainer.precision import autocast, fp32_modules, keep_in_fp32
+from trainer.pulse import PULSE
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
 from trainer.tasks import Task
@@ -108,6 +110,26 @@ def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
     uniforms = task.train_data.uniforms + task.uniforms
     uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
     return Batch(fields, None, uniform, micro_batch)
+
+
+def count_shapes(task: Task, micro_batch: int) -> Count:
+    """Counts with shapes alone what compiled code does, which no operation can be seen of.
+
+    Nothing is counted where the model needs values.
+    """
+    count = Count(micro_batch, recomputes=True)
+    meta = torch.device("meta")
+    before, PULSE.phase = PULSE.phase, "forward"
+    try:
+        with meta:
+            model = task.model()
+        with count:
+            task.loss(model, blank_batch(task, micro_batch, meta))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        count.forward = 0
+    finally:
+        PULSE.phase = before
+    return count
 
 
 def _few(names: list[str]) -> str:

@@ -1,23 +1,29 @@
-"""What this rank is doing right now: marks that the training leaves for `trainer.hang` to look at.
+"""What this rank is doing right now, and how long it has done what: marks that the training leaves.
 
-A mark costs less than 0.1 us and reads no clock. All ranks make the same marks in the same order, before and
-after whatever they do together: so of ranks that wait for each other, the one with the fewest hangs.
+`trainer.hang` looks at them to find out who hangs, `trainer.observe.timeline` adds up where the time went. A
+mark costs 0.2 us. All ranks make the same marks in the same order, before and after whatever they do
+together: so of ranks that wait for each other, the one with the fewest hangs.
 """
 
-from typing import Literal
+import time
+from collections.abc import Callable
+from typing import Literal, get_args
 
 Phase = Literal[
-    "start",
-    "data",
+    "start",  # until the first window: imports that come late, the loader's workers, a rollback
+    "data",  # waiting for a batch, or loading it in this process
+    "copy",  # on a GPU: waiting for a batch on its way from the host
     "forward",
     "backward",
-    "communication",
-    "update",
+    "communication",  # what the computation doesn't hide
+    "update",  # clipping, optimiser, average of the weights
     "evaluation",
     "logging",
     "checkpoint",
+    "host",  # Python between the others
     "end",
 ]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Pulse:
@@ -28,17 +34,30 @@ class Pulse:
         window: The window that it does, or did last, counted from 1.
         count: Marks so far.
         beats: Signs of progress that other ranks don't give, while a checkpoint is written.
+        since: When the phase began, as `time.perf_counter_ns` has it.
+        spent: Nanoseconds of the host in each phase, without those since then.
+        on_device: Told of each mark, to leave it in the device's stream as well; None on a CPU.
     """
 
-    __slots__ = ("beats", "count", "phase", "window")
+    __slots__ = ("beats", "count", "on_device", "phase", "since", "spent", "window")
 
     def __init__(self) -> None:
+        self.on_device: Callable[[Phase], None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Starts anew: before the ranks do the first thing together."""
         self.phase: Phase = "start"
         self.window = self.count = self.beats = 0
+        self.since = time.perf_counter_ns()
+        self.spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+
+    def read(self) -> dict[Phase, int]:
+        """Nanoseconds of the host in each phase, until now."""
+        now = time.perf_counter_ns()
+        self.spent[self.phase] += now - self.since
+        self.since = now
+        return self.spent.copy()
 
 
 PULSE = Pulse()  # one per process, as there is one training
@@ -46,8 +65,13 @@ PULSE = Pulse()  # one per process, as there is one training
 
 def mark(phase: Phase) -> None:
     """Says what this rank does from here on."""
+    now = time.perf_counter_ns()
+    PULSE.spent[PULSE.phase] += now - PULSE.since
+    PULSE.since = now
     PULSE.phase = phase
     PULSE.count += 1
+    if PULSE.on_device is not None:
+        PULSE.on_device(phase)
 
 
 def communicating() -> Phase:

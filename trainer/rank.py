@@ -164,10 +164,10 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def children(pid: int) -> set[int]:
+def children(pid: int, proc: Path = Path("/proc")) -> set[int]:
     """The processes that a process started, as far as the system tells (Linux)."""
     try:
-        texts = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+        texts = [file.read_text() for file in (proc / str(pid) / "task").glob("*/children")]
     except OSError:  # it is ending
         return set()
     return {int(child) for child in " ".join(texts).split()}

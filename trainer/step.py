@@ -106,6 +106,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     for index in range(t.accumulation):
         mark("data")
         batch = next(batches)
+        mark("host")
         units += batch.units
         for generator in t.generators:
             generator.manual_seed(first_key + index)

@@ -2,24 +2,28 @@
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from trainer.data.images import ImageDataset
 from trainer.errors import DivergedError
 from trainer.manifest import file_hash, outcome
+from trainer.observe.advice import Advisor
 from trainer.observe.console import Display
+from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import Meter
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.progress import finite
+from trainer.pulse import PHASES
 from trainer.run import Parts
 from trainer.run_folder import save_weights, shown, write_json
 from trainer.step import Training
 
-_MUCH_WAITING = 0.1
+_WORTH_A_WORD = 0.005  # of the time
+_PARTS = (*PHASES, "unexplained")
 
 
 def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
@@ -39,7 +43,8 @@ def finish(
     meter: Meter,
     metric: str,
     figures: dict[str, float],
-    display: Display | None,
+    display: Display,
+    advisor: Advisor | None = None,
 ) -> None:
     """Writes the weights and the summary, and tells it.
 
@@ -55,7 +60,9 @@ def finish(
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
-    meter.emit({"kind": "end", "window": plan.windows, **summary})
+    verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
+    totals = advisor.totals(speed) if advisor else {}
+    meter.emit({"kind": "end", "window": plan.windows, **summary, **totals})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
@@ -65,15 +72,13 @@ def finish(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
             "(precision.debug=true says where it began)"
         )
-    if display is None:
-        return
     display.close()
     programs = Path(sys.executable).parent
     board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
-        f"{_waited(meter.waited_share, t)}"
+        f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
@@ -81,14 +86,22 @@ def finish(
     )
 
 
-def _waited(share: float, t: Training) -> str:
-    """A line on the time in which the training waited for data, with what to do about much of it."""
-    line = f"  data wait    {share:.0%} of the time"
-    if share < _MUCH_WAITING:
-        return f"{line}\n"
-    raw = isinstance(t.task.train_data, ImageDataset) and t.task.train_data.records.raw
-    better = "" if raw else ", or make the data cheaper with trainer data pack"
-    return f"{line}: raise data.workers and data.prefetch{better}\n"
+def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
+    """Lines on where the time went, what it cost, and what to change."""
+    if verdict is None:
+        return ""
+    wall = max(totals["time/wall"], 1e-9)
+    parts = sorted(((totals.get(f"time/{name}", 0.0) / wall, name) for name in _PARTS), reverse=True)
+    shares = [f"{name} {share:.0%}" for share, name in parts if share >= _WORTH_A_WORD]
+    cost = []
+    if "energy/joules" in totals:
+        cost.append(f"{totals['energy/joules'] / 3.6e6:.3g} kWh")
+    if "cost/money" in totals:
+        cost.append(
+            f"{totals['cost/money']:.4g} (per thousand samples {totals['cost/per_thousand_samples']:.3g})"
+        )
+    lines = {"time": ", ".join(shares), "cost": ", ".join(cost), "verdict": verdict.text}
+    return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
 
 
 def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:

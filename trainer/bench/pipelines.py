@@ -22,8 +22,8 @@ from trainer.data.images import ImageDataset
 from trainer.data.loader import LoaderConfig, RingLoader, Source
 from trainer.data.pieces import INDEX, in_pieces
 from trainer.data.records import Records
-from trainer.data.waiting import Waiting
 from trainer.plan import Plan, Share
+from trainer.pulse import mark
 
 BATCH, SIDE = 64, 224
 _EPOCHS = 10_000
@@ -160,29 +160,31 @@ def first_batch_s(images: Path) -> float:
     for _ in loader(range(epoch)):
         pass
     used = 2 * (time.perf_counter() - began) / epoch
-    batches, waits = Waiting(loader(range(3 * epoch + 1))), []
+    batches, waits = loader(range(3 * epoch + 1)), []
     for number in range(3 * epoch + 1):
-        before = batches.nanoseconds
+        asked = time.perf_counter()
         next(batches)
         if number and number % epoch == 0:
-            waits.append((batches.nanoseconds - before) / 1e9)
+            waits.append(time.perf_counter() - asked)
         time.sleep(used)
     loader.close()
     return max(waits)
 
 
 def meter_us(_: Path, steps: int = 200_000) -> float:
-    """CPU time that a step's wait meter takes: the least of some rounds, less the bare loop's."""
+    """CPU time of the two marks around a step's wait for data: the least of some rounds, less the loop's."""
 
-    def loop(items: Iterator[int]) -> float:
+    def loop(marked: bool) -> float:
         began = time.process_time_ns()
-        for _ in items:
-            pass
+        for _ in repeat(0, steps):
+            if marked:
+                mark("data")
+                mark("host")
         return (time.process_time_ns() - began) / 1e3 / steps
 
-    rounds = [(loop(repeat(0, steps)), loop(Waiting(repeat(0, steps)))) for _ in range(5)]
-    bare, metered = (min(column) for column in zip(*rounds, strict=True))
-    return float(metered - bare)
+    rounds = [(loop(False), loop(True)) for _ in range(5)]
+    bare, marked = (min(column) for column in zip(*rounds, strict=True))
+    return float(marked - bare)
 
 
 class _Million(Files):

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from trainer.pulse import PULSE, mark
+
 _BATCHES_AHEAD = 4
 
 
@@ -51,6 +53,8 @@ def copied_ahead(
         if ready is not None:
             copy, units, done = ready
             current = torch.cuda.current_stream(device)
+            if PULSE.phase == "data":  # and not in an evaluation
+                mark("copy")
             current.wait_event(done)
             copy.record_stream(current)
             yield copy, units

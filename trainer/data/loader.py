@@ -24,7 +24,7 @@ from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.ring import Ring
-from trainer.data.waiting import Waiting
+from trainer.data.work import NO_WORK, Work, now, work_since
 from trainer.data.workers import CurrentBatches, begin_worker, start_method, unsendable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
@@ -150,9 +150,9 @@ class ResidentLoader:
             units = self._units[sample]
         return [int(row) for row in (units * extras.get(_WEIGHT, np.float32(1))).sum(1)]
 
-    def waited(self) -> int:
-        """No wait: the data is there."""
-        return 0
+    def take_work(self) -> dict[str, float]:
+        """Nothing was filled: the data is there."""
+        return {}
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -168,6 +168,7 @@ class _Filled(NamedTuple):
     units: int
     replaced: Sequence[Bad] = ()
     failed: str = ""
+    work: Work = NO_WORK
 
 
 class _Filler(TorchDataset[_Filled]):
@@ -187,6 +188,11 @@ class _Filler(TorchDataset[_Filled]):
             yield self._fill(number, sample, extras)
 
     def _fill(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
+        began = now()
+        filled = self._read(batch, sample, extras)
+        return filled._replace(work=work_since(began, len(sample)))
+
+    def _read(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
         out = self._ring.arrays(batch)
         for name, array in extras.items():
             out[name][...] = array
@@ -236,8 +242,8 @@ class RingLoader:
         self._filler = _Filler(source, self._ring)
         self._numbers: list[range] = [range(0)]
         self._loader: DataLoader[_Filled] | None = None
-        self._filled: Waiting[tuple[int, int]] | None = None
         self._pinned = False
+        self._workers, self._work = workers, NO_WORK
         if workers:
             self._loader = DataLoader(
                 self._filler,
@@ -260,7 +266,7 @@ class RingLoader:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""
         self._numbers[0] = batches
         results = iter(self._loader) if self._loader else self._filler.in_process(batches)
-        filled = self._filled = Waiting(map(self._checked, results))
+        filled = map(self._checked, results)
         if self._device.type != "cuda":
             for number, units in filled:
                 yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
@@ -270,15 +276,17 @@ class RingLoader:
         for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
             yield self._source.batch(self._ring.unpack(slot), units)
 
-    def waited(self) -> int:
-        """Nanoseconds, in the call under way, until batches were filled; not those that a GPU was behind."""
-        return self._filled.nanoseconds if self._filled is not None else 0
+    def take_work(self) -> dict[str, float]:
+        """What filling was spent on since the last call, `loader/*`; empty if nothing was filled."""
+        work, self._work = self._work, NO_WORK
+        return work.figures(self._workers)
 
     def _checked(self, filled: _Filled) -> tuple[int, int]:
         if filled.failed:
             raise BadInputError(filled.failed)
         if filled.replaced:
             self._quarantine.add(filled.replaced)
+        self._work = self._work.plus(filled.work)
         return filled.number, filled.units
 
     def close(self) -> None:
@@ -293,7 +301,6 @@ class RingLoader:
             self._ring.unpin()
             self._pinned = False
         self._ring.close()
-        self._filled = None
 
 
 Loader = ResidentLoader | RingLoader

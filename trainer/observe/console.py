@@ -59,6 +59,10 @@ class Display:
         """A sink: keeps the figures for the bar, or prints a line."""
         if row["kind"] == "end":  # told by the summary
             return
+        if row["kind"] == "verdict":
+            if not row["final"]:  # that one is told by the summary
+                self.say(f"  {row['text']}")
+            return
         self._figures = " ".join(_figures(row))
         if row["kind"] == "evaluation":
             self.say(f"  epoch {row['epoch']:>6.2f}  {self._figures}")

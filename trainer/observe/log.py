@@ -1,7 +1,7 @@
 """Figures of a run: kept on the device, read late, handed to sinks.
 
-A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation" or "end") and
-`window` (windows done), and figures. To add a sink is to write such a function.
+A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "verdict" or "end"),
+`window` (windows done) and figures. To add a sink is to write such a function.
 """
 
 import csv
@@ -20,8 +20,11 @@ from pydantic import Field
 from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.memory import used_memory
+from trainer.observe.flops import Count
+from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 from trainer.observe.trace import Trace
 from trainer.plan import Plan
+from trainer.pulse import PHASES, PULSE
 from trainer.redact import redact
 
 _WRITERS = ("tensorboard.summary.writer.event_file_writer",)
@@ -37,6 +40,12 @@ class LogConfig(Section):
     sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
     )
+    price_per_hour: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="of the run's machines, in any currency: the summary says its cost",
+    )
     fingerprints: bool = Field(
         True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
     )
@@ -44,14 +53,10 @@ class LogConfig(Section):
 
 @dataclass(frozen=True)
 class _Moment:
-    """A point in a run: windows done, and when, for the host and (in its stream) for the device.
-
-    `waited` are the nanoseconds until then in which the host waited for data.
-    """
+    """A point in a run: windows done, and when, for the host and (in its stream) for the device."""
 
     window: int
     host: float
-    waited: int
     event: torch.cuda.Event | None
 
     def seconds_since(self, earlier: "_Moment") -> float:
@@ -69,6 +74,9 @@ class _Staged:
     names: tuple[str, ...]
     values: torch.Tensor
     prints: torch.Tensor | None
+    split: dict[str, float]
+    table: torch.Tensor | None
+    figures: dict[str, float | str]
 
 
 class Meter:
@@ -79,8 +87,13 @@ class Meter:
     Attributes:
         busy_seconds: Time of the windows that were timed.
         left_out: Numbers of the windows that aren't trained.
-        waited: Gives the nanoseconds in which the training waited for data, since it began.
         timed_samples: Samples in them.
+        sinks: Where the rows go.
+        gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
+        units: Units (tokens) of a sample.
+        count: Counts the FLOPs of a sample, or None.
+        peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
+        sources: Give figures of their own for each row, such as what the machine does.
     """
 
     def __init__(
@@ -103,7 +116,7 @@ class Meter:
         """
         self._plan = plan
         self._device = device
-        self._sinks = sinks
+        self.sinks = sinks
         self._take_figures = take_figures
         self._trace = trace
         self._staged: _Staged | None = None
@@ -111,19 +124,21 @@ class Meter:
         self.busy_seconds = 0.0
         self.timed_samples = 0
         self.left_out: Collection[int] = ()
-        self.waited: Callable[[], int] = lambda: 0
-        self._waited_seconds = self._host_seconds = 0.0
+        self.units = 1
+        self.gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.count: Count | None = None
+        self.peak: float | None = None
+        self.sources: list[Callable[[], Mapping[str, float | str]]] = []
+        self._timeline = DeviceTimeline() if device.type == "cuda" else None
+        PULSE.on_device = self._timeline
+        self._reading = reading(0)
         self.start_clock(0)
-
-    @property
-    def waited_share(self) -> float:
-        """Part of the host's time, from 0 to 1, in which this attempt's training waited for data."""
-        return self._waited_seconds / max(self._host_seconds, 1e-9)
 
     def go_on(self, window: int, busy_seconds: float, timed_samples: int) -> None:
         """Starts where an earlier attempt stopped: at its last row of figures, with its time and samples."""
         self._window = window
         self.busy_seconds, self.timed_samples = busy_seconds, timed_samples
+        self._reading = reading(window)
         self.start_clock(window)
 
     @property
@@ -140,7 +155,7 @@ class Meter:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return _Moment(window, time.perf_counter(), self.waited(), event)
+        return _Moment(window, time.perf_counter(), event)
 
     def stage(self, window: int) -> None:
         """Takes the figures of the windows since the last call; all ranks call it together."""
@@ -153,8 +168,22 @@ class Meter:
         prints = None if self._trace is None else self._on_its_way(self._trace.take())
         now = self._now(window)
         windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
-        self._staged = _Staged(self._start, now, max(1, windows), tuple(figures), values, prints)
+        split, table = self._where_the_time_went(window)
+        more = {name: value for source in self.sources for name, value in source().items()}
+        self._staged = _Staged(
+            self._start, now, max(1, windows), tuple(figures), values, prints, split, table, more
+        )
         self._start, self._window = now, window
+
+    def _where_the_time_went(self, window: int) -> tuple[dict[str, float], torch.Tensor | None]:
+        """Of this rank, and of all of them: a table (ranks, phases) on its way."""
+        earlier, self._reading = self._reading, reading(window)
+        device = self._timeline.read() if self._timeline else None
+        split = split_between(earlier, self._reading, device)
+        if self.gather is None:
+            return split, None
+        mine = torch.tensor([split[f"time/{phase}"] for phase in PHASES], dtype=torch.float64)
+        return split, self._on_its_way(self.gather(mine))
 
     def _on_its_way(self, values: torch.Tensor) -> torch.Tensor:
         """The same on the host, once the device has come so far."""
@@ -187,25 +216,33 @@ class Meter:
             seconds = staged.end.seconds_since(staged.start)
             self.busy_seconds += seconds
             self.timed_samples += samples
-            row["samples_per_s"] = samples / seconds
-            waited, host = _waited(staged.start, staged.end)
-            self._waited_seconds += waited
-            self._host_seconds += host
-            row["data_wait"] = waited / host
-        self.emit(row)
+            row |= self._speed(samples / seconds)
+        row |= staged.split
+        if staged.table is not None:
+            row |= straggler(staged.table.tolist(), staged.split["time/wall"])
+        self.emit(row | staged.figures)
+
+    def rest(self) -> dict[str, float]:
+        """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""
+        return split_between(self._reading, reading(self._window))
+
+    def _speed(self, samples_per_s: float) -> dict[str, float]:
+        speed = {"samples_per_s": samples_per_s}
+        if self.units > 1:
+            speed["tokens_per_s"] = samples_per_s * self.units
+        if self.count is not None and self.count.per_sample:
+            speed["flops_per_s"] = samples_per_s * self.count.per_sample
+            if self.peak:
+                speed["mfu"] = speed["flops_per_s"] / self.peak
+        return speed
 
     def emit(self, row: Row) -> None:
         """Hands a row to the sinks, without secrets in what of it is text."""
         if self._trace is not None and row["kind"] == "evaluation":
             self._trace.write(row, ())
         row = redact(row)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink(row)
-
-
-def _waited(start: _Moment, end: _Moment) -> tuple[float, float]:
-    """Seconds in which the host waited for data, and all of them."""
-    return (end.waited - start.waited) / 1e9, max(end.host - start.host, 1e-9)
 
 
 def jsonl_sink(file: TextIO) -> Sink:
@@ -304,6 +341,8 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: the import takes half a second
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.text.metadata import create_summary_metadata
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     def quiet(failed: threading.ExceptHookArgs) -> None:
@@ -318,6 +357,11 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
         writer.add_event(Event(wall_time=time.time(), step=window + 1, session_log=started))
 
     def write(row: Row) -> None:
+        if row["kind"] == "verdict":
+            text = TensorProto(dtype="DT_STRING", string_val=[str(row["text"]).encode()])
+            told = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
+            writer.add_event(Event(wall_time=time.time(), step=row["window"], summary=Summary(value=[told])))
+            return
         values = [
             Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
             for name, value in row.items()

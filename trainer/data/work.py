@@ -1,0 +1,72 @@
+"""What filling batches takes: computing, waiting for a CPU, waiting for a disk or network.
+
+The kernel counts the first two for each thread: CLOCK_THREAD_CPUTIME_ID, and in /proc/thread-self/schedstat
+the time for which it could have run and didn't (https://docs.kernel.org/scheduler/sched-stats.html). For the
+rest it was blocked.
+"""
+
+import os
+import threading
+import time
+from typing import NamedTuple
+
+_QUEUED = threading.local()
+
+
+class Work(NamedTuple):
+    """Nanoseconds of filling, in one or many workers.
+
+    Attributes:
+        wall: In all.
+        cpu: Computing: decoding, cropping, copying.
+        queued: Ready to run, without a CPU.
+        samples: How many were filled.
+    """
+
+    wall: int
+    cpu: int
+    queued: int
+    samples: int
+
+    def plus(self, other: "Work") -> "Work":
+        """Both together."""
+        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def figures(self, workers: int) -> dict[str, float]:
+        """Shares of the time, for a row of figures; empty if nothing was filled."""
+        if not self.samples or not self.wall:
+            return {}
+        cpu, queued = (min(1.0, part / self.wall) for part in (self.cpu, self.queued))
+        return {
+            "loader/workers": workers,
+            "loader/cpu": cpu,
+            "loader/starved": queued,
+            "loader/blocked": max(0.0, 1.0 - cpu - queued),
+            "loader/seconds_per_sample": self.wall / 1e9 / self.samples,
+        }
+
+
+NO_WORK = Work(0, 0, 0, 0)
+
+
+def now() -> Work:
+    """The clocks of this thread."""
+    return Work(time.perf_counter_ns(), time.thread_time_ns(), queued_ns(), 0)
+
+
+def work_since(began: Work, samples: int) -> Work:
+    """What was done since `now` was called in the same thread."""
+    wall, cpu, queued, _ = now()
+    return Work(wall - began.wall, cpu - began.cpu, queued - began.queued, samples)
+
+
+def queued_ns() -> int:
+    """Nanoseconds for which this thread could have run and had no CPU; 0 where the kernel doesn't tell."""
+    file = getattr(_QUEUED, "file", None)
+    if file is None or _QUEUED.process != os.getpid():  # a fork's is another thread
+        try:
+            file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            file = -1
+        _QUEUED.file, _QUEUED.process = file, os.getpid()
+    return int(os.pread(file, 96, 0).split()[1]) if file >= 0 else 0

@@ -1,0 +1,105 @@
+"""Floating-point operations of a model, counted once, and the share of what the GPU could do (MFU).
+
+MFU (model FLOPs utilisation; Chowdhery et al., 2022, "PaLM", appendix B) = FLOPs of forward and backward of a
+sample x samples per second / (GPUs x peak FLOP/s of one at the dtype of its matrix products). Multiplications
+and additions count one each. What activation checkpointing computes again isn't counted: it's no progress.
+"""
+
+import traceback
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from trainer.pulse import PULSE
+
+# Dense peaks in FLOP/s as NVIDIA's data sheets give them, at the boost clock: of the first name that is part
+# of the device's. bf16 and fp16, then TF32; 0: it has none.
+_PEAKS = {
+    "GB200": (2500e12, 1250e12),
+    "B200": (2250e12, 1125e12),
+    "H200": (989.5e12, 494.7e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100 NVL": (835e12, 417.5e12),
+    "H100": (989.5e12, 494.7e12),
+    "GH200": (989.5e12, 494.7e12),
+    "A100": (312e12, 156e12),
+    "A30": (165e12, 82e12),
+    "A10G": (70e12, 35e12),
+    "A10": (125e12, 62.5e12),
+    "A40": (149.7e12, 74.8e12),
+    "L40S": (362e12, 183e12),
+    "L40": (181e12, 90.5e12),
+    "L4": (121e12, 60.5e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "V100": (125e12, 0.0),
+    "T4": (65e12, 0.0),
+}
+# Of an operation that asks the device for a value, and so waits for all that it was given.
+_WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+
+
+def peak_flops(device_name: str, mode: str) -> float | None:
+    """Peak FLOP/s of a GPU for `precision.mode` ("bf16", "fp16", "tf32"); None where it isn't known."""
+    low = mode in ("bf16", "fp16")
+    if not low and mode != "tf32":
+        return None
+    found = next((peaks for name, peaks in _PEAKS.items() if name in device_name), None)
+    return (found[0 if low else 1] or None) if found else None
+
+
+class Count(TorchDispatchMode):
+    """Counts what is computed within it, by the phase of `trainer.pulse`, and finds who waits for the device.
+
+    It looks at each operation as it runs and changes none.
+
+    Attributes:
+        forward: FLOPs in the forward passes.
+        backward: FLOPs in the backward passes, with what activation checkpointing computed again.
+        waits: "file:line" of the first operation of a forward pass that waits for the device, or "".
+    """
+
+    def __init__(self, samples: int, recomputes: bool) -> None:
+        """Counts from 0.
+
+        Args:
+            samples: How many are computed within it.
+            recomputes: Whether activations are computed again: then backward counts twice the forward.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = self.backward = 0
+        self.waits = ""
+        self._samples, self._recomputes = samples, recomputes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            if PULSE.phase == "forward":
+                self.forward += flops
+            elif PULSE.phase in ("backward", "communication"):  # its last bucket is under way
+                self.backward += flops
+        elif not self.waits and PULSE.phase == "forward" and func._schema.name in _WAITS:
+            self.waits = _line_of_the_model()
+        return out
+
+    @property
+    def per_sample(self) -> float:
+        """FLOPs of forward and backward."""
+        return (self.forward * 3 if self._recomputes else self.forward + self.backward) / self._samples
+
+
+def _line_of_the_model() -> str:
+    """Where the code is, of the user or of the library that the model comes from."""
+    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    outside = [frame for frame in frames if not _within_torch(frame.filename)]
+    return f"{outside[-1].filename}:{outside[-1].lineno}" if outside else ""
+
+
+def _within_torch(file: str) -> bool:
+    return "/site-packages/torch/" in file or file.startswith("<")

@@ -1,0 +1,159 @@
+"""Where the time of a training went: seconds in each phase, by the host's marks and by the device's.
+
+On a CPU the marks of `trainer.pulse` say it all. On a GPU the host only starts what the device does later.
+There the marks of some windows are left in the stream as events, and read when they are over, without waiting
+for them: the time between two is what the device spent in that phase, waiting included. So an input pipeline
+that is too slow shows as time in "data" exactly where the device stood still for it.
+"""
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from trainer.pulse import PHASES, PULSE, Phase
+
+SAMPLED_EVERY = 4  # windows; about 3 us for each event, so below 10 us a window
+_RING = 4096
+# The host waits in these for what it started, or does them itself: its own clock is right.
+OF_HOST: tuple[Phase, ...] = ("start", "evaluation", "logging", "checkpoint", "end")
+OF_DEVICE = tuple(phase for phase in PHASES if phase not in OF_HOST)
+
+
+class Event(Protocol):
+    """The part of `torch.cuda.Event` that is used here."""
+
+    def record(self) -> None:
+        """Leaves it in the current stream."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+        ...
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds from this event to another."""
+        ...
+
+
+def _cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)
+    return event
+
+
+class Split(NamedTuple):
+    """Seconds of the device in each phase of the sampled windows, how many these were, and how far behind.
+
+    `caught_up` of them had the device at the backward pass already when the host had only just started it
+    all: there the device waits for the host.
+    """
+
+    seconds: Mapping[Phase, float]
+    windows: int
+    caught_up: int
+
+
+class DeviceTimeline:
+    """The marks of every fourth window, in the device's stream."""
+
+    def __init__(self, make_event: Callable[[], Event] = _cuda_event, every: int = SAMPLED_EVERY) -> None:
+        """Starts with none."""
+        self._make, self._every = make_event, every
+        self._free: list[Event] = []
+        self._open: list[tuple[Phase, Event]] = []
+        self._closed: deque[tuple[list[tuple[Phase, Event]], bool]] = deque()
+
+    def __call__(self, phase: Phase) -> None:
+        """A mark: to be set as `PULSE.on_device`."""
+        if not self._open and (PULSE.window % self._every or phase != "data"):
+            return
+        if len(self._open) + sum(len(events) for events, _ in self._closed) >= _RING:
+            self._free.extend(event for _, event in self._open)
+            self._open = []
+            return  # rows are far apart: what is there already is enough
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        self._open.append((phase, event))
+        if phase in OF_HOST:
+            middle = [event for name, event in self._open if name == "backward"]
+            self._closed.append((self._open, bool(middle) and middle[-1].query()))
+            self._open = []
+
+    def read(self) -> Split:
+        """What is over since the last call; never waits."""
+        seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
+        windows = caught_up = 0
+        while self._closed and self._closed[0][0][-1][1].query():
+            events, early = self._closed.popleft()
+            for (phase, event), (_, following) in itertools.pairwise(events):
+                seconds[phase] += event.elapsed_time(following) / 1e3
+            self._free.extend(event for _, event in events)
+            windows += 1
+            caught_up += early
+        return Split(seconds, windows, caught_up)
+
+
+class Reading(NamedTuple):
+    """A point in time: the wall's seconds, the host's seconds in each phase until then, and windows done."""
+
+    wall: float
+    host: Mapping[Phase, float]
+    window: int
+
+
+def reading(window: int) -> Reading:
+    """Now, after so many windows."""
+    host = {phase: spent / 1e9 for phase, spent in PULSE.read().items()}
+    return Reading(time.perf_counter(), host, window)
+
+
+def split_between(start: Reading, end: Reading, device: Split | None = None) -> dict[str, float]:
+    """Where the wall's time between two readings went.
+
+    Args:
+        start: The earlier one.
+        end: The later one.
+        device: What the device said of the windows between, on a GPU.
+
+    Returns:
+        Seconds: `time/wall`, and for each phase `time/<phase>`; they add up to it with `time/unexplained`.
+    """
+    wall = end.wall - start.wall
+    spent = {phase: end.host[phase] - start.host[phase] for phase in PHASES}
+    if device is not None and device.windows:
+        room = max(0.0, wall - sum(spent[phase] for phase in OF_HOST))
+        scale = (end.window - start.window) / device.windows
+        measured = sum(device.seconds.values()) * scale
+        # The sampled windows may have been slower than the rest: no more can be explained than there was.
+        scale *= min(1.0, room / measured) if measured else 0.0
+        spent.update({phase: device.seconds[phase] * scale for phase in OF_DEVICE})
+    figures: dict[str, float] = {f"time/{phase}": seconds for phase, seconds in spent.items()}
+    if device is not None and device.windows:
+        figures["gpu/caught_up"] = device.caught_up / device.windows
+    return {"time/wall": wall, **figures, "time/unexplained": wall - sum(spent.values())}
+
+
+def straggler(table: Sequence[Sequence[float]], wall: float) -> dict[str, float | str]:
+    """The rank that the others waited for most.
+
+    Args:
+        table: Seconds of each rank (rows) in each of `PHASES`.
+        wall: Seconds between two rows of figures.
+
+    Returns:
+        `slow_rank`, `slow_phase` (in which it spent more than the others), and `slow_excess`: how much longer
+        than the median of the others it did anything but wait for them, as a share of the wall.
+    """
+    waits = PHASES.index("communication")
+    own = [sum(row) - row[waits] for row in table]
+    slow = max(range(len(own)), key=own.__getitem__)
+    others = [row for rank, row in enumerate(table) if rank != slow]
+    excess = own[slow] - statistics.median(sum(row) - row[waits] for row in others)
+    usual = [statistics.median(column) for column in zip(*others, strict=True)]
+    more = [mine - theirs for mine, theirs in zip(table[slow], usual, strict=True)]
+    more[waits] = -1.0
+    phase = PHASES[max(range(len(more)), key=more.__getitem__)]
+    return {"slow_rank": slow, "slow_phase": phase, "slow_excess": max(0.0, excess / max(wall, 1e-9))}
