@@ -161,11 +161,15 @@ FIRST: tuple[Case, ...] = (
         (inside("item"),),
     ),
     Case(
-        "synthetic-item", "sync", "`.item()` in a hook of the model", "synthetic", 30, (), (inside("item"),)
+        "photos-item",
+        "sync",
+        "`.item()` in a hook of the model",
+        "photos",
+        12,
+        ("log.every=2",),
+        (inside("item"),),
     ),
-    Case(
-        "pack-to-list", "sync", "`.tolist()` of the answers", "pack", 60, (_NARROW,), (inside("to_list"),)
-    ),
+    Case("pack-to-list", "sync", "`.tolist()` of the answers", "pack", 60, (_NARROW,), (inside("to_list"),)),
     Case(
         "digits-pulses",
         "straggler",
@@ -339,7 +343,15 @@ FIRST: tuple[Case, ...] = (
         ("log.every=10",),
         (burners(4),),
     ),
-    Case("synthetic-burners", "cpu-others", "3 other processes that compute", "synthetic", 25, (), (burners(3),)),
+    Case(
+        "synthetic-burners",
+        "cpu-others",
+        "3 other processes that compute",
+        "synthetic",
+        25,
+        (),
+        (burners(3),),
+    ),
     Case(
         "pack-burners",
         "cpu-others",

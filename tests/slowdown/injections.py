@@ -174,11 +174,10 @@ def quota(cpus: float, late: bool = False, rank: int | None = None, period_us: i
 
 
 def slow_device(read: int = 0, write: int = 0, forget: str = "") -> Injection:
-    """A limit on what the disk gives and takes, in bytes per second; data below `forget` leaves the memory."""
+    """A limit on what the disk gives and takes, in bytes per second; what is below `forget` isn't cached."""
 
     def inject(run: Run) -> Iterator[None]:
-        number = os.stat(run.work).st_dev
-        # The device and not its partition.
+        number = run.work.stat().st_dev
         device = f"{os.major(number)}:{os.minor(number)}"
         limits = {"read_bps_device": read, "write_bps_device": write}
         files = {f"blkio.throttle.{name}": f"{device} {value}" for name, value in limits.items() if value}

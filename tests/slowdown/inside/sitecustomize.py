@@ -6,6 +6,7 @@ SLOW_INSIDE says how, as JSON: name of a function of `users_code` and its argume
 import json
 import os
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -33,8 +34,7 @@ class _After(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        import users_code
-
+        users_code = import_module("users_code")  # beside this file
         for name, arguments in _ORDER.items():
             getattr(users_code, name)(**arguments)
 
