@@ -12,5 +12,9 @@ class DivergedError(Exception):
     """A run whose numbers went bad, so that it can't go on: one line, exit code 1, no traceback."""
 
 
+class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
+    """Memory ran out: a paragraph that says who holds it and what to do, exit code 1, no traceback."""
+
+
 class BadInputError(Exception):
     """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.names import matching
+from trainer.peak import highest
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
@@ -29,6 +30,14 @@ class MemoryConfig(Section):
     names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
     budget_gib: float | None = Field(
         None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
+    )
+    empty_cache: Literal["never", "after_eval"] = Field(
+        "never",
+        description="give a GPU's cached memory back after each evaluation, whose batches have other sizes; "
+        "the log says what that freed and cost",
+    )
+    history: bool = Field(
+        False, description="record who allocates GPU memory, for memory_snapshot.pickle when it runs out"
     )
 
     @model_validator(mode="after")
@@ -107,7 +116,7 @@ def _recomputed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
 def used_memory(device: torch.device) -> int:
     """Peak bytes allocated on a GPU; on the CPU the process's resident bytes now."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return highest(device)
     try:
         with open("/proc/self/statm") as file:  # noqa: PTH123 (pathlib would cost more than the read)
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -28,6 +28,7 @@ from trainer.errors import (
     EXIT_REQUEUE,
     BadInputError,
     DivergedError,
+    OutOfMemory,
 )
 from trainer.redact import redact_text
 
@@ -94,8 +95,8 @@ def run_rank(main: Callable[[], int | None]) -> int:
     """Runs `main` as a rank; call it before the slow imports, and exit with what it returns.
 
     Signals set the flag of `trainer.preempt` from here on. A return value is the exit code (None: 0),
-    BadInputError means 2, Stopped and DivergedError 1, each with one line; any other exception means 1 with
-    its traceback.
+    BadInputError means 2, Stopped, DivergedError and OutOfMemory 1, each with one line; any other exception
+    means 1 with its traceback.
     """
     register()
     outcome = _outcome(main)
@@ -253,8 +254,9 @@ def _outcome(main: Callable[[], int | None]) -> Outcome:
     except BadInputError as error:
         line = " ".join(str(error).split())
         return Outcome(_rank(), EXIT_BAD_INPUT, line, time=time.monotonic(), for_all=True)
-    except (preempt.Stopped, DivergedError) as error:
-        return Outcome(_rank(), EXIT_FAILED, str(error), time=time.monotonic(), for_all=True)
+    except (preempt.Stopped, DivergedError, OutOfMemory) as error:
+        for_all = not isinstance(error, OutOfMemory)  # which can be of one rank alone
+        return Outcome(_rank(), EXIT_FAILED, str(error), time=time.monotonic(), for_all=for_all)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return Outcome(_rank(), error.code or EXIT_DONE, time=time.monotonic())

@@ -28,6 +28,8 @@ FREE = (
     "data.resident",
     "data.start_method",
     "parallel.timeout_s",
+    "memory.empty_cache",
+    "memory.history",
     "guard.spike*",
     "guard.most",
     "parallel.hang_s",

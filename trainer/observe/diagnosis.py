@@ -1,7 +1,7 @@
 """The verdict: what a training loses its time to, and what to change; from figures alone, to be replayed.
 
-Rules of two kinds. Roots explain what else is seen (a machine that others use makes everything slow), so they
-come first. Of the others the one that costs most is named. Shares are of the wall's time without the start.
+What the run was given too little of, or asked too much of, explains whatever else is seen: these rules come
+first. Of the others the one that costs most is named. Shares are of the wall's time without the start.
 """
 
 from collections.abc import Callable, Mapping
@@ -91,6 +91,10 @@ class _Evidence:
         return f"{self.get('cpu/used'):.1f} of {self.facts.cpus:g} CPUs busy"
 
     @property
+    def others_disturb(self) -> bool:
+        return self.get("cpu/others") >= 0.2 * self.facts.cpus
+
+    @property
     def idle_cpus(self) -> float:
         return self.facts.cpus - self.get("cpu/used") - self.get("cpu/others")
 
@@ -106,7 +110,7 @@ def diagnose(figures: Figures, facts: Facts) -> Verdict:
         The verdict; its cause is "none" where nothing is worth changing.
     """
     evidence = _Evidence(figures, facts)
-    for rules in (_ROOTS, _SYMPTOMS):
+    for rules in (_LIMITS, _LOSSES):
         found = [verdict for rule in rules if (verdict := rule(evidence)) is not None]
         if found:
             return max(found, key=lambda verdict: verdict.share)
@@ -116,7 +120,7 @@ def diagnose(figures: Figures, facts: Facts) -> Verdict:
     return Verdict("none", 0.0, f"nothing holds it up: it computes {computing:.0%} of the time")
 
 
-# --- roots ---
+# --- limits ---
 
 
 def _throttled_gpu(e: _Evidence) -> Verdict | None:
@@ -147,10 +151,13 @@ def _threads(e: _Evidence) -> Verdict | None:
     return Verdict("threads", 1 - e.facts.cpus / asked, f"{text}: set parallel.threads=auto")
 
 
+# --- losses ---
+
+
 def _others(e: _Evidence) -> Verdict | None:
     others = e.get("cpu/others")
-    starved = max(e.get("cpu/starved"), e.get("loader/starved") * (e.share("data") > 0.1))
-    if others < 0.2 * e.facts.cpus or starved < 0.1 or (e.facts.on_gpu and e.busy >= _BUSY):
+    starved = max(e.get("cpu/starved"), e.share("data") * (e.get("loader/starved") > 0.2))
+    if not e.others_disturb or starved < 0.1 or (e.facts.on_gpu and e.busy >= _BUSY):
         return None
     text = f"cpu-others: other processes of this machine use {others:.1f} of {e.facts.cpus:g} CPUs, and the "
     text += f"training is kept from them {starved:.0%} of the time"
@@ -174,9 +181,6 @@ def _collector(e: _Evidence) -> Verdict | None:
     return Verdict("gc", share, f"{text}: keep fewer objects alive, or call gc.freeze() once they are made")
 
 
-# --- symptoms ---
-
-
 def _data(e: _Evidence) -> Verdict | None:
     share = e.share("data")
     if share < 0.15 or e.busy >= _BUSY:
@@ -193,6 +197,8 @@ def _data(e: _Evidence) -> Verdict | None:
         text = f"data-{where}: {lead}; loading waits for {what} "
         text += f"({e.get('loader/blocked'):.0%} of {each:.1f} ms per sample)"
         return Verdict(f"data-{where}", share, f"{text}: raise data.workers and data.prefetch, {do}")
+    if e.others_disturb and e.get("loader/starved") > 0.2:
+        return None
     pack = "pack the data (trainer data pack --raw), or " if e.facts.decodes else ""
     if e.idle_cpus >= 0.25 * e.facts.cpus and workers < e.facts.cpus:
         text = f"data-workers: {lead}, while {e.idle_cpus:.1f} CPUs are idle; "
@@ -218,7 +224,7 @@ def _copy(e: _Evidence) -> Verdict | None:
 
 def _communication(e: _Evidence) -> Verdict | None:
     share = e.share("communication")
-    if share < 0.25 or e.facts.ranks < 2:
+    if share < 0.25 or e.facts.ranks < 2 or _straggler(e):
         return None
     text = f"communication: {share:.0%} of the time goes to exchanging gradients that nothing hides"
     return Verdict(
@@ -246,7 +252,7 @@ def _sync(where: str) -> str:
 
 def _update(e: _Evidence) -> Verdict | None:
     share, samples = e.share("update"), e.facts.window_samples // e.facts.ranks
-    if share < 0.3 or samples > 16:
+    if share < 0.2 or samples > 16:
         return None
     text = f"update: the optimiser takes {share:.0%} of the time, for windows of {samples} samples a rank"
     return Verdict("update", share, f"{text}: raise data.global_batch and data.micro_batch")
@@ -272,8 +278,11 @@ def _share_of(phase: str, least: float, what: str, do: str) -> Callable[[_Eviden
     return rule
 
 
-_ROOTS = (_throttled_gpu, _quota, _threads, _others, _straggler, _collector)
-_SYMPTOMS = (
+_LIMITS = (_throttled_gpu, _quota, _threads)
+_LOSSES = (
+    _others,
+    _straggler,
+    _collector,
     _data,
     _copy,
     _communication,

@@ -1,0 +1,367 @@
+"""Promise: memory is told truly, a leak is found and named, and running out of it says what to change."""
+
+import gc
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from trainer import peak
+from trainer.errors import OutOfMemory
+from trainer.memory import MemoryConfig, used_memory
+from trainer.observe.leak import Growth, leak, leak_text
+from trainer.observe.memory import (
+    GIB,
+    MIB,
+    PhasePeaks,
+    after_evaluation,
+    memory_figures,
+    memory_tracker,
+    resident_bytes,
+)
+from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.rank import _outcome
+
+GPU = torch.device("cuda", 0)
+
+
+class Allocator:
+    """Counts as torch's does: allocated, reserved, and the peak since its reset."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = self.reserved = 0
+
+    def take(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.allocated)
+
+    def reset(self, _: Any = None) -> None:
+        self.peak = self.allocated
+
+    def empty(self) -> None:
+        self.reserved = self.allocated
+
+    def stats(self, _: Any = None) -> dict[str, Any]:
+        return {
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}},
+            "reserved_bytes": {"all": {"current": self.reserved}},
+            "num_alloc_retries": 3,
+        }
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    fake = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: fake.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _=None: fake.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda _=None: "the summary")
+    monkeypatch.setattr(torch.cuda, "empty_cache", fake.empty)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"pickle"))
+    peak._before.clear()
+    yield fake
+    assert not peak._open
+    peak._before.clear()
+
+
+def test_figures_of_a_gpu(allocator: Allocator) -> None:
+    allocator.take(7 * GIB)
+    allocator.take(-2 * GIB)
+    assert memory_figures(GPU) == {
+        "memory/allocated_bytes": 5 * GIB,
+        "memory/reserved_bytes": 7 * GIB,
+        "memory/peak_bytes": 7 * GIB,
+        "memory/retries": 3,
+    }
+    assert memory_figures(torch.device("cpu")) == {}
+
+
+def test_trackers_overlap_and_the_runs_peak_stays(allocator: Allocator) -> None:
+    allocator.take(9)
+    allocator.take(-8)
+    lines: list[str] = []
+    with memory_tracker("outer", GPU, lines.append) as outer:
+        allocator.take(4)
+        allocator.take(-3)
+        with memory_tracker("inner", GPU, lines.append) as inner:
+            allocator.take(1)
+    assert (outer.before, outer.peak, outer.after) == (1, 5, 3)
+    assert (inner.before, inner.peak, inner.after) == (2, 3, 3)
+    assert used_memory(GPU) == 9
+    assert [line.split(":")[0] for line in lines] == ["inner", "outer"]
+
+
+def test_a_tracker_tells_what_was_there_when_it_failed(allocator: Allocator) -> None:
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="x"), memory_tracker("failing", GPU, lines.append):
+        allocator.take(3 * GIB)
+        raise ValueError("x")
+    assert lines == ["failing: 0.0 MiB allocated before, 3.00 GiB after (+3,072.0 MiB), peak 3.00 GiB"]
+
+
+def test_a_tracker_of_the_host() -> None:
+    with memory_tracker("host", "cpu", None) as tracked:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        del block
+        kept = torch.ones(16 * MIB, dtype=torch.uint8)
+    assert tracked.kind == "resident"
+    assert 12 * MIB < tracked.after - tracked.before < 40 * MIB
+    assert tracked.peak - tracked.before > 56 * MIB
+    assert kept.sum() == 16 * MIB
+
+
+def test_peaks_by_phase(allocator: Allocator) -> None:
+    peaks = PhasePeaks(GPU)
+    for _ in range(2):
+        peaks.enter("forward")
+        allocator.take(5)
+        peaks.enter("backward")
+        allocator.take(2)
+        allocator.take(-7)
+        peaks.enter("update")
+        peaks.leave()
+    assert peaks.take() == {"memory/peak/forward": 5, "memory/peak/backward": 7, "memory/peak/update": 0}
+    assert peaks.take() == {}
+    assert used_memory(GPU) == 7
+    nothing = PhasePeaks(torch.device("cpu"))
+    nothing.enter("forward")
+    assert nothing.take() == {}
+
+
+def test_the_cache_is_given_back_only_if_asked_for(allocator: Allocator) -> None:
+    allocator.take(6 * GIB)
+    allocator.take(-4 * GIB)
+    assert after_evaluation(MemoryConfig(), GPU) == {}
+    found = after_evaluation(MemoryConfig(empty_cache="after_eval"), GPU)
+    assert found["memory/freed_bytes"] == 4 * GIB
+    assert 0 <= found["memory/freed_seconds"] < 1
+    assert after_evaluation(MemoryConfig(empty_cache="after_eval"), torch.device("cpu")) == {}
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1024, 1024, bias=False)
+    model.tied = model.weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_holders_are_counted_once() -> None:
+    model, optimizer = trained()
+    held = held_by(model, optimizer, average=[torch.zeros(1024, 512)], batch=[next(model.parameters())])
+    assert held["weights"] == held["gradients"] == 4 * MIB
+    assert 8 * MIB <= held["optimiser state"] < 8 * MIB + 100
+    assert (held["average"], held["batch"]) == (2 * MIB, 0)
+    assert next(iter(held)) == "optimiser state"
+
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.00 GiB of which 512.00 "
+    "MiB is free. Including non-PyTorch memory, this process has 78.50 GiB memory in use. Of the allocated "
+    "memory {allocated:.2f} GiB is allocated by PyTorch, and {cached:.2f} GiB is reserved by PyTorch but "
+    "unallocated."
+)
+HELD = {"optimiser state": 8 * GIB, "weights": 4 * GIB, "gradients": 4 * GIB}
+
+
+def explained(allocated: float, cached: float, tmp_path: Path, **settings: Any) -> str:
+    try:
+        raise torch.OutOfMemoryError(MESSAGE.format(allocated=allocated, cached=cached))
+    except torch.OutOfMemoryError as error:
+        return explain_oom(error, GPU, tmp_path, HELD, **{"micro_batch": 64, **settings})
+
+
+@pytest.mark.usefixtures("allocator")
+def test_activations_are_what_is_left(tmp_path: Path) -> None:
+    text = explained(76.0, 0.5, tmp_path)
+    assert "out of memory on cuda:0 of 79.0 GiB in test_memory_report.py:" in text
+    assert "2,048 MiB more were wanted" in text
+    assert "Held: activations and temporaries 60.00 GiB, optimiser state 8.00 GiB, weights 4.00 GiB" in text
+    assert "data.micro_batch=32 with the same data.global_batch" in text
+    assert "memory.checkpointing=blocks" in text
+    assert "precision.mode=bf16" in text
+    assert "expandable_segments" not in text
+    assert "\n" not in text
+    assert (tmp_path / "memory_summary.txt").read_text() == "the summary"
+    assert (tmp_path / "memory_snapshot.pickle").exists()
+
+
+@pytest.mark.usefixtures("allocator")
+def test_what_is_done_already_is_not_advised(tmp_path: Path) -> None:
+    text = explained(76.0, 0.5, tmp_path, micro_batch=1, checkpointing="blocks", precision="bf16")
+    assert "What to do: a smaller model, or a GPU with more memory." in text
+
+
+@pytest.mark.usefixtures("allocator")
+def test_fragments_and_others_are_told_apart(tmp_path: Path) -> None:
+    text = explained(60.0, 17.0, tmp_path)
+    assert "cached, in pieces that don't fit 17.00 GiB" in text
+    assert "CONF=expandable_segments:True" in text
+    assert "nvidia-smi" not in text
+    text = explained(40.0, 0.5, tmp_path)
+    assert "Held: other processes, CUDA itself 38.00 GiB" in text
+    assert "What to do: see nvidia-smi" in text
+
+
+def test_a_message_of_another_form(allocator: Allocator, tmp_path: Path) -> None:
+    allocator.take(20 * GIB)
+    error = torch.OutOfMemoryError("HIP out of memory")
+    text = explain_oom(error, GPU, tmp_path / "gone", HELD, micro_batch=8)
+    assert "Held: optimiser state 8.00 GiB, weights 4.00 GiB, gradients 4.00 GiB, activations" in text
+    assert "More in" not in text
+
+
+def test_the_host_runs_out(tmp_path: Path) -> None:
+    try:
+        torch.empty(1 << 50)
+    except RuntimeError as error:
+        assert is_out_of_memory(error)
+        text = explain_oom(error, torch.device("cpu"), tmp_path, {"weights": GIB}, micro_batch=8)
+    assert "out of host memory in test_memory_report.py:" in text
+    assert "4194304.00 GiB more were wanted" in text
+    assert "weights 1.00 GiB" in text
+    assert not list(tmp_path.iterdir())
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert is_out_of_memory(MemoryError())
+
+
+def test_a_rank_without_memory_says_one_line() -> None:
+    def main() -> None:
+        raise OutOfMemory("who holds it")
+
+    outcome = _outcome(main)
+    assert (outcome.code, outcome.line, outcome.traceback, outcome.for_all) == (1, "who holds it", "", False)
+
+
+def series(seed: int, shape: str, noise: float, points: int = 120) -> tuple[list[int], list[float]]:
+    """Sizes of 1 GiB and a shape of 200 MiB, with noise in MiB and a few odd points."""
+    random.seed(seed)
+    rises: dict[str, Callable[[float], float]] = {
+        "flat": lambda _: 0.0,
+        "line": lambda x: x,
+        "warming": lambda x: 1 - 2.0 ** (-x * 12),
+        "jump": lambda x: float(x > 0.6),
+        "falling": lambda x: -x,
+        "two jumps": lambda x: float(x > 0.5) + float(x > 0.8),
+    }
+    rise = rises[shape]
+    sizes = [
+        GIB + 200 * MIB * rise(n / points) + random.gauss(0, noise * MIB) + (n % 37 == 5) * 300 * MIB
+        for n in range(points)
+    ]
+    return [n * 50 for n in range(points)], sizes
+
+
+@pytest.mark.parametrize("shape", ["flat", "warming", "jump", "two jumps", "falling"])
+@pytest.mark.parametrize("noise", [0.0, 2.0, 20.0])
+def test_what_is_no_leak(shape: str, noise: float) -> None:
+    found = [leak(*series(seed, shape, noise)) for seed in range(20)]
+    assert found == [None] * 20
+
+
+@pytest.mark.parametrize("noise", [0.0, 2.0, 10.0])
+def test_a_leak_is_found_with_its_slope(noise: float) -> None:
+    for seed in range(20):
+        slope = leak(*series(seed, "line", noise))
+        assert slope == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
+
+
+def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
+    assert leak([], []) is None
+    assert leak([0, 50], [1, 1e12]) is None
+    windows = list(range(100))
+    assert leak(windows, [GIB + n * 1024 for n in windows]) is None
+    assert leak(windows, [GIB + n * 1024 for n in windows], least=1024) == 1024
+    assert leak([5] * 100, [GIB * n for n in windows]) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0, 1e12), max_size=60))
+def test_any_series_can_be_asked(sizes: list[float]) -> None:
+    slope = leak(range(len(sizes)), sizes)
+    assert slope is None or slope > 0
+
+
+def test_the_line_about_a_leak() -> None:
+    text = leak_text("host memory", 2 * MIB, GIB, 3 * GIB, "net.py:7 (self.kept.append(x)) keeps 9 blocks")
+    assert text.startswith(
+        "host memory grows by 2.00 MiB with every window and is full after 1,024 more; net.py:7"
+    )
+    assert "log.tracemalloc=true" in leak_text("host memory", 2048, GIB)
+
+
+STEPS = """
+import torch
+from trainer.observe.leak import leak
+from trainer.observe.memory import resident_bytes
+torch.set_num_threads(1)
+model = torch.nn.Linear(256, 256)
+kept, caught = [], {}
+for leaks in (False, True):
+    windows, sizes = [], []
+    for window in range(400):
+        out = model(torch.randn(256, 256))
+        out.sum().backward()
+        if leaks:
+            kept.append(out.detach())  # 256 KiB that nobody lets go of
+        caught[window % 50] = torch.zeros(64, 1024)  # 12.5 MiB, and then no more
+        if window % 10 == 9:
+            windows.append(window)
+            sizes.append(resident_bytes())
+    print((leak(windows, sizes) or 0) / 1024)
+"""
+
+
+def test_a_healthy_step_and_a_real_leak() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert child.returncode == 0, child.stderr
+    healthy, leaking = map(float, child.stdout.split())
+    assert healthy == 0
+    assert 240 < leaking < 700  # malloc's holes come on top
+
+
+def test_the_growing_line_is_named() -> None:
+    kept: list[torch.Tensor] = []
+    gc.collect()
+    growth = Growth()
+    try:
+        for _ in range(6):
+            for _ in range(200):
+                kept.append(torch.zeros(16).mul(2))  # here
+                temporary = [torch.zeros(16) for _ in range(5)]
+            growth.look()
+        site = growth.site()
+    finally:
+        growth.close()
+    assert temporary
+    assert site is not None
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in text)
+    assert site.startswith(f"{__file__}:{line} (kept.append(")
+
+
+def test_nothing_grows() -> None:
+    growth = Growth()
+    try:
+        for _ in range(5):
+            temporary = [torch.zeros(16) for _ in range(100)]
+            growth.look()
+        assert temporary
+        assert growth.site() is None or __file__ not in str(growth.site())
+    finally:
+        growth.close()
+
+
+def test_resident_bytes_are_those_of_this_process() -> None:
+    assert 50 * MIB < resident_bytes() < 100 * GIB

@@ -1,0 +1,145 @@
+"""Does memory grow with every step, and where?
+
+The trend is a Theil-Sen slope (Sen, 1968): the median of the slopes between pairs of points, which a few odd
+ones don't move. It counts as a leak only if the growth goes on at its pace and rises out of the noise.
+"""
+
+import linecache
+import sysconfig
+import tracemalloc
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+_POINTS = 120  # that are compared with each other: 7,140 pairs, some milliseconds
+_FEWEST = 12
+_LEAST_BYTES = 32 << 20  # a healthy process was seen to creep by 12 MiB: malloc's holes, tracemalloc's own
+_NOISE = 4.0  # growth is at least so many times the median distance from the line
+_PACE = 0.4  # the slowest part grows at least so much as the fastest
+_FRAMES = 12
+_MIB = 1 << 20
+_STANDARD = sysconfig.get_path("stdlib")
+
+_Line = tuple[str, int]
+
+
+class _Held(NamedTuple):
+    blocks: int
+    bytes: int
+
+
+def leak(windows: Sequence[float], sizes: Sequence[float], least: float = _LEAST_BYTES) -> float | None:
+    """Bytes per window by which memory grows; None if it doesn't, or nobody can tell yet.
+
+    The first third of what is known is left out: caches, worker start and the allocator's warm-up grow, too,
+    but come to an end. A leak grows in each part of the rest at about the same pace.
+
+    Args:
+        windows: At which memory was measured, ascending.
+        sizes: Bytes then; one of these for each of those.
+        least: Bytes by which it must have grown to be worth a word.
+    """
+    start = len(windows) // 3
+    step = max(1, -(-(len(windows) - start) // _POINTS))
+    x, y = windows[start::step], sizes[start::step]
+    if len(x) < _FEWEST or x[-1] <= x[0]:
+        return None
+    slope = median(
+        (y[b] - y[a]) / (x[b] - x[a]) for a in range(len(x)) for b in range(a + 1, len(x)) if x[b] > x[a]
+    )
+    grown = slope * (x[-1] - x[0])
+    level = median(size - slope * window for window, size in zip(x, y, strict=True))
+    noise = median(abs(size - slope * window - level) for window, size in zip(x, y, strict=True))
+    if grown < max(least, _NOISE * noise):
+        return None
+    quarter = len(x) // 4
+    means = [median(y[part * quarter : (part + 1) * quarter]) for part in range(4)]
+    steps = [after - before for before, after in pairwise(means)]
+    # A single jump, and what levels out, grow unevenly.
+    return slope if min(steps) >= _PACE * max(steps) else None
+
+
+def leak_text(
+    what: str, slope: float, size: float, limit: float | None = None, site: str | None = None
+) -> str:
+    """One line about a leak.
+
+    Args:
+        what: "host memory" or "GPU memory".
+        slope: From `leak`.
+        size: Bytes now.
+        limit: Bytes at which it ends, if known.
+        site: From `Growth.site`, if known.
+    """
+    pace = f"{slope / _MIB:,.2f} MiB" if slope >= _MIB / 10 else f"{slope / 1024:,.1f} KiB"
+    text = f"{what} grows by {pace} with every window"
+    if limit is not None and limit > size:
+        text += f" and is full after {(limit - size) / slope:,.0f} more"
+    if site is not None:
+        return f"{text}; {site}"
+    return (
+        f"{text}; is something kept of each step, such as a loss without .detach()? "
+        "log.tracemalloc=true names the line"
+    )
+
+
+class Growth:
+    """Python's allocations by line, on request: recording slows Python down.
+
+    torch's memory isn't Python's, but each tensor has an object that is: so the line that keeps tensors shows
+    up by their number.
+    """
+
+    def __init__(self) -> None:
+        """Starts recording."""
+        tracemalloc.start(_FRAMES)
+        self._first = self._middle = self._last = dict[_Line, _Held]()
+        self._looks = 0
+
+    def look(self) -> None:
+        """Notes what is allocated: at a logging interval, after the warm-up. May take seconds."""
+        before, self._last = self._last, _by_line(tracemalloc.take_snapshot())
+        self._looks += 1
+        if self._looks == 1:
+            self._first = self._last
+        if (self._looks - 1).bit_count() == 1:  # so it stays between the half and the last look
+            self._middle = before
+
+    def site(self) -> str | None:
+        """The line whose allocations grew from look to look, and most; None if none did."""
+        if self._looks < 3:
+            return None
+        first, middle, last = self._first, self._middle, self._last
+        nothing = _Held(0, 0)
+        grown = {
+            line: _Held(held.blocks - before.blocks, held.bytes - before.bytes)
+            for line, held in last.items()
+            if (before := first.get(line, nothing)).blocks < middle.get(line, nothing).blocks < held.blocks
+        }
+        if not grown:
+            return None
+        (file, number), more = max(grown.items(), key=lambda item: (item[1].bytes, item[1].blocks))
+        code = linecache.getline(file, number).strip()
+        return f"{file}:{number} ({code}) keeps {more.blocks:,} blocks more, {more.bytes / 1024:,.0f} KiB"
+
+    def close(self) -> None:
+        """Ends recording."""
+        tracemalloc.stop()
+
+
+def _by_line(snapshot: tracemalloc.Snapshot) -> dict[_Line, _Held]:
+    """What lives, by the innermost line that isn't of a library."""
+    found: dict[_Line, _Held] = {}
+    for statistic in snapshot.statistics("traceback"):
+        line = _own(statistic.traceback)
+        before = found.get(line, _Held(0, 0))
+        found[line] = _Held(before.blocks + statistic.count, before.bytes + statistic.size)
+    return found
+
+
+def _own(frames: tracemalloc.Traceback) -> _Line:
+    for frame in reversed(frames):  # the innermost first
+        if not frame.filename.startswith(("<", _STANDARD)) and "site-packages" not in frame.filename:
+            return frame.filename, frame.lineno
+    return frames[-1].filename, frames[-1].lineno

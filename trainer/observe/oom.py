@@ -1,0 +1,193 @@
+"""Out of memory: who holds it, and what to change."""
+
+import contextlib
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import trainer
+from trainer.limits import read_limits
+from trainer.observe.memory import GIB, MIB, resident_bytes
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_SHOWN = 5
+_REST = "activations and temporaries"
+_CACHE = "cached, in pieces that don't fit"
+_OTHERS = "other processes, CUDA itself"
+_STANDARD = sysconfig.get_path("stdlib")
+_TRAINER = str(Path(trainer.__file__).parent)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory, the device's or the host's, ran out."""
+    on_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or on_host
+
+
+def held_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **others: Iterable[torch.Tensor]
+) -> dict[str, int]:
+    """Bytes by holder, largest first; a tensor that several hold counts once.
+
+    Args:
+        model: For weights, buffers and gradients.
+        optimizer: For its state.
+        others: Tensors of further holders, by name ("average", "batch").
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    state = (v for one in optimizer.state.values() for v in one.values() if isinstance(v, torch.Tensor))
+    holders = {
+        "weights": weights,
+        "gradients": (p.grad for p in model.parameters() if p.grad is not None),
+        "optimiser state": state,
+        **others,
+    }
+    seen: set[tuple[torch.device, int]] = set()
+    held = dict[str, int]()
+    for name, tensors in holders.items():
+        held[name] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if (place := (tensor.device, storage.data_ptr())) not in seen:
+                seen.add(place)
+                held[name] += storage.nbytes()
+    return dict(sorted(held.items(), key=lambda item: -item[1]))
+
+
+def explain_oom(
+    error: BaseException,
+    device: torch.device,
+    folder: Path | None,
+    held: Mapping[str, int],
+    *,
+    micro_batch: int,
+    checkpointing: str = "none",
+    precision: str = "fp32",
+) -> str:
+    """One paragraph: what was wanted, who holds the memory, what to do.
+
+    Writes memory_summary.txt and memory_snapshot.pickle (for https://pytorch.org/memory_viz; nothing of ours
+    reads it) to the folder when a GPU's memory ran out.
+
+    Args:
+        error: What was raised, still with its traceback.
+        device: Of the rank.
+        folder: The run folder, or None: nothing is written.
+        held: From `held_by`.
+        micro_batch: data.micro_batch of the run.
+        checkpointing: memory.checkpointing of the run.
+        precision: precision.mode of the run.
+    """
+    where = _where(error)
+    if not isinstance(error, torch.OutOfMemoryError):
+        return _on_host(error, held, where)
+    written = _write(device, folder)
+    wanted = _size(error, rf"[Tt]ried to allocate {_SIZE}")
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated = (
+        _size(error, rf"{_SIZE} is allocated by PyTorch") or stats["allocated_bytes"]["all"]["current"]
+    )
+    cached = _size(error, rf"{_SIZE} is reserved by PyTorch but unallocated")
+    if not cached:
+        cached = max(0, stats["reserved_bytes"]["all"]["current"] - allocated)
+    total = _size(error, rf"total capacity of {_SIZE}")
+    free = _size(error, rf"of which {_SIZE} is free")
+    sizes = {
+        **held,
+        _REST: max(0, allocated - sum(held.values())),
+        _CACHE: cached,
+        _OTHERS: max(0, total - free - allocated - cached) if total else 0,
+    }
+    names = sorted((name for name in sizes if sizes[name] >= MIB), key=lambda name: -sizes[name])
+    shares = ", ".join(f"{name} {sizes[name] / GIB:.2f} GiB" for name in names[:_SHOWN])
+    has = f" of {total / GIB:.1f} GiB" if total else ""
+    advice = "; ".join(_advice(sizes, wanted, micro_batch, checkpointing, precision))
+    return (
+        f"out of memory on {device}{has}{where}: {wanted / MIB:,.0f} MiB more were wanted. "
+        f"Held: {shares}. What to do: {advice}.{written}"
+    )
+
+
+def _advice(
+    sizes: Mapping[str, int], wanted: int, micro_batch: int, checkpointing: str, precision: str
+) -> list[str]:
+    used = max(1, sum(sizes.values()))
+    found = []
+    if sizes[_OTHERS] > max(2 * GIB, used / 5):
+        found.append("see nvidia-smi for other processes on this GPU")
+    # A cache that would have held it all: only its pieces are too small.
+    if sizes[_CACHE] > max(wanted, used / 20):
+        name = "PYTORCH_ALLOC_CONF" if _newer() else "PYTORCH_CUDA_ALLOC_CONF"
+        found.append(f"set {name}=expandable_segments:True, which lets pieces be joined")
+    if micro_batch > 1:
+        found.append(
+            f"data.micro_batch={max(1, micro_batch // 2)} with the same data.global_batch (gradients add up, "
+            "the result stays)"
+        )
+    if checkpointing == "none":
+        found.append("memory.checkpointing=blocks (activations are computed again)")
+    if precision in ("fp32", "tf32"):
+        found.append("precision.mode=bf16")
+    if sizes.get("optimiser state", 0) > sizes[_REST]:
+        found.append("an optimiser with less state (optim.name=sgd)")
+    return found or ["a smaller model, or a GPU with more memory"]
+
+
+def _on_host(error: BaseException, held: Mapping[str, int], where: str) -> str:
+    match = re.search(r"allocate (\d+) bytes", str(error))
+    wanted = f"{int(match[1]) / GIB:.2f} GiB more were wanted" if match else "no more is to be had"
+    held_text = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in held.items() if size >= MIB)
+    limits = read_limits()
+    return (
+        f"out of host memory{where}: {wanted}; this process has {resident_bytes() / GIB:.2f} GiB of "
+        f"{limits.memory_bytes / GIB:.1f} ({limits.sources['memory_bytes']})"
+        f"{', of which ' + held_text if held_text else ''}. What to do: a smaller data.micro_batch with the "
+        "same data.global_batch; memory.checkpointing=blocks; fewer data.workers or a smaller data.prefetch."
+    )
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line that isn't of a library."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", _STANDARD)) and "site-packages" not in frame.filename
+    ]
+    # Of a user's model rather than of the trainer, which only called it.
+    models = [frame for frame in frames if not frame.filename.startswith(_TRAINER)]
+    for frame in reversed(models or frames):
+        return f" in {Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def _write(device: torch.device, folder: Path | None) -> str:
+    """Writes what torch knows; says where."""
+    if folder is None:
+        return ""
+    files = []
+    with contextlib.suppress(OSError, RuntimeError):
+        file = folder / "memory_summary.txt"
+        file.write_text(torch.cuda.memory_summary(device))
+        files.append(file)
+    with contextlib.suppress(OSError, RuntimeError):
+        file = folder / "memory_snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(file))
+        files.append(file)
+    return f" More in {' and '.join(map(str, files))}." if files else ""
+
+
+def _size(error: BaseException, pattern: str) -> int:
+    """Bytes that torch's message names; 0 if it doesn't."""
+    match = re.search(pattern, str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
+
+
+def _newer() -> bool:
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 9)
