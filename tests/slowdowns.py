@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.slowdown import bases, gpu, record
-from tests.slowdown.cases import FIRST, HELD_OUT, Case
+from tests.slowdown.cases import FIRST, Case
 from tests.slowdown.healthy import HEALTHY
+from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.page import Result, page
 from tests.slowdown.run import execute
 from trainer.bench.conditions import conditions

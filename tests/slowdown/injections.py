@@ -151,23 +151,25 @@ def _enter(run: Run, group: Path) -> None:
     run.prefix += ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
 
 
-def quota(cpus: float, late: bool = False, rank: int | None = None, period_us: int = 100_000) -> Injection:
-    """A limit on CPU time, from the start or once it trains, of the whole run or of one rank."""
+def quota(
+    cpus: float, at_first: float | None = None, rank: int | None = None, period_us: int = 100_000
+) -> Injection:
+    """A limit on CPU time of the whole run, or of one rank once it trains; `at_first` it may be another."""
 
     def inject(run: Run) -> Iterator[None]:
-        limit = {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(round(cpus * period_us))}
-        with _group("cpu", run.folder.name, {} if late else limit) as group:
+        first = {"cpu.cfs_period_us": str(period_us)}
+        first["cpu.cfs_quota_us"] = str(round((at_first or cpus) * period_us))
+        with _group("cpu", run.folder.name, first) as group:
 
             def lower(_: threading.Event) -> None:
-                for file, value in limit.items():
-                    (group / file).write_text(value)
+                (group / "cpu.cfs_quota_us").write_text(str(round(cpus * period_us)))
                 for pid in run.processes(rank) if rank is not None else ():
                     with contextlib.suppress(OSError):
                         (group / "cgroup.procs").write_text(str(pid))
 
             if rank is None:
                 _enter(run, group)
-            with _beside(run, lower) if late or rank is not None else contextlib.nullcontext():
+            with _beside(run, lower) if at_first or rank is not None else contextlib.nullcontext():
                 yield
 
     return _injection(inject)

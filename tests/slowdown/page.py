@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tests.slowdown.cases import HELD_OUT, Case
+from tests.slowdown.cases import Case
+from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.record import Record
 
 # Promise P6 (issue 8).

@@ -31,20 +31,30 @@ def item() -> None:
     _at_each_forward(statistic)
 
 
-def to_cpu() -> None:
-    """Keeps a copy of what the model says, in numpy."""
-
-    def keep(output: torch.Tensor) -> None:
-        _KEPT[:] = [output.detach().cpu().numpy()]
-
-    _at_each_forward(keep)
-
-
 def to_list() -> None:
     """Looks at each answer in Python."""
 
     def look(output: torch.Tensor) -> None:
         _KEPT[:] = [sum(output.detach().argmax(1).tolist())]
+
+    _at_each_forward(look)
+
+
+def as_bool() -> None:
+    """A check of the answers in an `if`."""
+
+    def check(output: torch.Tensor) -> None:
+        if (output.detach().abs() > 1e6).any():
+            _KEPT[:] = []
+
+    _at_each_forward(check)
+
+
+def nonzero() -> None:
+    """Which answers are large."""
+
+    def look(output: torch.Tensor) -> None:
+        _KEPT[:] = [torch.nonzero(output.detach() > 0)]
 
     _at_each_forward(look)
 
