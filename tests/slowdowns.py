@@ -70,18 +70,22 @@ def run_case(case: Case, work: Path, patience: float = 60.0, attempts: int = 3) 
         print(f"  {case.name}: others used {others:.1f} CPUs, and it said {ending.verdict}", flush=True)
     kept = None
     if ending.code == 0 and ending.verdict:
-        kept = record.record_of(case.name, case.cause, case.also, ending, work / "runs" / case.name)
+        about = {"samples_per_s": ending.samples_per_s, "seconds": ending.seconds}
+        about |= {"others": others, "attempt": attempt}
+        folder = work / "runs" / case.name
+        kept = record.record_of(case.name, case.cause, case.also, ending, folder, about)
     end = ending.text.strip().splitlines()[-1:] if ending.code else []
-    return Result(case, kept, ending.samples_per_s, ending.seconds, others, attempt, "".join(end))
+    return Result(case, kept, "".join(end))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs cases, prints each, writes the page; 1 if too few were named or a healthy run got a verdict."""
     parser = argparse.ArgumentParser(prog="python -m tests.slowdowns", description=__doc__)
-    parser.add_argument("--only", action="append", help="cases whose name has this in it; repeatable")
+    parser.add_argument("--only", action="append", help="cases whose name has this in it; '': none")
     parser.add_argument("--out", type=Path, help="page of results")
     parser.add_argument("--work", type=Path, default=WORK, help=f"folder for data and runs (default: {WORK})")
     parser.add_argument("--record", action="store_true", help="keep the figures of each in tests/verdicts")
+    parser.add_argument("--recorded", action="store_true", help="on the page also those recorded earlier")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
     parser.add_argument("--attempts", type=int, default=3, help="how often to run a disturbed case")
     options = parser.parse_args(arguments)
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         case
         for case in (*FIRST, *HELD_OUT, *HEALTHY)
-        if not options.only or any(part in case.name for part in options.only)
+        if options.only is None or any(part in case.name for part in options.only if part)
     ]
     began, results = time.monotonic(), list[Result]()
     for number, case in enumerate(chosen, 1):
@@ -98,12 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{number}/{len(chosen)} {result.line}", flush=True)
         if options.record and result.kept is not None:
             record.write(result.kept)
-    replayed = list(gpu.records())
-    if options.record:
-        for kept in replayed:
-            record.write(kept)
     took = time.monotonic() - began
-    text, passed = page(results, replayed, f"{conditions()}; {took:.0f} s")
+    if options.recorded:
+        kept = {one.name: one for one in record.read_all()}
+        results += [
+            Result(case, kept.get(case.name), "" if case.name in kept else "no recorded run")
+            for case in (*FIRST, *HELD_OUT, *HEALTHY)
+            if case not in chosen
+        ]
+    text, passed = page(results, list(gpu.records()), f"{conditions()}; {took:.0f} s")
     print(text)
     if options.out:
         options.out.write_text(text)

@@ -29,20 +29,16 @@ class Result(NamedTuple):
     Attributes:
         case: Which.
         kept: What the run said and why; None if it failed or said nothing.
-        samples_per_s: As the run says.
-        seconds: Start and end included.
-        others: CPUs' worth of time that other processes of the machine used.
-        attempt: How often it was run.
         error: Its last line if it failed.
     """
 
     case: Case
     kept: Record | None
-    samples_per_s: float
-    seconds: float
-    others: float
-    attempt: int
-    error: str
+    error: str = ""
+
+    def of_run(self, name: str) -> float:
+        """A figure of `Record.run`."""
+        return self.kept.run.get(name, 0.0) if self.kept is not None else 0.0
 
     @property
     def named(self) -> str:
@@ -66,8 +62,8 @@ class Result(NamedTuple):
         text = self.error or (self.kept.said["text"] if self.kept is not None else "")
         return (
             f"{what:5} {self.case.name}: {self.case.cause} -> {self.named} {self.share:.2f}, "
-            f"{self.samples_per_s:,.0f}/s, {self.seconds:.0f} s, others {self.others:.2f} CPUs, "
-            f"attempt {self.attempt}: {text}"
+            f"{self.of_run('samples_per_s'):,.0f}/s, {self.of_run('seconds'):.0f} s, "
+            f"others {self.of_run('others'):.2f} CPUs, attempt {self.of_run('attempt'):.0f}: {text}"
         )
 
 
@@ -135,16 +131,17 @@ def _mark(cause: str, right: bool) -> str:
 
 def _table(results: Iterable[Result], held_out: set[str]) -> list[str]:
     lines = [
-        "| case | recipe | ranks | what is slow | cause | named | share | samples/s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | recipe | ranks | what is slow | cause | named | share | samples/s | others |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         case = result.case
         cause = "/".join((case.cause, *case.also))
         mark = " †" if case.name in held_out else ""
+        named, speed = _mark(result.named, result.right), result.of_run("samples_per_s")
         lines.append(
-            f"| {case.name}{mark} | {case.recipe} | {case.ranks} | {case.how} | {cause} | "
-            f"{_mark(result.named, result.right)} | {result.share:.2f} | {result.samples_per_s:,.0f} |"
+            f"| {case.name}{mark} | {case.recipe} | {case.ranks} | {case.how} | {cause} | {named} | "
+            f"{result.share:.2f} | {speed:,.0f} | {result.of_run('others'):.1f} |"
         )
     return lines
 

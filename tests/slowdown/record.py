@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tests.slowdown.run import Ending
@@ -26,6 +27,8 @@ class Record(NamedTuple):
         facts: What the figures don't say.
         said: The run's own last verdict: cause, share and text.
         where: "cpu": a real run here; "gpu": figures of a machine with a GPU, see `gpu.py`.
+        run: What else is known of a real run: samples_per_s, seconds, others (CPUs' worth of time that other
+            processes of the machine used), attempt.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Record(NamedTuple):
     facts: Facts
     said: Mapping[str, Any]
     where: str = "cpu"
+    run: Mapping[str, float] = MappingProxyType({})
 
     def judged_again(self) -> Verdict:
         """The verdict of the rules as they are now."""
@@ -45,8 +49,15 @@ class Record(NamedTuple):
         return cause == self.cause or cause in self.also
 
 
-def record_of(name: str, cause: str, also: tuple[str, ...], ending: Ending, folder: Path) -> Record:
-    """What to keep of a run that ended well."""
+def record_of(
+    name: str,
+    cause: str,
+    also: tuple[str, ...],
+    ending: Ending,
+    folder: Path,
+    run: Mapping[str, float],
+) -> Record:
+    """What to keep of a run that ended well; of `run` see `Record`."""
     manifest = json.loads((folder / "manifest.json").read_text())
     rows = [row for row in ending.rows if row.get("kind") == "train" and "samples_per_s" in row]
     figures = merge([{key: value for key, value in row.items() if value is not None} for row in rows])
@@ -69,7 +80,7 @@ def record_of(name: str, cause: str, also: tuple[str, ...], ending: Ending, fold
         waits=waits[1] if waits else "",
     )
     said = {key: _short(ending.verdict.get(key, "")) for key in ("cause", "share", "text")}
-    return Record(name, cause, also, kept, facts, said)
+    return Record(name, cause, also, kept, facts, said, "cpu", {k: _short(v) for k, v in run.items()})
 
 
 def _short(value: Any) -> Any:
@@ -79,7 +90,7 @@ def _short(value: Any) -> Any:
 def write(record: Record, folder: Path = FOLDER) -> None:
     """Writes `<name>.json`."""
     folder.mkdir(exist_ok=True)
-    values = {**record._asdict(), "facts": dataclasses.asdict(record.facts)}
+    values = {**record._asdict(), "facts": dataclasses.asdict(record.facts), "run": dict(record.run)}
     (folder / f"{record.name}.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
