@@ -7,6 +7,7 @@ is its last verdict. Needs Linux, gcc, and for control groups and network namesp
 import argparse
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -86,14 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=WORK, help=f"folder for data and runs (default: {WORK})")
     parser.add_argument("--record", action="store_true", help="keep the figures of each in tests/verdicts")
     parser.add_argument("--recorded", action="store_true", help="on the page also those recorded earlier")
+    parser.add_argument("--missing", action="store_true", help="only those without an undisturbed record")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
     parser.add_argument("--attempts", type=int, default=3, help="how often to run a disturbed case")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and take everything away
     bases.prepare(options.work)
+    undisturbed = {
+        kept.name for kept in record.read_all() if kept.run.get("others", 1.0) < _OTHERS and options.missing
+    }
     chosen = [
         case
         for case in (*FIRST, *HELD_OUT, *HEALTHY)
         if options.only is None or any(part in case.name for part in options.only if part)
+        if case.name not in undisturbed
     ]
     began, results = time.monotonic(), list[Result]()
     for number, case in enumerate(chosen, 1):

@@ -133,16 +133,24 @@ def execute(
                 command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                code = run.process.wait(seconds)
+                run.process.wait(seconds)
             except subprocess.TimeoutExpired:
-                for pid in run.processes():
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-                run.process.kill()
-                code = run.process.wait()
+                pass
+            finally:
+                _end(run)
+            code = run.process.wait()
         took = time.monotonic() - began
     text = (folder.parent / f"{name}.txt").read_text(errors="replace")
     return Ending(code, list(_rows(run.metrics)), text, took)
+
+
+def _end(run: Run) -> None:
+    """Kills what is left of it."""
+    assert run.process is not None
+    if run.process.poll() is None:
+        for pid in (*run.processes(), run.process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
