@@ -130,9 +130,9 @@ def _shards(folder: Path) -> None:
         target = folder / "shards" / part
         target.mkdir(parents=True)
         files = sorted((folder / "photos" / part).rglob("*.jpg"))
-        for shard in range(4):
+        for shard in range(16):
             with tarfile.open(target / f"{shard}.tar", "w") as tar:
-                for number, path in enumerate(files[shard::4]):
+                for number, path in enumerate(files[shard::16]):
                     stem = f"{shard}-{number:05d}"
                     tar.add(path, f"{stem}.jpg")
                     label = target / "label"

@@ -146,11 +146,11 @@ FIRST: tuple[Case, ...] = (
     Case(
         "shards-slow-server",
         "data-network",
-        "shards over HTTP at 10 MB/s",
+        "shards over HTTP at 3 MB/s, through a cache of 16 MB",
         "shards",
-        30,
-        ("log.every=2", *_SMALL),
-        (served("shards", 0.0, mb_seconds=0.1),),
+        20,
+        ("log.every=1", "data.cache_limit=16MB", *_SMALL),
+        (served("shards", 0.0, mb_seconds=0.3),),
     ),
     Case(
         "digits-item",
@@ -272,7 +272,7 @@ FIRST: tuple[Case, ...] = (
         "evaluation_batch=1, after each epoch",
         "digits",
         180,
-        ("evaluate_every=1", "data.evaluation_batch=1"),
+        ("evaluate_every=1", "data.evaluation_batch=1", "model.width=8"),
     ),
     Case(
         "digits-slow-log",

@@ -84,11 +84,11 @@ HELD_OUT: tuple[Case, ...] = (
     Case(
         "shards-slow-s3",
         "data-network",
-        "shards in S3 at 7 MB/s, 2 workers",
+        "shards in S3 at 4 MB/s, through a cache of 20 MB, 2 workers",
         "shards",
         20,
-        ("data.workers=2", "log.every=1", *_SMALL),
-        (served("shards", 0.05, mb_seconds=0.15, s3=True),),
+        ("data.workers=2", "log.every=1", "data.cache_limit=20MB", *_SMALL),
+        (served("shards", 0.05, mb_seconds=0.25, s3=True),),
     ),
     Case(
         "pieces-no-workers",

@@ -97,6 +97,11 @@ READ(preadv, "SLOW_READ_US", (int file, const struct iovec *to, int count, off_t
 READ(preadv64, "SLOW_READ_US", (int file, const struct iovec *to, int count, off64_t at),
      (file, to, count, at), int, const struct iovec *, int, off64_t)
 
+READ(preadv2, "SLOW_READ_US", (int file, const struct iovec *to, int count, off_t at, int flags),
+     (file, to, count, at, flags), int, const struct iovec *, int, off_t, int)
+READ(preadv64v2, "SLOW_READ_US", (int file, const struct iovec *to, int count, off64_t at, int flags),
+     (file, to, count, at, flags), int, const struct iovec *, int, off64_t, int)
+
 #define WRITE(name, parameters, arguments, ...) \
     ssize_t name parameters { \
         REAL(ssize_t, name, __VA_ARGS__); \
