@@ -35,7 +35,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint bench verify tensorboard venv lock audit sbom clean-venv
+	chaos slowdowns lint bench profile verify tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -114,6 +114,15 @@ lint: ## check style, types, shell files and the Dockerfile
 bench: ## measure the overhead per step over a hand-written loop
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/trainer bench overhead $(ARGS)
+
+# Two tools can't listen to a GPU at once: under nsys the run leaves only ranges.
+profile: ## look at some windows of RECIPE: with Nsight Systems where nsys and a GPU are, else torch's profiler; OUT=folder
+	$(call bootstrap,--groups train)
+	@mkdir -p build
+	if command -v nsys && nvidia-smi -L; then \
+		nsys profile --trace=cuda,nvtx,cudnn,cublas,osrt --capture-range=cudaProfilerApi --capture-range-end=stop \
+			--force-overwrite=true --output=build/profile $(VENV)/bin/trainer train $(RECIPE) $(if $(OUT),--out "$(OUT)") --nvtx $(ARGS); \
+	else $(VENV)/bin/trainer train $(RECIPE) $(if $(OUT),--out "$(OUT)") --profile $(ARGS); fi
 
 verify: ## train RUN=runs/mine again and compare the bits; ARGS="--steps 200"
 	$(call bootstrap,--groups train)

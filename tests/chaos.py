@@ -27,6 +27,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from tests.rows import read_rows
 from trainer import preempt
 from trainer.attempt import train_rank
 from trainer.checkpoint import store
@@ -135,8 +136,7 @@ def ending(folder: Path) -> Ending:
         for name, tensor in sorted(safetensors.torch.load_file(file).items()):
             digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     keys = ("kind", "window", "loss", "gradient_norm", "learning_rate", "applied", "accuracy", "loss_scale")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Ending(digest.hexdigest(), [tuple(row.get(key) for key in keys) for row in rows])
+    return Ending(digest.hexdigest(), [tuple(row.get(key) for key in keys) for row in read_rows(folder)])
 
 
 class Tally:

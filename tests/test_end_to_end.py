@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from tests.rows import read_rows
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
 from trainer.run_folder import check_space
@@ -38,10 +39,6 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
 
 def trainer(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run(folder, sys.executable, "-m", "trainer", *arguments, **environment)
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_digits_reach_98_percent(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.chaos import ending
 from tests.forked import Attempt, attempt, replace, small
+from tests.rows import read_rows
 from trainer import incidents, preempt, rank
 from trainer.attempt import train_rank
 from trainer.checkpoint import store
@@ -123,7 +124,7 @@ def test_skip(tmp_path: Path, harm: Harm) -> None:
     assert done.code == 0
     assert [one["window"] for one in read_incidents(folder)] == [4, 8, 9]
     assert done.said.count("its update was not made") == 3
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder)
     assert [row["applied"] for row in rows if row["kind"] == "train"][-1] == 13
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None
@@ -189,7 +190,7 @@ def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
     for every in (1, 2):
         folder = leaves_out_the_13th(tmp_path / f"every-{every}", "spike")
         assert attempt(folder, small(**SEED, log={"every": every})).code == 0
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = read_rows(folder)
         losses[every] = next(row["loss"] for row in rows if row["window"] == 14)
     assert losses[1] == losses[2]
 

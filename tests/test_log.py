@@ -19,7 +19,8 @@ import torch
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from trainer.loop import train
 from trainer.observe.console import Display
-from trainer.observe.log import LogConfig, Meter, csv_sink, jsonl_sink, tensorboard_sink
+from trainer.observe.log import LogConfig, Meter
+from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
 from trainer.run_folder import open_folder
 from trainer.step import take_figures
 

@@ -34,8 +34,9 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def process(pid: int, seconds: float, below: str = "", **figures: int) -> dict[str, str]:
-    """The files of a process; of its seconds one was of a child that it waited for."""
-    ticks = f"{int((seconds - 1.5) * TICKS)} {TICKS // 2} {TICKS} 0"
+    """The files of a process; half of its seconds were of children that it waited for."""
+    quarter = int(seconds * TICKS / 4)
+    ticks = f"{quarter} {quarter} {quarter} {quarter}"
     stat = f"{pid} (a) b) (c) S 1 1 1 0 -1 4194560 9 0 0 0 {ticks} 20 0 5 0 1 1 1"
     io = f"rchar: 9\nwchar: 9\nread_bytes: {figures.get('read', 0)}\nwrite_bytes: {figures.get('written', 0)}"
     return {
@@ -132,6 +133,15 @@ def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
     looks.counters()  # notices that one is gone
     after = looks.counters()
     assert after["used"] - before["used"] == pytest.approx(5 - 5 + 4)
+
+
+def test_another_rank_that_ended_makes_us_look_around(tmp_path: Path) -> None:
+    looks = Host(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10, top=1)
+    before = looks.counters()
+    (tmp_path / "proc/11/stat").unlink()
+    write(tmp_path, process(1, 2 + 4, "10 12") | process(12, 8))
+    looks.counters()
+    assert looks.counters()["used"] - before["used"] == pytest.approx(8)
 
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"

@@ -16,13 +16,14 @@ from torch import nn
 from trainer import peak
 from trainer.errors import OutOfMemory
 from trainer.memory import MemoryConfig, used_memory
-from trainer.observe.leak import Growth, leak, leak_text
+from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import (
     GIB,
     MIB,
     PhasePeaks,
     after_evaluation,
     memory_figures,
+    memory_row,
     memory_tracker,
     resident_bytes,
 )
@@ -82,7 +83,13 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
         "memory/peak_bytes": 7 * GIB,
         "memory/retries": 3,
     }
+    row = memory_row(7, 0.5, "start", GPU)
+    assert (row["kind"], row["window"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
+    assert row["memory/allocated_bytes"] == 5 * GIB
     assert memory_figures(torch.device("cpu")) == {}
+    assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
+        *("kind", "window", "epoch", "at", "memory/rss_bytes")
+    }
 
 
 def test_trackers_overlap_and_the_runs_peak_stays(allocator: Allocator) -> None:
@@ -276,6 +283,16 @@ def test_a_leak_is_found_with_its_slope(noise: float) -> None:
         assert slope == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
 
 
+def test_a_leak_behind_a_long_warm_up_is_found() -> None:
+    windows, sizes = series(0, "line", 2.0)
+    warming = [size + min(n, 30) * 40 * MIB for n, size in enumerate(sizes)]
+    assert leak(windows, warming) == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
+
+
+def test_noise_alone_is_no_leak() -> None:
+    assert not [seed for seed in range(300) if leak(*series(seed, "flat", 150.0, 60)) is not None]
+
+
 def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
     assert leak([], []) is None
     assert leak([0, 50], [1, 1e12]) is None
@@ -334,10 +351,13 @@ def test_a_healthy_step_and_a_real_leak() -> None:
 
 def test_the_growing_line_is_named() -> None:
     kept: list[torch.Tensor] = []
+    caught: list[list[int]] = []  # more, but only once
     gc.collect()
     growth = Growth()
     try:
-        for _ in range(6):
+        for look in range(6):
+            if look == 1:
+                caught = [[n] * 100 for n in range(1000)]
             for _ in range(200):
                 kept.append(torch.zeros(16).mul(2))  # here
                 temporary = [torch.zeros(16) for _ in range(5)]
@@ -346,6 +366,7 @@ def test_the_growing_line_is_named() -> None:
     finally:
         growth.close()
     assert temporary
+    assert caught
     assert site is not None
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# here" in text)
     assert site.startswith(f"{__file__}:{line} (kept.append(")
@@ -361,6 +382,33 @@ def test_nothing_grows() -> None:
         assert growth.site() is None or __file__ not in str(growth.site())
     finally:
         growth.close()
+
+
+def test_rows_are_looked_through() -> None:
+    looks = 0
+
+    class Looking(Growth):
+        def __init__(self) -> None: ...
+
+        def look(self) -> None:
+            nonlocal looks
+            looks += 1
+
+        def site(self) -> str:
+            return "net.py:7 keeps them"
+
+    trends = Trends(Looking())
+    for window in range(100):
+        trends({"kind": "train", "window": window, "memory/rss_bytes": 2 * GIB + window * MIB})
+        trends({"kind": "evaluation", "window": window})
+        trends({"kind": "train", "window": window, "memory/allocated_bytes": GIB})
+    assert looks == 5  # after 8, 16, 32, 64, 128 rows
+    (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})
+    assert (
+        line
+        == "host memory grows by 1.00 MiB with every window and is full after 925 more; net.py:7 keeps them"
+    )
+    assert Trends().lines({}) == []
 
 
 def test_resident_bytes_are_those_of_this_process() -> None:

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 from tests.chaos import chaos, ending, kinds, recipe_of, start, undisturbed
+from tests.rows import read_rows
 from tests.test_ranks import DIGITS
 from tests.toys import make_recipe
 from tests.world import Ranks
@@ -57,9 +58,8 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 
 def rows_of(folder: Path) -> list[Any]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("kind", "window", "loss", "gradient_norm", "accuracy", "learning_rate", "applied")
-    return [tuple(row.get(key) for key in keys) for row in rows]
+    return [tuple(row.get(key) for key in keys) for row in read_rows(folder)]
 
 
 def come_some_way(process: "subprocess.Popen[str]", folder: Path) -> None:
@@ -402,7 +402,7 @@ def test_only_what_is_shown_asks_the_wall_clock() -> None:
         if asks.search(path.read_text())
     }
     # The cache orders files of processes that are long gone, and decides only what is fetched again.
-    shown = {"observe/log.py", "checkpoint/show.py", "data/cache.py"}
+    shown = {"observe/sinks.py", "checkpoint/show.py", "data/cache.py"}
     assert found <= shown, "what decides something takes time.monotonic()"
 
 

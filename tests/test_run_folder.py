@@ -23,6 +23,7 @@ import torch
 
 import trainer.attempt
 from tests.forked import attempt, replace, small
+from tests.rows import read_rows
 from tests.test_loader import make_folder
 from trainer import between_windows, start
 from trainer.checkpoint import files, store
@@ -30,7 +31,7 @@ from trainer.data.dataset import ArrayDataset
 from trainer.data.files import in_folder
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
-from trainer.observe.log import keep_rows
+from trainer.observe.sinks import keep_rows
 from trainer.recipe import Recipe
 from trainer.resume import read_stored
 from trainer.run import make_task
@@ -366,7 +367,7 @@ def test_rows_that_cannot_be_read_are_cut(tmp_path: Path, stopped: Path, whole: 
     done = attempt(folder)
     assert done.code == 0
     assert "metrics.jsonl: 1 lines that can't be read were removed" in done.said
-    windows = [[json.loads(row)["window"] for row in (f / "metrics.jsonl").open()] for f in (folder, whole)]
+    windows = [[row["window"] for row in read_rows(one)] for one in (folder, whole)]
     assert windows[0] == windows[1]
 
 
@@ -458,7 +459,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         from trainer import run_folder
-        from trainer.observe import log
+        from trainer.observe import sinks
 
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -467,7 +468,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
             write = jsonl_sink(file)
             return lambda row: refuse() if row["window"] > 3 else write(row)
 
-        jsonl_sink = log.jsonl_sink
+        jsonl_sink = sinks.jsonl_sink
         replace(run_folder, "jsonl_sink", sink_of)
         window_done = between_windows.BetweenWindows.window_done
 

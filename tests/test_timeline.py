@@ -229,6 +229,7 @@ def _gather_of_rank(world: World) -> list[list[float]]:
 # Operations are counted, and nothing is changed by that.
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_operations_are_those_of_the_matrix_products(recomputes: bool) -> None:
     task = TokenTask(48, ragged=False)
@@ -243,11 +244,13 @@ def test_operations_are_those_of_the_matrix_products(recomputes: bool) -> None:
     assert "mfu" not in rows[1]
 
 
+@pytest.mark.compat
 def test_counting_changes_no_bit() -> None:
     bare, counted = (rows_of(TokenTask(48), count) for count in (None, Count(8, False)))
     assert [row["loss"] for row in bare[:-1]] == [row["loss"] for row in counted[:-1]]
 
 
+@pytest.mark.compat
 def test_shapes_alone_say_how_much_compiled_code_does() -> None:
     task = TokenTask(48, ragged=False, dtype=torch.float32)
     assert count_shapes(task, 4).per_sample == 3 * 5 * 2 * (3 * 6 + 6 * 4)
@@ -272,6 +275,7 @@ class Asking(torch.nn.Module):
         return y
 
 
+@pytest.mark.compat
 def test_who_waits_for_the_device_is_named_with_its_line() -> None:
     count = Count(8, False)
     rows_of(Waits(48), count)

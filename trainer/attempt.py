@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
-from trainer.explain import explain
+from trainer.explain import explain, memory_explained, profiled
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
@@ -25,12 +25,14 @@ from trainer.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
+from trainer.observe.profile import Kind
 from trainer.observe.trace import Trace
 from trainer.parallel import World, check_agreement, joined_world
 from trainer.preempt import requested
 from trainer.progress import Progress, from_state
 from trainer.pulse import PULSE, mark
 from trainer.recipe import Recipe
+from trainer.report.write import leave_report
 from trainer.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.run import Parts, assemble, check_request, data_of, device_kind, make_plan, make_task
 from trainer.run_folder import check_space, open_folder, set_status
@@ -44,7 +46,12 @@ _ROLLED_BACK = -1
 
 
 def train_rank(
-    recipe: Recipe, recipe_name: str, folder: Path, mode: Mode = "auto", stop_after: int | None = None
+    recipe: Recipe,
+    recipe_name: str,
+    folder: Path,
+    mode: Mode = "auto",
+    stop_after: int | None = None,
+    profile: Kind | None = None,
 ) -> int:
     """What each rank does.
 
@@ -54,6 +61,7 @@ def train_rank(
         folder: The run folder; rank 0 writes to it. If it holds a run, that is gone on with.
         mode: Whether a changed configuration may go on.
         stop_after: The window after which to stop with a checkpoint, or None.
+        profile: Whether to look at some windows, and how.
 
     Returns:
         0 done, 75 stopped, by a signal or as asked for, with a checkpoint to go on from.
@@ -71,7 +79,7 @@ def train_rank(
     data = data_of(task)
     if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
         return code
-    request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data)
+    request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
         while True:
             code = _train(request, world, stored, watch)
@@ -92,11 +100,12 @@ class _Request(NamedTuple):
     stop_after: int | None
     task: Task
     data: dict[str, str]
+    profile: Kind | None
 
 
 def _train(request: _Request, world: World, stored: Stored | None, watch: Watch) -> int:
     """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
-    recipe, recipe_name, folder, mode, stop_after, task, data = request
+    recipe, recipe_name, folder, mode, stop_after, task, data, kind = request
     with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = _threads(recipe, stored, mode, local_size)
@@ -135,20 +144,17 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         advisor = explain(stack, recipe, parts, world, local_size, meter)
         meter.go_on(progress.row, progress.seconds, progress.samples)
         log = IncidentLog(folder if desk else None, t.share.plan)
-        guard = None
-        if t.ring is not None:
-            group = None if t.tree is not None else t.group
-            guard = Guard(
-                recipe.guard, t.ring, group, at, progress.history, refused, len(incidents), log.skipped
-            )
+        guard = _make_guard(recipe, t, at, progress.history, refused, len(incidents), log)
         writer, display = (desk.writer, desk.display) if desk else (None, None)
+        profile = profiled(stack, kind if desk else None, folder, recipe, parts, world.device)
         between = BetweenWindows(
-            recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused
+            recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused, profile
         )
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
-                between.train()
+                with memory_explained(recipe, parts, world, folder):
+                    between.train()
             except Incident as incident:
                 _after_incident(incident, between, log, recipe, world, desk, folder)
                 return _ROLLED_BACK
@@ -160,8 +166,25 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             return EXIT_REQUEUE
         if desk:
             desk.writer.finish()
+            if profile is not None:
+                desk.display.say(profile.close())
             finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
     return EXIT_DONE
+
+
+def _make_guard(
+    recipe: Recipe,
+    t: Training,
+    at: int,
+    history: list[float],
+    refused: Collection[int],
+    incidents: int,
+    log: IncidentLog,
+) -> Guard | None:
+    if t.ring is None:
+        return None
+    group = None if t.tree is not None else t.group
+    return Guard(recipe.guard, t.ring, group, at, history, refused, incidents, log.skipped)
 
 
 def _after_incident(
@@ -187,6 +210,7 @@ def _after_incident(
         desk.display.close()
         if end:
             set_status(folder, desk.manifest, "diverged", str(end))
+            leave_report(folder)
     # Where the ranks wait for each other until all is written.
     signals = torch.tensor([int(requested() or 0)])
     if world.group is not None:

@@ -16,6 +16,8 @@ from trainer.guard import Finding, Guard
 from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
+from trainer.observe.memory import after_evaluation, memory_row
+from trainer.observe.profile import Profile
 from trainer.parallel import World, sum_over_ranks
 from trainer.plan import Plan
 from trainer.preempt import Stopped, requested
@@ -55,9 +57,11 @@ class BetweenWindows:
         stop_after: int | None = None,
         guard: Guard | None = None,
         left_out: Collection[int] = (),
+        profile: Profile | None = None,
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
         self._stop_after, self._guard, self._left_out = stop_after, guard, left_out
+        self._profile = profile
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
@@ -78,6 +82,8 @@ class BetweenWindows:
             Incident: After bad numbers, on every rank.
         """
         start = self._progress.window
+        if start == 0:
+            self._tell_memory(0, "start")
         windows = range(start, self._plan.windows)
         batches = self._training.share.batches(start)
         self._meter.left_out = self._left_out
@@ -110,6 +116,8 @@ class BetweenWindows:
         )
         mark("logging")
         self._meter.deliver()
+        if freed := after_evaluation(self._recipe.memory, self._world.device):
+            self._tell_memory(done, "evaluation", freed)
         epoch = round(self._plan.epoch_at(done), 4)
         self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
         progress = self._progress
@@ -122,10 +130,16 @@ class BetweenWindows:
 
     def window_done(self, done: int) -> None:
         """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
+        if self._profile is not None:
+            self._profile.window_done(done)
         if self._display is not None:
             self._display.window_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+        if self._plan.epochs_done(done) > self._plan.epochs_done(done - 1):
+            self._tell_memory(done, "end")
+            if done < self._windows:
+                self._tell_memory(done, "start")
         self._look(done, now=done == self._windows)
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
@@ -138,6 +152,12 @@ class BetweenWindows:
         self._is_best = False
         if decision.signal or done == self._stop_after:
             self.stop(decision.signal, done)
+
+    def _tell_memory(self, done: int, at: str, more: Mapping[str, float] | None = None) -> None:
+        """After so many windows, where an epoch starts or ends, or after an evaluation."""
+        if self._meter.sinks:
+            row = memory_row(done, round(self._plan.epoch_at(done), 4), at, self._world.device)
+            self._meter.emit({**row, **(more or {})})
 
     def _look(self, done: int, now: bool) -> None:
         """Raises what the guard finds; on all ranks after the same window."""

@@ -91,6 +91,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="stop after N windows of the run with a checkpoint, as a signal would (code 75)",
     )
+    train.add_argument(
+        "--profile",
+        action="store_const",
+        const="torch",
+        help="look at a few windows with torch's profiler: a trace in the run folder, and where the time "
+        "goes by operator and by module",
+    )
+    train.add_argument(
+        "--nvtx",
+        action="store_const",
+        const="nvtx",
+        dest="profile",
+        help="mark phases, modules and operators of these windows for Nsight Systems instead (make profile)",
+    )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_train)
 
@@ -103,6 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=_checkpoints)
+
+    report = commands.add_parser(
+        "report", help="write what a run did as one HTML file; several runs side by side", allow_abbrev=False
+    )
+    report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="(default: RUN/report.html; for several runs ./report.html)"
+    )
+    report.set_defaults(run=_report)
 
     _add_verify(commands)
     data_commands(commands, _Parser)
@@ -164,6 +187,12 @@ def _checkpoints(options: argparse.Namespace) -> int:
     from trainer.checkpoint.show import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from trainer.report.write import report
+
+    return report(options.folders, options.out)
 
 
 def _verify(options: argparse.Namespace) -> int:

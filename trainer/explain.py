@@ -1,18 +1,25 @@
 """What makes an attempt explain itself: sources of figures, the count of operations, and who judges them."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from trainer.data.images import ImageDataset
 from trainer.data.remote import is_url
+from trainer.errors import OutOfMemory
 from trainer.limits import read_limits
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import Count, peak_flops
+from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import Meter
 from trainer.observe.machine import Machine
+from trainer.observe.memory import memory_figures, start_history
+from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.observe.profile import Kind, Profile
 from trainer.parallel import World, gather_rows
 from trainer.prepare import count_shapes
 from trainer.recipe import Recipe
@@ -29,9 +36,11 @@ def explain(
         meter.gather = partial(gather_rows, world)
     if world.rank:
         return None
+    start_history(recipe.memory, world.device)
     machine = Machine(world.device.type == "cuda", local_ranks)
     stack.callback(machine.close)
     meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
+    meter.sources.append(partial(memory_figures, world.device))
     if parts.compiled:
         meter.count = count_shapes(t.task, recipe.data.micro_batch)
     else:
@@ -40,18 +49,61 @@ def explain(
     if world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), recipe.precision.mode)
         meter.peak = None if peak is None else peak * world.size
-    images = t.task.train_data
+    images, limits = t.task.train_data, read_limits()
     facts = Facts(
         on_gpu=world.device.type == "cuda",
         ranks=world.size,
         local_ranks=local_ranks,
         threads=torch.get_num_threads(),
-        cpus=read_limits().cpus,
+        cpus=limits.cpus,
+        memory_bytes=limits.memory_bytes or None,
         window_samples=recipe.data.global_batch,
         micro_batch=recipe.data.micro_batch,
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
     )
-    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour)
+    growth = None
+    if recipe.log.tracemalloc:
+        growth = Growth()
+        stack.callback(growth.close)
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
     meter.sinks.append(advisor)
     return advisor
+
+
+@contextmanager
+def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path) -> Iterator[None]:
+    """Says who holds the memory when it runs out.
+
+    Raises:
+        OutOfMemory: In place of torch's error, or Python's.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        t = parts.training
+        average = t.average.averaged().parameters() if t.average is not None else ()
+        text = explain_oom(
+            error,
+            world.device,
+            folder,
+            held_by(t.model, t.optimizer, average=average),
+            micro_batch=recipe.data.micro_batch,
+            checkpointing=recipe.memory.checkpointing,
+            precision=recipe.precision.mode,
+        )
+        raise OutOfMemory(text) from error
+
+
+def profiled(
+    stack: ExitStack, kind: Kind | None, folder: Path, recipe: Recipe, parts: Parts, device: torch.device
+) -> Profile | None:
+    """What looks at some windows, until the stack is closed at the latest."""
+    if kind is None:
+        return None
+    skip = recipe.compile.warm_up + 4
+    profile = Profile(folder, parts.training.model, device, kind=kind, skip=skip, modules=not parts.compiled)
+    stack.callback(profile.close)
+    return profile

@@ -19,7 +19,8 @@ from trainer.config import config_hash
 from trainer.errors import BadInputError, DivergedError
 from trainer.manifest import outcome
 from trainer.observe.console import warn
-from trainer.observe.log import Sink, csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.observe.log import Sink
+from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, read_trace, trace_to
 from trainer.preempt import Stopped
 from trainer.recipe import Recipe

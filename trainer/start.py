@@ -46,6 +46,7 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
                 _folder_of_rank(options, recipe),
                 options.resume,
                 options.stop_after,
+                options.profile,
             )
         )
     return _launch(options, recipe, output)
@@ -97,6 +98,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.resume,
         *(word for setting in options.set for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
+        *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
     try:
         return launch(

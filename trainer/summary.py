@@ -18,6 +18,7 @@ from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.progress import finite
 from trainer.pulse import PHASES
+from trainer.report.write import NAME, leave_report
 from trainer.run import Parts
 from trainer.run_folder import save_weights, shown, write_json
 from trainer.step import Training
@@ -67,6 +68,7 @@ def finish(
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
     write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
+    leave_report(folder)
     if diverged:
         raise DivergedError(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
@@ -80,6 +82,7 @@ def finish(
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
+        f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
@@ -100,8 +103,17 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
         cost.append(
             f"{totals['cost/money']:.4g} (per thousand samples {totals['cost/per_thousand_samples']:.3g})"
         )
-    lines = {"time": ", ".join(shares), "cost": ", ".join(cost), "verdict": verdict.text}
+    lines = {
+        "time": ", ".join(shares),
+        "cost": ", ".join(cost),
+        "verdict": verdict.text,
+    }
     return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
+
+
+def _report_line(folder: Path) -> str:
+    report = folder / NAME
+    return f"  report       {shown(report)}\n" if report.exists() else ""
 
 
 def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:

@@ -156,6 +156,7 @@ def replay(
             gpus=(gpus or str(part.ranks)) if cuda else None,
             ranks=None if cuda else part.ranks,
             stop_after=part.until if part.until < windows else None,
+            profile=None,
         )
         with _progress() as output:
             code = start(request, output)

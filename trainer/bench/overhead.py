@@ -33,7 +33,8 @@ from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.guard import Guard
 from trainer.loop import train
-from trainer.observe.log import Meter, jsonl_sink, tensorboard_sink
+from trainer.observe.log import Meter
+from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.optim import OptimConfig, clip_gradients
 from trainer.parallel import World

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.data.work import queued_ns
 from trainer.observe.diagnosis import Facts, Figures, Verdict, diagnose, merge
 from trainer.observe.flops import Count
+from trainer.observe.leak import Trends
 from trainer.observe.log import Row, Sink
 
 _MOST_ROWS = 1000
@@ -18,7 +19,14 @@ _MOST_ROWS = 1000
 class Advisor:
     """A sink that tells of each row what holds the run up, when that changes."""
 
-    def __init__(self, facts: Facts, count: Count | None, tell: Sink, price_per_hour: float = 0.0) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        count: Count | None,
+        tell: Sink,
+        price_per_hour: float = 0.0,
+        trends: Trends | None = None,
+    ) -> None:
         """Begins without an opinion.
 
         Args:
@@ -26,8 +34,9 @@ class Advisor:
             count: Knows who waits for the device.
             tell: Takes rows of the kind "verdict".
             price_per_hour: Of the run; 0: not known.
+            trends: Looks for leaks.
         """
-        self._price = price_per_hour
+        self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
         self._rows: list[Figures] = []
         self._before: list[str] = []
@@ -37,6 +46,7 @@ class Advisor:
         if row["kind"] != "train" or "samples_per_s" not in row:
             return
         self._rows.append(row)
+        self._trends(row)
         if len(self._rows) > _MOST_ROWS:
             self._rows = [merge(self._rows)]
         verdict = self._diagnose(row)
@@ -54,6 +64,9 @@ class Advisor:
             return None
         self._rows.append(rest)
         verdict = self._diagnose(merge(self._rows))
+        limit = self._facts.memory_bytes
+        for line in self._trends.lines({"memory/rss_bytes": limit} if limit else {}):
+            self._tell(_row(Verdict("leak", 0.0, line), window, final=False))
         self._tell(_row(verdict, window, final=True))
         return verdict
 

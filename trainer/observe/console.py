@@ -57,7 +57,7 @@ class Display:
 
     def __call__(self, row: Row) -> None:
         """A sink: keeps the figures for the bar, or prints a line."""
-        if row["kind"] == "end":  # told by the summary
+        if row["kind"] in ("end", "memory"):  # told by the summary, and by the report
             return
         if row["kind"] == "verdict":
             if not row["final"]:  # that one is told by the summary

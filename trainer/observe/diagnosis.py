@@ -30,6 +30,7 @@ class Facts:
         remote: Whether the data comes over the network.
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
         waits: "file:line" of what makes the model wait for the device, or "".
+        memory_bytes: That the host's part of the job may use, or None where nothing limits it.
     """
 
     on_gpu: bool
@@ -42,6 +43,7 @@ class Facts:
     remote: bool = False
     decodes: bool = False
     waits: str = ""
+    memory_bytes: float | None = None
 
 
 class Verdict(NamedTuple):

@@ -7,7 +7,7 @@ ones don't move. It counts as a leak only if the growth goes on at its pace and 
 import linecache
 import sysconfig
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -20,6 +20,9 @@ _PACE = 0.4  # the slowest part grows at least so much as the fastest
 _FRAMES = 12
 _MIB = 1 << 20
 _STANDARD = sysconfig.get_path("stdlib")
+
+# Keys of a row.
+_WHAT = {"memory/rss_bytes": "host memory", "memory/allocated_bytes": "GPU memory"}
 
 _Line = tuple[str, int]
 
@@ -82,6 +85,42 @@ def leak_text(
         f"{text}; is something kept of each step, such as a loss without .detach()? "
         "log.tracemalloc=true names the line"
     )
+
+
+class Trends:
+    """A sink of rows that looks for leaks in what they say of memory."""
+
+    def __init__(self, growth: "Growth | None" = None) -> None:
+        """Nothing is known yet; `growth` is told to look now and then."""
+        self._growth = growth
+        self._rows = 0
+        self._seen: dict[str, tuple[list[float], list[float]]] = {key: ([], []) for key in _WHAT}
+
+    def __call__(self, row: Mapping[str, float | int | str]) -> None:
+        """Takes a row."""
+        if row["kind"] != "train":
+            return
+        self._rows += 1
+        for key, (windows, sizes) in self._seen.items():
+            if key in row:
+                windows.append(float(row["window"]))
+                sizes.append(float(row[key]))
+        # After the warm-up, and then rarely: a look takes its time.
+        if self._growth is not None and self._rows % 8 == 0 and (self._rows // 8).bit_count() == 1:
+            self._growth.look()
+
+    def lines(self, limits: Mapping[str, float]) -> list[str]:
+        """A line for each leak; takes some milliseconds.
+
+        Args:
+            limits: Bytes that there are, by the key of a row, where known.
+        """
+        site = None if self._growth is None else self._growth.site()
+        return [
+            leak_text(_WHAT[key], slope, sizes[-1], limits.get(key), site)
+            for key, (windows, sizes) in self._seen.items()
+            if (slope := leak(windows, sizes)) is not None
+        ]
 
 
 class Growth:

@@ -1,33 +1,26 @@
 """Figures of a run: kept on the device, read late, handed to sinks.
 
-A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "verdict" or "end"),
-`window` (windows done) and figures. To add a sink is to write such a function.
+A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "memory", "verdict",
+"end"), `window` (windows done) and figures. To add a sink is to write such a function.
 """
 
-import csv
-import json
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from trainer.checkpoint import strict_json
 from trainer.config import Section
 from trainer.memory import used_memory
 from trainer.observe.flops import Count
+from trainer.observe.memory import PhasePeaks
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 from trainer.observe.trace import Trace
 from trainer.plan import Plan
 from trainer.pulse import PHASES, PULSE
 from trainer.redact import redact
-
-_WRITERS = ("tensorboard.summary.writer.event_file_writer",)
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
@@ -45,6 +38,9 @@ class LogConfig(Section):
         ge=0,
         le=1e6,
         description="of the run's machines, in any currency: the summary says its cost",
+    )
+    tracemalloc: bool = Field(
+        False, description="record Python's allocations, so that a leak is named with its line; slow"
     )
     fingerprints: bool = Field(
         True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
@@ -129,7 +125,11 @@ class Meter:
         self.count: Count | None = None
         self.peak: float | None = None
         self.sources: list[Callable[[], Mapping[str, float | str]]] = []
-        self._timeline = DeviceTimeline() if device.type == "cuda" else None
+        self._timeline = None
+        if device.type == "cuda":
+            peaks = PhasePeaks(device)
+            self._timeline = DeviceTimeline(peaks=peaks)
+            self.sources.append(peaks.take)
         PULSE.on_device = self._timeline
         self._reading = reading(0)
         self.start_clock(0)
@@ -243,132 +243,3 @@ class Meter:
         row = redact(row)
         for sink in self.sinks:
             sink(row)
-
-
-def jsonl_sink(file: TextIO) -> Sink:
-    """One JSON object per line; a figure that isn't finite becomes null, since JSON has none such."""
-
-    def write(row: Row) -> None:
-        finite = {
-            k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()
-        }
-        file.write(json.dumps(finite) + "\n")
-        file.flush()
-
-    return write
-
-
-def keep_rows(file: Path, window: int) -> int:
-    """Removes the rows of later windows from a file of rows, and what can't be read; no file is fine.
-
-    Returns:
-        How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.
-
-    Raises:
-        OSError: If the file can't be read or written.
-    """
-    if not file.exists():
-        return 0
-    *lines, _ = file.read_bytes().split(b"\n")
-    kept, done = list[bytes](), _window_in_json
-    if file.suffix == ".csv":
-        kept = [line for line in lines[:1] if b"window" in _cells(line)]
-        column = _cells(kept[0]).index(b"window") if kept else -1
-        lines, done = lines[1:] if kept else lines, partial(_window_in_table, column)
-    windows = [done(line) for line in lines]
-    kept += [line for line, at in zip(lines, windows, strict=True) if at is not None and at <= window]
-    beside = file.with_suffix(".tmp")
-    beside.write_bytes(b"".join(line + b"\n" for line in kept))
-    beside.replace(file)
-    return windows.count(None)
-
-
-def _window_in_json(line: bytes) -> int | None:
-    try:
-        window = strict_json.parse(line)["window"]
-    except (ValueError, KeyError, TypeError, IndexError):
-        return None
-    return window if isinstance(window, int) else None
-
-
-def _window_in_table(column: int, line: bytes) -> int | None:
-    try:
-        line.decode()
-        return int(_cells(line)[column]) if column >= 0 else None
-    except (ValueError, IndexError):
-        return None
-
-
-def _cells(line: bytes) -> list[bytes]:
-    return line.strip().split(b",")
-
-
-def csv_sink(folder: Path) -> Sink:
-    """A table for each kind of row: train.csv, evaluation.csv, end.csv, for spreadsheets.
-
-    A column that comes later is filled with nothing in the rows before it.
-    """
-    columns: dict[str, list[str]] = {}
-
-    def write(row: Row) -> None:
-        kind = str(row["kind"])
-        path = folder / f"{kind}.csv"
-        known = columns.setdefault(kind, _header(path))
-        new = [name for name in row if name not in known and name != "kind"]
-        if new:
-            earlier = list(csv.DictReader(path.read_text().splitlines())) if known else []
-            known.extend(new)
-            with path.open("w", newline="") as file:
-                table = csv.DictWriter(file, known)
-                table.writeheader()
-                table.writerows(earlier)
-        with path.open("a", newline="") as file:
-            csv.DictWriter(file, known, extrasaction="ignore").writerow(row)
-
-    return write
-
-
-def _header(path: Path) -> list[str]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return lines[0].split(",") if lines else []
-
-
-def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], None]]:
-    """TensorBoard scalars, one event per row: an event per scalar, as add_scalar does, costs 71 us each.
-
-    Returns:
-        The sink and the function that closes it.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # here: the import takes half a second
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.plugins.text.metadata import create_summary_metadata
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    def quiet(failed: threading.ExceptHookArgs) -> None:
-        # Its thread: `write` below raises the same on the next row, where it is told in a line.
-        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__ in _WRITERS):
-            threading.__excepthook__(failed)
-
-    threading.excepthook = quiet
-    writer = EventFileWriter(str(folder))
-    if window:  # what an earlier attempt wrote of later windows is not shown then
-        started = SessionLog(status=SessionLog.START)
-        writer.add_event(Event(wall_time=time.time(), step=window + 1, session_log=started))
-
-    def write(row: Row) -> None:
-        if row["kind"] == "verdict":
-            text = TensorProto(dtype="DT_STRING", string_val=[str(row["text"]).encode()])
-            told = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
-            writer.add_event(Event(wall_time=time.time(), step=row["window"], summary=Summary(value=[told])))
-            return
-        values = [
-            Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
-            for name, value in row.items()
-            if name not in ("window", "epoch") and isinstance(value, float | int)
-        ]
-        if row["kind"] == "end":  # a summary, not a curve
-            return
-        writer.add_event(Event(wall_time=time.time(), step=row["window"], summary=Summary(value=values)))
-
-    return write, writer.close

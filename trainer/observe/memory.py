@@ -149,7 +149,7 @@ class PhasePeaks:
         self.leave()
         self._phase, self._peak = phase, Peak(self._device)
 
-    def leave(self) -> None:
+    def leave(self, _phase: str = "") -> None:
         """Call at the end of a window that is looked at."""
         if self._peak is not None:
             self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._peak.close())
@@ -176,6 +176,12 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
         "memory/freed_bytes": float(before - torch.cuda.memory_reserved(device)),
         "memory/freed_seconds": seconds,
     }
+
+
+def memory_row(window: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
+    """A row on memory at a moment that matters: `at` the "start" or "end" of an epoch, or an "evaluation"."""
+    moment: dict[str, float | int | str] = {"kind": "memory", "window": window, "epoch": epoch, "at": at}
+    return {**moment, "memory/rss_bytes": resident_bytes(), **memory_figures(device)}
 
 
 def start_history(config: MemoryConfig, device: torch.device) -> None:

@@ -22,6 +22,7 @@ _CACHE = "cached, in pieces that don't fit"
 _OTHERS = "other processes, CUDA itself"
 _STANDARD = sysconfig.get_path("stdlib")
 _TRAINER = str(Path(trainer.__file__).parent)
+_OBSERVING = str(Path(__file__).parent)  # looks on while others allocate
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -157,7 +158,8 @@ def _where(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", _STANDARD)) and "site-packages" not in frame.filename
+        if not frame.filename.startswith(("<", _STANDARD, _OBSERVING))
+        and "site-packages" not in frame.filename
     ]
     # Of a user's model rather than of the trainer, which only called it.
     models = [frame for frame in frames if not frame.filename.startswith(_TRAINER)]

@@ -15,10 +15,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from trainer.observe.memory import PhasePeaks
 from trainer.pulse import PHASES, PULSE, Phase
 
 SAMPLED_EVERY = 4  # windows; about 3 us for each event, so below 10 us a window
 _RING = 4096
+_PEAKS_EVERY = 16 * SAMPLED_EVERY  # windows whose peaks of memory are looked at: that costs more
 # The host waits in these for what it started, or does them itself: its own clock is right.
 OF_HOST: tuple[Phase, ...] = ("start", "evaluation", "logging", "checkpoint", "end")
 OF_DEVICE = tuple(phase for phase in PHASES if phase not in OF_HOST)
@@ -59,9 +61,14 @@ class Split(NamedTuple):
 class DeviceTimeline:
     """The marks of every fourth window, in the device's stream."""
 
-    def __init__(self, make_event: Callable[[], Event] = _cuda_event, every: int = SAMPLED_EVERY) -> None:
-        """Starts with none."""
-        self._make, self._every = make_event, every
+    def __init__(
+        self,
+        make_event: Callable[[], Event] = _cuda_event,
+        every: int = SAMPLED_EVERY,
+        peaks: PhasePeaks | None = None,
+    ) -> None:
+        """Starts with none; `peaks` looks at the memory of every so many windows as well."""
+        self._make, self._every, self._peaks = make_event, every, peaks
         self._free: list[Event] = []
         self._open: list[tuple[Phase, Event]] = []
         self._closed: deque[tuple[list[tuple[Phase, Event]], bool]] = deque()
@@ -74,6 +81,8 @@ class DeviceTimeline:
             self._free.extend(event for _, event in self._open)
             self._open = []
             return  # rows are far apart: what is there already is enough
+        if self._peaks is not None and PULSE.window % _PEAKS_EVERY == 0:
+            (self._peaks.leave if phase in OF_HOST else self._peaks.enter)(phase)
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._open.append((phase, event))

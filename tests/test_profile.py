@@ -1,0 +1,271 @@
+"""Promise: `--profile` shows where the time goes, by operator and module, and leaves the run as it was."""
+
+import argparse
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import start as starting
+from trainer.cli import _parser
+from trainer.observe.profile import TRACE, Profile, _by_module, _operators
+from trainer.pulse import PULSE, Phase, mark
+
+pytestmark = pytest.mark.compat
+CPU = torch.device("cpu")
+
+
+class Slow(nn.Module):
+    """Takes its time in the operators that it calls, forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.ones(384, 384) * x.mean()
+        for _ in range(6):
+            wide = wide @ torch.ones(384, 384) / 384
+        return x + wide.mean()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3)
+        self.slow = Slow()
+        self.blocks = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.blocks(self.slow(self.stem(x)))
+        return result
+
+
+@pytest.fixture(autouse=True)
+def pulse() -> Iterator[None]:
+    PULSE.reset()
+    PULSE.on_device = None
+    yield
+    PULSE.on_device = None
+
+
+def train(model: nn.Module, profile: Profile | None, windows: int) -> list[float]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for window in range(windows):
+        mark("data")
+        x = torch.randn(2, 1, 12, 12)
+        mark("forward")
+        loss = model(x).square().mean()
+        mark("backward")
+        loss.backward()
+        mark("update")
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        mark("host")
+        if profile is not None:
+            profile.window_done(window + 1)
+    return losses
+
+
+def make_net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def profiled(folder: Path, windows: int = 9, **settings: Any) -> tuple[str, Net, list[float]]:
+    model = make_net()
+    profile = Profile(folder, model, CPU, **{"skip": 2, "warm_up": 1, "active": 3, **settings})
+    losses = train(model, profile, windows)
+    return profile.close(), model, losses
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
+    return events
+
+
+def test_the_trace_holds_phases_and_modules(tmp_path: Path) -> None:
+    profiled(tmp_path)
+    names = [event.get("name", "") for event in read_trace(tmp_path) if event.get("ph") == "X"]
+    for phase in ("data", "forward", "backward", "update"):
+        assert names.count(f"phase/{phase}") == 3, phase
+    for module in ("stem", "slow", "blocks", "blocks.0", "blocks.1"):
+        assert names.count(f"module/{module}") == 3, module
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
+
+
+def test_ranges_lie_in_one_another(tmp_path: Path) -> None:
+    """What overlaps without lying inside can't be drawn."""
+    profiled(tmp_path)
+    ours = [
+        event
+        for event in read_trace(tmp_path)
+        if event.get("ph") == "X" and event["name"].startswith(("phase/", "module/", "ProfilerStep#"))
+    ]
+    assert len(ours) > 20
+    for one in ours:
+        for other in ours:
+            begins, ends = other["ts"], other["ts"] + other["dur"]
+            if one["ts"] < begins < one["ts"] + one["dur"]:
+                assert ends <= one["ts"] + one["dur"] + 1e-3, (one["name"], other["name"])
+
+
+def table(text: str, title: str) -> dict[str, list[str]]:
+    part = next(part for part in text.split("\n\n") if part.startswith(title))
+    return {row.split("  ")[0]: row.split("  ", 1)[1].split() for row in part.splitlines()[1:]}
+
+
+def test_the_text_names_operators_and_modules(tmp_path: Path) -> None:
+    text, _, _ = profiled(tmp_path)
+    operators = table(text, "operator")
+    assert len(operators) == 20
+    assert next(iter(operators)) == "aten::mm"
+    assert any("conv" in name for name in operators)
+    assert not any(name.startswith(("module/", "phase/")) for name in operators)
+    modules = table(text, "module")
+    assert next(iter(modules)) == "slow (Slow)"
+    assert set(modules) == {
+        "stem (Conv2d)",
+        "slow (Slow)",
+        "blocks (Sequential)",
+        "blocks.0 (Conv2d)",
+        "blocks.1 (ReLU)",
+    }
+    for calls, total, forward, backward in modules.values():
+        assert calls == "3"
+        assert float(total) == pytest.approx(float(forward) + float(backward), abs=0.02)
+    assert float(modules["slow (Slow)"][3]) > float(modules["blocks (Sequential)"][3])  # backward, too
+    assert f"trace: {tmp_path / TRACE}" in text
+
+
+class Event:
+    """One of the profiler's, on a GPU."""
+
+    device_type = SimpleNamespace(name="CPU")
+    cpu_time_total = self_cpu_time_total = 1.0
+
+    def __init__(
+        self, name: str, *below: "Event", number: int = -1, start: int = 0, **kernels: float
+    ) -> None:
+        self.name, self.sequence_nr, self.cpu_children = name, number, list(below)
+        self.time_range = SimpleNamespace(start=start)
+        self.cpu_parent: Event | None = None
+        self.kernels = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels.items()]
+        for child in below:
+            child.cpu_parent = self
+
+    def all(self) -> list["Event"]:
+        return [self, *(event for child in self.cpu_children for event in child.all())]
+
+
+def test_on_a_gpu_kernels_count_where_they_were_started() -> None:
+    """Its clock counts; a range's own shadow there doesn't; backward goes to who made the node."""
+    convolution = Event(
+        "aten::conv2d", Event("aten::cudnn", number=7, start=3, sgemm=3000), number=7, start=2
+    )
+    stem = Event("module/stem", convolution, start=1, **{"module/stem": 9000})
+    other = Event("module/blocks", Event("aten::relu", number=8, start=5, relu=500), start=4)
+    back = Event(
+        "autograd::engine::evaluate_function: ConvBackward", Event("dgrad", wgrad=4000, start=9), number=7
+    )
+    events = [event for one in (stem, other, back) for event in one.all()]
+    modules = table(_by_module(events, True, dict(make_net().named_modules())), "module")
+    assert modules == {
+        "stem (Conv2d)": ["1", "7.00", "3.00", "4.00"],
+        "blocks (Sequential)": ["1", "0.50", "0.50", "0.00"],
+    }
+    operators = table(_operators(events, True), "operator")
+    assert [(name, row[2]) for name, row in operators.items()][:3] == [
+        ("dgrad", "4.00"),
+        ("aten::cudnn", "3.00"),
+        ("aten::relu", "0.50"),
+    ]
+
+
+def test_the_run_stays_as_it_is(tmp_path: Path) -> None:
+    heard: list[Phase] = []
+    PULSE.on_device = heard.append
+    _, model, losses = profiled(tmp_path)
+    assert PULSE.on_device == heard.append
+    assert len(heard) == 9 * 5  # and it heard every mark
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    plain = make_net()
+    assert train(plain, None, 9) == losses
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_what_the_profiler_takes_is_no_phase_of_the_run(tmp_path: Path) -> None:
+    """To read it all and write the trace took longest."""
+    PULSE.reset()
+    began = time.perf_counter()
+    profiled(tmp_path)
+    wall, spent = time.perf_counter() - began, PULSE.read()
+    assert sum(spent.values()) / 1e9 == pytest.approx(wall, rel=0.02)
+    assert spent["host"] < spent["start"] / 4
+    assert PULSE.count == 9 * 5  # and no mark is made that other ranks don't make
+
+
+def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
+    text, _, _ = profiled(tmp_path, modules=False)
+    assert "module (" not in text
+    names = {event.get("name") for event in read_trace(tmp_path)}
+    assert "phase/forward" in names
+    assert "module/stem" not in names
+
+
+@pytest.mark.parametrize(("windows", "recorded"), [(1, 0), (5, 2), (30, 3)])
+def test_runs_that_are_shorter_or_longer(tmp_path: Path, windows: int, recorded: int) -> None:
+    text, model, _ = profiled(tmp_path, windows)
+    assert PULSE.on_device is None
+    assert not any(module._forward_hooks for module in model.modules())
+    if not recorded:
+        assert "nothing was recorded" in text
+        assert not (tmp_path / TRACE).exists()
+        return
+    names = [event.get("name") for event in read_trace(tmp_path)]
+    assert names.count("module/stem") == recorded
+
+
+def test_no_disk_no_trace_but_tables(tmp_path: Path) -> None:
+    text, _, _ = profiled(tmp_path / "gone")
+    assert "no trace could be written" in text
+    assert "stem (Conv2d)" in text
+
+
+def test_ranges_for_nsight_need_cuda(tmp_path: Path) -> None:
+    text, _, _ = profiled(tmp_path, kind="nvtx")
+    assert text == ""
+    assert not (tmp_path / TRACE).exists()
+
+
+@pytest.mark.timed
+def test_it_costs_nothing_outside_its_windows(tmp_path: Path) -> None:
+    profile = Profile(tmp_path, nn.Linear(1, 1), CPU, skip=1 << 60)
+    began = time.perf_counter()
+    for window in range(100_000):
+        profile.window_done(window)
+    assert (time.perf_counter() - began) / 100_000 < 2e-6
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), ("--nvtx", "nvtx"), (None, None)])
+def test_the_flag_reaches_the_ranks(
+    flag: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[list[str]] = []
+
+    def launch(arguments: list[str], **_: Any) -> int:
+        passed.append(arguments)
+        return 0
+
+    monkeypatch.setattr(starting, "launch", launch)
+    words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
+    options: argparse.Namespace = _parser().parse_args([*words, *([flag] if flag else [])])
+    assert options.profile == kind
+    assert starting._launch(options, starting.load_recipe("digits", ["device=cpu"]), None) == 0
+    assert _parser().parse_args(passed[0]).profile == kind

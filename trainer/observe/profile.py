@@ -1,0 +1,299 @@
+"""`--profile`: a few windows under torch's profiler, or with NVTX ranges for Nsight Systems.
+
+The trace opens in https://ui.perfetto.dev and chrome://tracing, and TensorBoard's profiler plugin takes it.
+In it lie the phases of `trainer.pulse` and the calls of each module as ranges. See
+https://docs.pytorch.org/docs/stable/profiler.html.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from trainer.pulse import PULSE, Phase
+
+Kind = Literal["torch", "nvtx"]
+
+TRACE = Path("profile") / "rank0.pt.trace.json.gz"
+_ROWS = 20
+_MODULE, _PHASE, _STEP = "module/", "phase/", "ProfilerStep"
+_BACKWARD = "autograd::engine::evaluate_function: "
+
+
+class Profile:
+    """Looks at some windows of a run, after those that compile and warm up.
+
+    Outside them it does nothing. Inside them the run is slower than else: what the profiler shows is where
+    the time goes, not how much there is of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        kind: Kind = "torch",
+        skip: int = 5,
+        warm_up: int = 2,
+        active: int = 5,
+        modules: bool = True,
+    ) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            folder: The run folder.
+            model: The bare model, for the names of its modules.
+            device: Of the rank.
+            kind: "torch" writes a trace; "nvtx" leaves ranges for `nsys profile -c cudaProfilerApi`, and
+                nothing where there is no CUDA.
+            skip: Windows of this attempt to leave alone at first.
+            warm_up: Windows that the profiler runs in, but whose events are thrown away.
+            active: Windows that are recorded.
+            modules: Whether modules get ranges; not if they are compiled, which would compile them anew.
+        """
+        self._folder, self._model, self._device, self._kind = folder, model, device, kind
+        self._begin, self._end = skip, skip + warm_up + active
+        self._warm_up, self._active, self._modules = warm_up, active, modules
+        self._done, self._text = 0, ""
+        self._ranges: _Ranges | None = None
+        self._closing = contextlib.ExitStack()
+        self._step: Callable[[], None] = lambda: None
+
+    def window_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
+        """Call between two windows: starts, goes on, or ends."""
+        self._done += 1
+        if not self._begin <= self._done <= self._end:
+            return
+        with _not_counted():
+            if self._ranges is not None:
+                with self._ranges.apart():  # a step's range must not end inside one of ours
+                    self._step()
+            if self._done == self._begin:
+                self._start()
+            elif self._done == self._end:
+                self._stop()
+
+    def close(self) -> str:
+        """Ends it, if the run ended first; returns what it found, for people."""
+        self._stop()
+        if not self._text and self._kind == "torch":
+            return f"--profile: the run ended before window {self._end} of this attempt: nothing was recorded"
+        return self._text
+
+    def _start(self) -> None:
+        if self._kind == "nvtx" and self._device.type != "cuda":
+            return
+        if self._kind == "nvtx":
+            torch.cuda.profiler.start()
+            self._closing.callback(torch.cuda.profiler.stop)
+            self._closing.enter_context(torch.autograd.profiler.emit_nvtx())
+        else:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            else:  # it complains on standard error that there is no GPU
+                os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+            profiler = profile(
+                activities=activities,
+                schedule=schedule(wait=0, warmup=self._warm_up, active=self._active, repeat=1),
+                on_trace_ready=self._keep,
+            )
+            self._closing.enter_context(profiler)
+            self._step = profiler.step
+        self._ranges = self._closing.enter_context(_Ranges(self._model if self._modules else None))
+
+    def _stop(self) -> None:
+        self._closing.close()  # the ranges first
+        self._ranges, self._step = None, lambda: None
+
+    def _keep(self, profiler: profile) -> None:
+        trace = self._folder / TRACE
+        written = f"trace: {trace} (https://ui.perfetto.dev reads it)"
+        try:
+            trace.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+        except (OSError, RuntimeError) as error:
+            written = f"no trace could be written to {trace}: {error}"
+        # Kernels have entries of their own, but are told with the operators that start them, too.
+        events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
+        on_device = self._device.type == "cuda"
+        names = dict(self._model.named_modules())
+        tables = [_operators(events, on_device)]
+        if self._modules:
+            tables.append(_by_module(events, on_device, names))
+        self._text = "\n\n".join([*tables, written])
+
+
+@contextlib.contextmanager
+def _not_counted() -> Iterator[None]:
+    """What the profiler takes is none of the run's phases: it goes to "start", of which nobody complains.
+
+    Without a mark: the other ranks make none here.
+    """
+    PULSE.read()
+    try:
+        yield
+    finally:
+        now = time.perf_counter_ns()
+        PULSE.spent["start"] += now - PULSE.since
+        PULSE.since = now
+
+
+class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
+    """Ranges for the phases, by the marks of this thread, and for the calls of a model's modules."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._thread = threading.get_ident()
+        self._calls = threading.local()  # backward, in a thread of its own, may compute modules again
+        self._phase: record_function | None = None
+        self._others: Callable[[Phase], None] | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "_Ranges":
+        for name, module in self._model.named_modules() if self._model is not None else ():
+            if name:
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._enter, _MODULE + name)),
+                    module.register_forward_hook(self._leave),
+                ]
+        self._others, PULSE.on_device = PULSE.on_device, self._mark
+        self._open(PULSE.phase)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        PULSE.on_device = self._others
+        self._shut()
+        for handle in self._handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Closes the phase's range for a moment."""
+        self._shut()
+        yield
+        self._open(PULSE.phase)
+
+    def _mark(self, phase: Phase) -> None:
+        if self._others is not None:
+            self._others(phase)
+        if threading.get_ident() == self._thread:
+            self._shut()
+            self._open(phase)
+
+    def _open(self, phase: Phase) -> None:
+        self._phase = record_function(_PHASE + phase)
+        self._phase.__enter__()
+
+    def _shut(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+    def _enter(self, name: str, *_: object) -> None:
+        if not hasattr(self._calls, "open"):
+            self._calls.open = []
+        call = record_function(name)
+        call.__enter__()
+        self._calls.open.append(call)
+
+    def _leave(self, *_: object) -> None:
+        self._calls.open.pop().__exit__(None, None, None)
+
+
+class _Row(NamedTuple):
+    name: str
+    calls: int
+    figures: tuple[float, ...]  # microseconds
+
+
+def _operators(events: Iterable[Any], on_device: bool) -> str:
+    """The operators that took most, themselves: on the device, or else on the host."""
+    calls: dict[str, int] = defaultdict(int)
+    host: dict[str, float] = defaultdict(float)
+    device: dict[str, float] = defaultdict(float)
+    for event in events:
+        if not event.name.startswith((_MODULE, _PHASE, _STEP)):
+            calls[event.name] += 1
+            host[event.name] += event.self_cpu_time_total
+            device[event.name] += _kernels(event)
+    rows = [_Row(name, calls[name], (host[name], device[name])[: 1 + on_device]) for name in calls]
+    return _table("operator (without what it calls)", ("host ms", "device ms")[: 1 + on_device], rows)
+
+
+def _by_module(events: list[Any], on_device: bool, modules: dict[str, nn.Module]) -> str:
+    """Time by module, with what it calls; of backward what the operators of its forward pass led to.
+
+    The profiler numbers autograd's nodes: a node's work in backward has the number of the operator that made
+    it, the last that ran with that number.
+    """
+    made_by: dict[int, Any] = {}
+    calls: dict[str, int] = defaultdict(int)
+    forward: dict[str, float] = defaultdict(float)
+    backward: dict[str, float] = defaultdict(float)
+
+    def time_of(event: Any) -> float:
+        return _kernels(event, inside=True) if on_device else float(event.cpu_time_total)
+
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if event.name.startswith(_MODULE):
+            calls[event.name] += 1
+            forward[event.name] += time_of(event)
+        elif event.sequence_nr >= 0 and not _is_backward(event):
+            made_by[event.sequence_nr] = event
+    for event in events:
+        if event.name.startswith(_BACKWARD) and event.sequence_nr in made_by:
+            for name in set(_around(made_by[event.sequence_nr], _MODULE)):
+                backward[name] += time_of(event)
+    rows = []
+    for name, count in calls.items():
+        plain = name.removeprefix(_MODULE)
+        figures = (forward[name] + backward[name], forward[name], backward[name])
+        rows.append(_Row(f"{plain} ({type(modules[plain]).__name__})", count, figures))
+    what = "device" if on_device else "host"
+    return _table("module (with what it calls)", (f"{what} ms", "forward", "backward"), rows)
+
+
+def _kernels(event: Any, inside: bool = False) -> float:
+    """Microseconds of the device in what an operator started itself, or with all that it called."""
+    # A range comes as a kernel of its own name as well, as long as all those in it together.
+    own = float(sum(kernel.duration for kernel in event.kernels if kernel.name != event.name))
+    return own + sum(_kernels(child, True) for child in event.cpu_children) if inside else own
+
+
+def _is_backward(event: Any) -> bool:
+    return event.name.startswith(_BACKWARD) or bool(_around(event, _BACKWARD))
+
+
+def _around(event: Any, prefix: str) -> list[str]:
+    """Names of the events that an event lies in, of those that begin so."""
+    found = []
+    while (event := event.cpu_parent) is not None:
+        if event.name.startswith(prefix):
+            found.append(event.name)
+    return found
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[_Row]) -> str:
+    """Rows with the largest figure first: the last column's for operators, the first's for modules."""
+    by = -1 if columns[-1] == "device ms" else 0
+    total = sum(row.figures[by] for row in rows) or 1.0
+    rows = sorted(rows, key=lambda row: -row.figures[by])[:_ROWS]
+    width = max([len(title), *(min(len(row.name), 60) for row in rows)])
+    lines = [f"{title:<{width}}  {'calls':>7}" + "".join(f"  {column:>9}" for column in columns)]
+    lines[0] += "" if "backward" in columns else f"  {'share':>6}"
+    for row in rows:
+        name = row.name if len(row.name) <= 60 else row.name[:57] + "..."
+        line = f"{name:<{width}}  {row.calls:>7,}" + "".join(f"  {us / 1e3:>9,.2f}" for us in row.figures)
+        lines.append(line + ("" if "backward" in columns else f"  {row.figures[by] / total:>6.1%}"))
+    return "\n".join(lines)

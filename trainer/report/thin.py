@@ -1,0 +1,126 @@
+"""Rows of a run in bounded memory: neighbours are joined, and the least and the largest of them are kept."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+# Beyond this no figure of a training is one.
+_LARGEST = 1e200
+
+
+class Cell(NamedTuple):
+    """One figure over neighbouring rows.
+
+    Attributes:
+        low: The least of it.
+        high: The largest.
+        total: Its sum.
+        rows: In how many of them it stood. 0: only null stood there, which was not a finite number once.
+    """
+
+    low: float
+    high: float
+    total: float
+    rows: int
+
+    @property
+    def mean(self) -> float:
+        """Its mean."""
+        return self.total / self.rows
+
+
+class Point(NamedTuple):
+    """Neighbouring rows: the window of the last one, how many there are, and their figures."""
+
+    window: int
+    rows: int
+    cells: dict[str, Cell]
+
+
+class Rows:
+    """Takes rows one by one and remembers at most so many points of them."""
+
+    def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:
+        """Starts empty.
+
+        Args:
+            most: Points.
+            wanted: Whether a figure of this name is kept.
+        """
+        self._most, self._wanted = most, wanted
+        self._keep: dict[str, bool] = {}
+        self._points: list[Point] = []
+        self._block: list[tuple[int, Mapping[str, Any]]] = []
+        self._stride = 1
+
+    def add(self, window: int, row: Mapping[str, Any]) -> None:
+        """Takes a row; what isn't a number in it is no figure."""
+        self._block.append((window, row))
+        if len(self._block) < self._stride:
+            return
+        self._flush()
+        if len(self._points) >= 2 * self._most:
+            self._points = _halved(self._points)
+            self._stride *= 2
+
+    def _flush(self) -> None:
+        columns: dict[str, list[Any]] = {}
+        for _, row in self._block:
+            for name, value in row.items():
+                if name in columns:
+                    columns[name].append(value)
+                else:
+                    columns[name] = [value]
+        keep = self._keep
+        for name in columns.keys() - keep.keys():
+            if len(keep) > 1000 or len(name) > 100:  # somebody makes up names
+                columns.pop(name)
+                continue
+            keep[name] = self._wanted(name)
+        cells = {name: cell for name, values in columns.items() if keep[name] and (cell := _cell(values))}
+        self._points.append(Point(max(window for window, _ in self._block), len(self._block), cells))
+        self._block = []
+
+    def points(self) -> list[Point]:
+        """All of them, in the order of their windows; at most twice as many as asked for."""
+        if self._block:
+            self._flush()
+        return sorted(self._points, key=lambda point: point.window)
+
+
+def _cell(values: Iterable[Any]) -> Cell | None:
+    """What of the values are numbers, as one; None if neither a number nor null is among them."""
+    values = list(values)
+    numbers = [value for value in values if type(value) in (float, int) and -_LARGEST < value < _LARGEST]
+    if numbers:
+        return Cell(float(min(numbers)), float(max(numbers)), float(sum(numbers)), len(numbers))
+    odd = any(value is None or type(value) in (float, int) for value in values)
+    return Cell(0.0, 0.0, 0.0, 0) if odd else None
+
+
+def thinned(points: list[Point], most: int) -> list[Point]:
+    """At most so many points, of the same rows; the last one stays as it is."""
+    points, last = points[:-1], points[-1:]
+    while len(points) >= most:
+        points = _halved(points)
+    return points + last
+
+
+def _halved(points: list[Point]) -> list[Point]:
+    pairs = zip(points[::2], points[1::2], strict=False)
+    joined = [_joined(one, other) for one, other in pairs]
+    return joined + points[2 * len(joined) :]
+
+
+def _joined(one: Point, other: Point) -> Point:
+    cells = dict(one.cells)
+    for name, cell in other.cells.items():
+        before = cells.get(name)
+        cells[name] = cell if before is None or not before.rows else _sum(before, cell)
+    return Point(max(one.window, other.window), one.rows + other.rows, cells)
+
+
+def _sum(one: Cell, other: Cell) -> Cell:
+    if not other.rows:
+        return one
+    low, high = min(one.low, other.low), max(one.high, other.high)
+    return Cell(low, high, one.total + other.total, one.rows + other.rows)
