@@ -6,6 +6,7 @@ is its last verdict. Needs Linux, gcc, and for control groups and network namesp
 
 import argparse
 import os
+import random
 import resource
 import signal
 import sys
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recorded", action="store_true", help="on the page also those recorded earlier")
     parser.add_argument("--missing", action="store_true", help="only those without an undisturbed record")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of windows")
     parser.add_argument("--attempts", type=int, default=3, help="how often to run a disturbed case")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and take everything away
@@ -102,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only is None or any(part in case.name for part in options.only if part)
         if case.name not in undisturbed
     ]
+    random.Random(0).shuffle(chosen)  # what else the machine does falls on all kinds
+    if options.scale != 1:
+        chosen = [case._replace(windows=max(4, round(case.windows * options.scale))) for case in chosen]
     began, results = time.monotonic(), list[Result]()
     for number, case in enumerate(chosen, 1):
         result = run_case(case, options.work, options.patience, options.attempts)
@@ -115,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results += [
             Result(case, kept.get(case.name), "" if case.name in kept else "no recorded run")
             for case in (*FIRST, *HELD_OUT, *HEALTHY)
-            if case not in chosen
+            if case.name not in {one.name for one in chosen}
         ]
     text, passed = page(results, list(gpu.records()), f"{conditions()}; {took:.0f} s")
     print(text)
