@@ -107,14 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     random.Random(0).shuffle(chosen)  # what else the machine does falls on all kinds
     if options.scale != 1:
         chosen = [case._replace(windows=max(4, round(case.windows * options.scale))) for case in chosen]
-    began, results = time.monotonic(), list[Result]()
+    results = list[Result]()
     for number, case in enumerate(chosen, 1):
         result = run_case(case, options.work, options.patience, options.attempts)
         results.append(result)
         print(f"{number}/{len(chosen)} {result.line}", flush=True)
         if options.record and result.kept is not None:
             record.write(result.kept)
-    took = time.monotonic() - began
     if options.recorded:
         kept = {one.name: one for one in record.read_all()}
         results += [
@@ -122,7 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in (*FIRST, *HELD_OUT, *HEALTHY)
             if case.name not in {one.name for one in chosen}
         ]
-    text, passed = page(results, list(gpu.records()), f"{conditions()}; {took:.0f} s")
+    places = {case.name: place for place, case in enumerate((*FIRST, *HELD_OUT, *HEALTHY))}
+    results.sort(key=lambda result: places[result.case.name])
+    spent = sum(result.of_run("seconds") for result in results)
+    text, passed = page(results, list(gpu.records()), f"{conditions()}; {len(results)} runs in {spent:.0f} s")
     print(text)
     if options.out:
         options.out.write_text(text)

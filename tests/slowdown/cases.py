@@ -60,10 +60,11 @@ FIRST: tuple[Case, ...] = (
     Case(
         "photos-three-workers",
         "data-cpu",
-        "JPEGs of 500 x 375 for a narrow model, 3 workers",
+        "5 ms of Python for each sample, 3 workers",
         "photos",
         60,
         ("data.workers=3", "parallel.threads=1", *_SMALL),
+        (inside("costly_samples", seconds=0.005),),
     ),
     Case(
         "pack-costly-transform",

@@ -49,10 +49,11 @@ HELD_OUT: tuple[Case, ...] = (
     Case(
         "photos-one-worker",
         "data-workers",
-        "one worker, one thread",
+        "one worker, one thread, 4 ms of Python for each sample",
         "photos",
         50,
         ("data.workers=1", _ONE, *_SMALL),
+        (inside("costly_samples", seconds=0.004),),
     ),
     Case(
         "photos-cold-disk",
