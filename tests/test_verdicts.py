@@ -74,7 +74,7 @@ def test_a_real_run_names_what_slows_it(name: str) -> None:
 
 
 def _run(case: Case, work: Path) -> str:
-    settings = ("max_windows=30", *case.settings)
+    settings = ("max_windows=10", "log.every=2", *case.settings)
     ending = execute(case.recipe, settings, case.injections, work, f"test-{case.name}", case.ranks)
     assert ending.code == 0, ending.text
     return str(ending.verdict.get("cause"))
