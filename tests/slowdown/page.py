@@ -25,9 +25,9 @@ The rules were frozen at the tag `rules-frozen`; the cases marked † were writt
 before, twelve were changed after it, because the slowdown didn't bite when they were tried (the loader kept
 up, the server was asked too seldom or too often): those of `data-cpu`, `data-workers` and `data-network`,
 `photos-slow-open`, `shards-slow-disk` and `digits-evaluation-by-one`. So was `shards-slow-s3` †.
-`photos-three-workers` and `photos-one-worker` † were changed after a recorded run in which the training waited
-for data less than 15 % of the time, and which rightly said "none"; what is shown is the run of the changed
-case. Most runs here had 0.7 times the windows of the tables (`--scale 0.7`), for want of time.
+`photos-three-workers` and `photos-one-worker` † were changed after a recorded run in which the training
+waited for data less than 15 % of the time, and which rightly said "none"; what is shown is the run of the
+changed case. Most runs here had 0.7 times the windows of the tables (`--scale 0.7`), for want of time.
 """
 
 
