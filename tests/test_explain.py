@@ -116,6 +116,22 @@ def test_rows_are_merged_by_their_time() -> None:
     assert merged["time/data"] == 0.5
     assert merged["cpu/used"] == pytest.approx(1.75)
     assert merged["slow_rank"] == 1
+    assert merged["slow_excess"] == pytest.approx((3 * 0.1 - 0.1) / 4)  # rank 0 was the slow one for a while
+
+
+def test_ranks_that_are_slow_in_turns_are_no_stragglers() -> None:
+    two = dataclasses.replace(FACTS, ranks=2, local_ranks=2)
+    times = {"time/wall": 1.0, "time/forward": 1.0, "slow_phase": "forward", "slow_excess": 0.15}
+    turns: list[Any] = [{**times, "slow_rank": number % 2} for number in range(5)]
+    assert diagnose(merge(turns), two).cause == "none"
+    assert diagnose(merge([{**one, "slow_rank": 1} for one in turns]), two).cause == "straggler"
+
+
+def test_one_thread_each_is_not_too_many() -> None:
+    figures = {"time/wall": 1.0, "time/forward": 1.0, "cpu/throttled": 0.3}
+    two = dataclasses.replace(FACTS, ranks=2, local_ranks=2, cpus=1.2)
+    assert diagnose(figures, two).cause == "quota"
+    assert diagnose(figures, dataclasses.replace(two, threads=2)).cause == "threads"
 
 
 def test_start_is_nobodys_fault() -> None:

@@ -21,7 +21,7 @@ counts is the last verdict that the run itself writes; its cause must be the one
 what the verdict says that it costs. A run in which other processes of the machine used over 0.3 CPUs says
 nothing about what was put into it: it is done again, whatever it said.
 
-The rules were frozen at the tag `rules-frozen`; the cases marked † were written after that. Of those written
+The rules were frozen at commit 7f60266; the cases marked † were written after that. Of those written
 before, twelve were changed after it, because the slowdown didn't bite when they were tried (the loader kept
 up, the server was asked too seldom or too often): those of `data-cpu`, `data-workers` and `data-network`,
 `photos-slow-open`, `shards-slow-disk` and `digits-evaluation-by-one`. So was `shards-slow-s3` †.
@@ -99,7 +99,7 @@ def page(results: Sequence[Result], replayed: Sequence[Record], conditions: str)
         "```\n",
         "## Injected\n",
         *_table(injected, held_out),
-        "\n† written after the rules were frozen (tag `rules-frozen`).\n",
+        "\n† written after the rules were frozen (commit 7f60266).\n",
         "## Healthy\n",
         *_table(healthy, held_out),
         "\n## Confusion matrix\n",

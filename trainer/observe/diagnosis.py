@@ -151,7 +151,7 @@ def _quota(e: _Evidence) -> Verdict | None:
 
 def _threads(e: _Evidence) -> Verdict | None:
     asked = e.facts.threads * e.facts.local_ranks
-    if asked <= e.facts.cpus + 0.5 or e.facts.on_gpu:
+    if asked <= e.facts.cpus + 0.5 or e.facts.on_gpu or e.facts.threads == 1:
         return None
     text = f"threads: {asked} intra-op threads on {e.facts.cpus:g} CPUs wait for each other"
     return Verdict("threads", 1 - e.facts.cpus / asked, f"{text}: set parallel.threads=auto")
@@ -316,7 +316,9 @@ def merge(rows: list[Figures]) -> dict[str, float | int | str]:
         if texts:
             merged[name] = max(texts, key=texts.count)
         elif name == "slow_rank":
-            merged[name] = _mode(rows)
+            merged |= _slowest(rows)
+        elif name == "slow_excess":
+            continue
         elif name.startswith(("time/", "energy/")) or name == "memory/retries":
             merged[name] = sum(float(value) for value, _ in values)
         else:
@@ -325,14 +327,17 @@ def merge(rows: list[Figures]) -> dict[str, float | int | str]:
     return merged
 
 
-def _mode(rows: list[Figures]) -> int:
-    """The rank that was the slowest for longest."""
+def _slowest(rows: list[Figures]) -> dict[str, float | int]:
+    """The rank that the others waited for longest, less what it waited for them: in turns is nobody."""
     excess: dict[int, float] = {}
     for row in rows:
         if "slow_rank" in row:
             rank = int(_number(row, "slow_rank"))
             excess[rank] = excess.get(rank, 0.0) + _number(row, "slow_excess") * _number(row, "time/wall")
-    return max(excess, key=excess.__getitem__)
+    slow = max(excess, key=excess.__getitem__)
+    net = 2 * excess[slow] - sum(excess.values())
+    wall = sum(_number(row, "time/wall") for row in rows if "slow_rank" in row)
+    return {"slow_rank": slow, "slow_excess": max(0.0, net / max(wall, 1e-9))}
 
 
 def _number(row: Figures, name: str) -> float:
