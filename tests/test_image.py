@@ -46,14 +46,16 @@ def test_a_stand_in_replaces_both_bases_and_is_told() -> None:
 
 
 def test_the_archive_depends_on_the_sources_alone() -> None:
-    words = archive_words(Request(STACK, "train"), read_stack(STACK), {"a": "b"}, Path("f.tar"))
+    stack = {**read_stack(STACK), "source_date_epoch": 1795219200}
+    words = archive_words(Request(STACK, "train"), stack, {"a": "b"}, Path("f.tar"))
     assert "SOURCE_DATE_EPOCH=1795219200" in words
     assert "--provenance=false" in words
     assert "rewrite-timestamp=true" in words[words.index("--output") + 1]
 
 
 def test_labels_say_what_was_found_inside() -> None:
-    labels = labels_of(Request(STACK, "dev"), read_stack(STACK), FACTS | {"cuda": "12.9"}, "abc")
+    stack = {**read_stack(STACK), "source_date_epoch": 1795219200}
+    labels = labels_of(Request(STACK, "dev"), stack, FACTS | {"cuda": "12.9"}, "abc")
     assert labels["trainer.cuda"] == "12.9"
     assert labels["org.opencontainers.image.revision"] == "abc"
     assert labels["org.opencontainers.image.created"] == "2026-11-21T00:00:00Z"
