@@ -74,7 +74,7 @@ image-test: ## run the tests that need a container engine and the images
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto -m "not slow and not container and not timed"
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not slow and not container and not timed"
 	$(VENV)/bin/python -m pytest -m "timed and not slow"
 else
 	$(VENV)/bin/python -m pytest -m "not slow and not container" $(ARGS)

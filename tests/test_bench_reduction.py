@@ -24,6 +24,7 @@ def test_a_setting_beside_the_recipe_as_it_is(capsys: Capsys) -> None:
     assert 0.1 < ratio < 10
 
 
+@pytest.mark.timed
 def test_what_takes_longer_is_seen(capsys: Capsys) -> None:
     assert bench_setting("digits", ["model.width=48"], SMALL, rounds=3, windows=2) == 0
     assert float(capsys.readouterr().out.strip().splitlines()[-1].split("|")[3]) > 1.2

@@ -25,6 +25,8 @@ from trainer.hang import Seen, Watch, judge
 from trainer.parallel import ParallelConfig, World
 
 ROOT = Path(__file__).parents[1]
+# What all its tests wait for is started once: in one process, also where tests run in several.
+pytestmark = pytest.mark.xdist_group("hang")
 HANG_S = 1.5
 JOBS: dict[str, Callable[[], Job]] = {}
 AT_ONCE = 4  # they mostly wait

@@ -26,6 +26,8 @@ from trainer.launch import launch
 from trainer.rank import TORCHRUN, Outcome, ending, explain, is_rank, job_code
 
 ROOT = Path(__file__).parents[1]
+# What all its tests wait for is started once: in one process, also where tests run in several.
+pytestmark = pytest.mark.xdist_group("launch")
 WORKER = "tests.launch.worker"
 START = (
     "import json, os, sys; from trainer.launch import launch\n"

@@ -117,13 +117,14 @@ def test_a_tracker_tells_what_was_there_when_it_failed(allocator: Allocator) -> 
 
 def test_a_tracker_of_the_host() -> None:
     with memory_tracker("host", "cpu", None) as tracked:
-        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        # Above 32 MiB malloc always asks the kernel: smaller ones may lie in what an earlier test gave back.
+        block = torch.ones(128 * MIB, dtype=torch.uint8)
         del block
-        kept = torch.ones(16 * MIB, dtype=torch.uint8)
+        kept = torch.ones(48 * MIB, dtype=torch.uint8)
     assert tracked.kind == "resident"
-    assert 12 * MIB < tracked.after - tracked.before < 40 * MIB
-    assert tracked.peak - tracked.before > 56 * MIB
-    assert kept.sum() == 16 * MIB
+    assert 40 * MIB < tracked.after - tracked.before < 80 * MIB
+    assert tracked.peak - tracked.before > 112 * MIB
+    assert kept.sum() == 48 * MIB
 
 
 def test_peaks_by_phase(allocator: Allocator) -> None:
