@@ -241,6 +241,11 @@ class Meter:
         if self._trace is not None and row["kind"] == "evaluation":
             self._trace.write(row, ())
         # Numbers hide nothing, and a row has many.
-        row = {**row, **redact({name: value for name, value in row.items() if isinstance(value, str)})}
+        row = {
+            **row,
+            **redact(
+                {name: value for name, value in row.items() if isinstance(value, str) and name != "kind"}
+            ),
+        }
         for sink in self.sinks:
             sink(row)
