@@ -26,6 +26,9 @@ from trainer.recipe import Recipe
 from trainer.run import Parts
 
 
+_PAUSE_S = 0.25  # where rows come more often than that, they are judged now and then
+
+
 def explain(
     stack: ExitStack, recipe: Recipe, parts: Parts, world: World, local_ranks: int, meter: Meter
 ) -> Advisor | None:
@@ -66,7 +69,7 @@ def explain(
     if recipe.log.tracemalloc:
         growth = Growth()
         stack.callback(growth.close)
-    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth), _PAUSE_S)
     meter.sinks.append(advisor)
     return advisor
 

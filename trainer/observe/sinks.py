@@ -126,16 +126,20 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
         started = SessionLog(status=SessionLog.START)
         writer.add_event(Event(wall_time=time.time(), step=window + 1, session_log=started))
 
+    begun = set[str]()
+
     def write(row: Row) -> None:
         if row["kind"] == "verdict":
             text = TensorProto(dtype="DT_STRING", string_val=[str(row["text"]).encode()])
             told = Summary.Value(tag="verdict", metadata=create_summary_metadata("verdict", ""), tensor=text)
             writer.add_event(Event(wall_time=time.time(), step=row["window"], summary=Summary(value=[told])))
             return
+        # A curve begins where it is first anything but 0: every value is bytes that Python adds up (CRC).
+        begun.update(name for name, value in row.items() if value != 0)
         values = [
             Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
             for name, value in row.items()
-            if name not in ("window", "epoch") and isinstance(value, float | int)
+            if name in begun and name not in ("window", "epoch") and isinstance(value, float | int)
         ]
         if row["kind"] == "end":  # a summary, not a curve
             return
