@@ -25,8 +25,7 @@ from trainer.prepare import count_shapes
 from trainer.recipe import Recipe
 from trainer.run import Parts
 
-
-_PAUSE_S = 0.25  # where rows come more often than that, they are judged now and then
+_PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
 
 
 def explain(
@@ -34,7 +33,7 @@ def explain(
 ) -> Advisor | None:
     """Gives a meter its sources of figures, until the stack is closed; on rank 0 also who judges them."""
     t = parts.training
-    meter.units = t.units
+    meter.units, meter.pause_s = t.units, _PAUSE_S
     if world.group is not None:
         meter.gather = partial(gather_rows, world)
     if world.rank:
@@ -69,7 +68,7 @@ def explain(
     if recipe.log.tracemalloc:
         growth = Growth()
         stack.callback(growth.close)
-    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth), _PAUSE_S)
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
     meter.sinks.append(advisor)
     return advisor
 

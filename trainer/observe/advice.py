@@ -26,7 +26,6 @@ class Advisor:
         tell: Sink,
         price_per_hour: float = 0.0,
         trends: Trends | None = None,
-        pause_s: float = 0.0,
     ) -> None:
         """Begins without an opinion.
 
@@ -36,9 +35,8 @@ class Advisor:
             tell: Takes rows of the kind "verdict".
             price_per_hour: Of the run; 0: not known.
             trends: Looks for leaks.
-            pause_s: Seconds between two looks at a row; the last word is about all of them.
         """
-        self._pause, self._looked = pause_s, -pause_s
+        self._begun = False
         self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
         self._rows: list[Figures] = []
@@ -48,13 +46,12 @@ class Advisor:
         """A row; the first, which begins with imports and compiling, says nothing."""
         if row["kind"] != "train" or "samples_per_s" not in row:
             return
+        self._begun = True
+        if "time/wall" not in row:
+            return
         self._rows.append(row)
         if len(self._rows) > _MOST_ROWS:
             self._rows = [merge(self._rows)]
-        now = time.monotonic()
-        if now - self._looked < self._pause:
-            return
-        self._looked = now
         self._trends(row)
         verdict = self._diagnose(row)
         # Twice in a row, and not what was said last: a moment is no reason to speak.
@@ -67,7 +64,7 @@ class Advisor:
 
     def conclude(self, window: int, rest: Row) -> Verdict | None:
         """The verdict on the whole attempt, with the time after its last row; None if nothing was timed."""
-        if not self._rows:
+        if not self._begun:
             return None
         self._rows.append(rest)
         verdict = self._diagnose(merge(self._rows))

@@ -86,6 +86,8 @@ class Meter:
         timed_samples: Samples in them.
         sinks: Where the rows go.
         gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
+        pause_s: Seconds for which a row explains nothing after one that did, where they come so often; the
+            next that does tells of all the time between.
         units: Units (tokens) of a sample.
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
@@ -121,6 +123,7 @@ class Meter:
         self.timed_samples = 0
         self.left_out: Collection[int] = ()
         self.units = 1
+        self.pause_s = 0.0
         self.gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.count: Count | None = None
         self.peak: float | None = None
@@ -166,14 +169,23 @@ class Meter:
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
         values = self._on_its_way(values)
         prints = None if self._trace is None else self._on_its_way(self._trace.take())
-        split, table = self._where_the_time_went(window)
+        split, table, more = self._explanation(window)
         now = self._now(window)  # last: its event says that all the copies above have arrived
         windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
-        more = {name: value for source in self.sources for name, value in source().items()}
         self._staged = _Staged(
             self._start, now, max(1, windows), tuple(figures), values, prints, split, table, more
         )
         self._start, self._window = now, window
+
+    def _explanation(
+        self, window: int
+    ) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
+        """Where the time went since it was last told, of this rank and of all, and what the sources say."""
+        # Ranks must not part here: what they do together doesn't go by the clock.
+        if self.gather is None and time.perf_counter() - self._reading.wall < self.pause_s:
+            return {}, None, {}
+        split, table = self._where_the_time_went(window)
+        return split, table, {name: value for source in self.sources for name, value in source().items()}
 
     def _where_the_time_went(self, window: int) -> tuple[dict[str, float], torch.Tensor | None]:
         """Of this rank, and of all of them: a table (ranks, phases) on its way."""
