@@ -1,4 +1,4 @@
-"""Slowdowns that were written after the rules were frozen (tag `rules-frozen`): no rule was fitted to them.
+"""Slowdowns that were written after the rules were frozen (commit 7f60266): no rule was fitted to them.
 
 Other magnitudes, other recipes, and other ways to put a cause there than in `cases`.
 """
