@@ -56,8 +56,8 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
         affinity: CPUs on which this process may be scheduled; by default, if `root` is "/", as the
             scheduler says.
     """
-    if affinity is None and root == Path("/") and hasattr(os, "sched_getaffinity"):
-        affinity = len(os.sched_getaffinity(0))
+    if affinity is None and root == Path("/"):
+        affinity = len(allowed_cpus())
     cgroups = _cgroups(root)
 
     def figures(parse: Callable[[str], float | None], *names: str) -> list[tuple[float, str]]:
@@ -143,9 +143,38 @@ def workers_per_rank(limits: Limits, local_world_size: int) -> int:
     return max(0, min(workers, spare_tasks // _TASKS_PER_WORKER))
 
 
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs on which this container's processes may be scheduled; empty where nobody tells (macOS)."""
+    if _before_binding is not None:
+        return _before_binding
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def keep_to(cpus: frozenset[int]) -> None:
+    """Binds this thread, and what it starts from here on, to some CPUs; the limits stay the container's."""
+    global _before_binding  # noqa: PLW0603
+    if hasattr(os, "sched_setaffinity"):
+        _before_binding = allowed_cpus()
+        os.sched_setaffinity(0, cpus)
+
+
+_before_binding: frozenset[int] | None = None
+
+
 def count_cpus(text: str) -> int | None:
     """Returns how many CPUs a kernel list such as "0-3,8" names; None if it is empty or malformed."""
-    count = 0
+    ranges = _ranges(text)
+    return None if ranges is None else sum(map(len, ranges))
+
+
+def listed_cpus(text: str) -> list[int] | None:
+    """The CPUs that a kernel list such as "0-3,8" names; None if it is empty or malformed."""
+    ranges = _ranges(text)
+    return None if ranges is None else [cpu for part in ranges for cpu in part]
+
+
+def _ranges(text: str) -> list[range] | None:
+    found = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
@@ -153,8 +182,8 @@ def count_cpus(text: str) -> int | None:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             return None
-        count += last - first + 1
-    return count
+        found.append(range(first, last + 1))
+    return found
 
 
 def _cgroups(root: Path) -> list[Path]:

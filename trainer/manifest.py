@@ -18,6 +18,7 @@ import torch
 
 import trainer
 from trainer.config import config_hash
+from trainer.observe.gpus import driver_version
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.recipe import Recipe
@@ -154,7 +155,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "driver": _driver(),
+        "driver": driver_version(),
     }
 
 
@@ -187,19 +188,6 @@ def _cpu() -> str | None:
         return None
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, None)
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        found = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return str(found)
 
 
 def _commit() -> tuple[str | None, bool | None]:

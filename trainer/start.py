@@ -5,10 +5,13 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from trainer.affinity import Cpus, gpu_nodes, read_topology, share_cpus, variables as cpu_variables, within
+from trainer.allocator import allocator_variables
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import BadInputError
@@ -16,6 +19,7 @@ from trainer.gpus import chosen_gpus
 from trainer.launch import launch
 from trainer.limits import read_limits, threads_per_rank
 from trainer.manifest import COMMAND_VARIABLE, command
+from trainer.observe.gpus import bus_ids
 from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
@@ -71,8 +75,11 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
     if options.stop_after is not None and options.stop_after < 1:
         raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
+    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
+    shares = _cpus_of_ranks(recipe, ranks, {**os.environ, **environment})
+    environment |= cpu_variables(recipe.parallel.cpu_binding, shares)
     threads = recipe.parallel.threads
-    threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
+    threads = threads_per_rank(within(read_limits(), shares), ranks) if threads == "auto" else threads
     made = False
     wanted = options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
     if wanted is not None and (stored := read_stored(wanted)) is not None:
@@ -113,6 +120,15 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     finally:
         if made:
             remove_unused(folder)
+
+
+def _cpus_of_ranks(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> list[Cpus]:
+    """The CPUs that each rank is to keep to; empty if none is to be bound."""
+    places: list[int | None] = [None] * ranks
+    if device_kind(recipe) == "cuda":
+        found = gpu_nodes(bus_ids(environ, ranks))
+        places[: len(found)] = found
+    return share_cpus(recipe.parallel.cpu_binding, read_topology(), places)
 
 
 def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, str]]:

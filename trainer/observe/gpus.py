@@ -151,6 +151,41 @@ def _uuid(nvml: Any, gpu: Any) -> str:
     return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
 
 
+def bus_ids(environ: Mapping[str, str], ranks: int, nvml: Any = None) -> list[str]:
+    """Where on the PCI bus the GPUs of this host's ranks are, as far as NVML tells: "00000000:3B:00.0"."""
+    found = [info.busId for info in _each(environ, ranks, "nvmlDeviceGetPciInfo", nvml) if info is not None]
+    return [one.decode() if isinstance(one, bytes) else str(one) for one in found]
+
+
+def gpu_bytes(environ: Mapping[str, str], gpu: int, nvml: Any = None) -> int:
+    """The memory of a visible GPU; 0 if NVML doesn't tell."""
+    found = _each(environ, gpu + 1, "nvmlDeviceGetMemoryInfo", nvml)
+    return int(found[gpu].total) if len(found) > gpu and found[gpu] is not None else 0
+
+
+def _each(environ: Mapping[str, str], ranks: int, question: str, nvml: Any) -> list[Any]:
+    if nvml is None:
+        import pynvml as nvml  # type: ignore[no-redef]
+    gpus = Gpus(nvml, environ, ranks)
+    try:
+        return [gpus._ask(question, handle) for handle in gpus._handles]
+    finally:
+        gpus.close()
+
+
+def driver_version(nvml: Any = None) -> str | None:
+    """The version of NVIDIA's driver; None where there is none."""
+    if nvml is None:
+        import pynvml as nvml  # type: ignore[no-redef]
+    try:
+        nvml.nvmlInit()
+        found = nvml.nvmlSystemGetDriverVersion()
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return None
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
 def slowdown(reasons: int) -> str:
     """Why a GPU's clocks are low: thermal, power or hardware; empty if it is idle or nothing slows it."""
     if reasons & _IDLE:
