@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -128,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     _add_verify(commands)
+    _add_doctor(commands)
     data_commands(commands, _Parser)
 
     bench_commands(commands, _Parser)
@@ -155,6 +156,23 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
     verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
     verify.set_defaults(run=_verify)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
+    )
+    doctor.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether its plan fits"
+    )
+    doctor.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
+    doctor.add_argument(
+        "--json", action="store_true", help="print every check as JSON, with the lines for every place"
+    )
+    doctor.set_defaults(run=_doctor)
 
 
 # Commands import what they need when they run: torch alone takes two seconds.
@@ -199,3 +217,9 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.verify import verify
 
     return verify(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trainer.doctor.command import doctor
+
+    return doctor(options)

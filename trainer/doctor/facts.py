@@ -6,15 +6,13 @@ are pure functions of a `Box`.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from trainer.limits import Limits
 
-Value = TypeVar("Value")
 Status = Literal["ok", "warn", "bad", "not available"]
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -333,41 +331,3 @@ class Box:
     network: Network
     session: Session
     plan: Plan
-
-
-def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> Value:
-    """What a function returns, or something else if it takes too long (a dead NFS server, a lost GPU) or fails.
-
-    It is left behind in its thread then, which doesn't keep the process from ending.
-    """
-    found: list[Value] = []
-
-    def call() -> None:
-        found.append(function())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else otherwise
-
-
-def text_of(path: Path) -> str:
-    """A file's text; empty if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit, bytes_ in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB)):
-        if count >= bytes_:
-            return f"{count / bytes_:.{1 if count < 10 * bytes_ else 0}f} {unit}".replace(".0 ", " ")
-    return f"{count / 1024:.0f} KiB"
-
-
-def some(words: Any, most: int = 4) -> str:
-    """The first few of a list."""
-    listed = list(words)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.doctor.facts import Box, Card, Finding, Gpus, bad, fine, size, some, text_of, unavailable, warn
+from trainer.affinity import gpu_nodes
+from trainer.doctor.facts import Box, Card, Finding, Gpus, bad, fine, unavailable, warn
+from trainer.doctor.helpers import size, some, text_of
 from trainer.doctor.stacks import fitting, numbers, read_stacks, stack_of
 from trainer.observe.gpus import ask, visible_gpus
 
@@ -23,7 +26,8 @@ _PEER_REASONS = {
 }
 GPUS_OF_A_CONTAINER = {
     "docker": "docker run --gpus all …",
-    "compose": "deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
+    "compose": "deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, "
+    "capabilities: [gpu]}]}}}",
     "kubernetes": "resources: {limits: {nvidia.com/gpu: 1}}",
     "slurm": "#SBATCH --gpus-per-node=1   (Apptainer: apptainer exec --nv …)",
 }
@@ -38,13 +42,16 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
         environ: For CUDA_VISIBLE_DEVICES and LD_LIBRARY_PATH.
     """
     kernel = re.search(r"Module.*?\s(\d+\.\d+[.\d]*)", text_of(root / "proc/driver/nvidia/version"))
-    known = {"kernel": kernel[1] if kernel else "", "compat": _compat(root, environ)}
-    nodes = (root / "dev/nvidiactl").exists()
+    seen = Gpus(
+        kernel=kernel[1] if kernel else "",
+        nodes=(root / "dev/nvidiactl").exists(),
+        compat=_compat(root, environ),
+    )
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         code = int(getattr(error, "value", 0) or _UNKNOWN)
-        return Gpus(problem=str(error), code=code, nodes=nodes, **known)
+        return replace(seen, problem=str(error), code=code)
     try:
         handles, wrong = visible_gpus(nvml, environ)
         cards = [_card(nvml, handle, place, root) for place, handle in enumerate(handles)]
@@ -58,9 +65,7 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
                 if status:  # None: it doesn't tell
                     peers.append((other, one, _PEER_REASONS.get(status, "not supported")))
         driver = _words(ask(nvml, "nvmlSystemGetDriverVersion"))
-        return Gpus(
-            driver=driver, nodes=nodes, cards=tuple(cards), wrong=wrong, peers=tuple(peers), **known
-        )
+        return Gpus(driver=driver, nodes=nodes, cards=tuple(cards), wrong=wrong, peers=tuple(peers), **known)
     finally:
         ask(nvml, "nvmlShutdown")
 
@@ -86,8 +91,8 @@ def _card(nvml: Any, handle: Any, place: int, root: Path) -> Card:
     except nvml.NVMLError as error:
         if getattr(error, "value", 0) in (_LOST, 16):  # 16: it wants a reset
             lost = str(error)
-    bus = _words(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", ""))[-12:].lower()
-    node = text_of(root / "sys/bus/pci/devices" / bus / "numa_node") if bus else ""
+    bus = _words(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", ""))
+    node = gpu_nodes([bus], root)[0] if bus else None
     index = ask(nvml, "nvmlDeviceGetIndex", handle)
     return Card(
         index=place if index is None else index,
@@ -95,7 +100,7 @@ def _card(nvml: Any, handle: Any, place: int, root: Path) -> Card:
         architecture=f"sm_{capability[0]}{capability[1]}" if capability else "",
         total=total,
         used=used,
-        node=int(node) if re.fullmatch(r"-?\d+", node) else -1,
+        node=-1 if node is None else node,
         data_centre=ask(nvml, "nvmlDeviceGetBrand", handle) not in _CONSUMER,
         lost=lost,
     )
@@ -113,7 +118,7 @@ def _compat(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def nvml(box: Box) -> Finding:
+def nvml(box: Box) -> Finding:  # noqa: PLR0911
     """Whether NVIDIA's driver answers."""
     gpus = box.gpus
     if not gpus.problem:
@@ -121,7 +126,7 @@ def nvml(box: Box) -> Finding:
     if gpus.code == _MISMATCH:
         return bad(
             f"NVML: {gpus.problem}",
-            "the driver was updated under a loaded kernel module, or a container has another driver's library",
+            "the driver was updated under its loaded kernel module, or a container has another one's library",
             host="sudo reboot   (or unload and load the module nvidia)",
             docker="after that docker run … again: a container keeps the library that it was started with",
         )
@@ -172,9 +177,7 @@ def visible(box: Box) -> Finding:
             slurm="leave CUDA_VISIBLE_DEVICES alone: Slurm sets it for the GPUs of the job",
         )
     if words is not None and not words.strip():
-        return warn(
-            "CUDA_VISIBLE_DEVICES is empty", "it hides every GPU", host="unset CUDA_VISIBLE_DEVICES"
-        )
+        return warn("CUDA_VISIBLE_DEVICES is empty", "it hides every GPU", host="unset CUDA_VISIBLE_DEVICES")
     return fine("every GPU may be used" if words is None else f"CUDA_VISIBLE_DEVICES={words}")
 
 
@@ -218,7 +221,9 @@ def driver(box: Box) -> Finding:
             slurm=f"srun --container-image=REGISTRY/trainer:{best.name}-train …" if best else fits,
         )
     if numbers(gpus.driver) < numbers(stack.native):
-        return fine(f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)")
+        return fine(
+            f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)"
+        )
     return fine(f"driver {gpus.driver} runs CUDA {stack.cuda}")
 
 
@@ -236,8 +241,8 @@ def architecture(box: Box) -> Finding:
         best = fitting(box.gpus, stacks)
         name = best.name if best else ""
         return bad(
-            f"{some(f'{card.name} ({card.architecture})' for card in without)}: torch {stack.torch} has code for "
-            f"{', '.join(stack.architectures)}",
+            f"{some(f'{card.name} ({card.architecture})' for card in without)}: torch {stack.torch} has code "
+            f"for {', '.join(stack.architectures)}",
             'it ends with "no kernel image is available for execution on the device"',
             host=f"make train STACK={name}" if name else "CUDA_VISIBLE_DEVICES=… with the other GPUs",
             docker=f"docker run --gpus all trainer:{name}-train …" if name else "--gpus '\"device=0\"'",

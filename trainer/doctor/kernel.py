@@ -9,8 +9,9 @@ import re
 import resource
 from pathlib import Path
 
-from trainer.doctor.facts import MIB, System, text_of
-from trainer.limits import Limits, cpu_set
+from trainer.doctor.facts import MIB, System
+from trainer.doctor.helpers import text_of
+from trainer.limits import Limits, listed_cpus
 
 _MOST_LOCKED = 64 * MIB
 
@@ -29,12 +30,12 @@ def read_system(root: Path, limits: Limits) -> System:
     allowed = re.search(r"^Cpus_allowed_list:\s+(\S+)$", status, re.MULTILINE)
     nodes = {}
     for file in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        nodes[int(file.parent.name[4:])] = cpu_set(text_of(file))
+        nodes[int(file.parent.name[4:])] = _cpus(text_of(file))
     tried = min(_MOST_LOCKED, available // 8)
     overcommit = text_of(root / "proc/sys/vm/overcommit_memory")
     return System(
-        machine_cpus=len(cpu_set(text_of(root / "sys/devices/system/cpu/online"))),
-        allowed_cpus=cpu_set(allowed[1]) if allowed else frozenset(),
+        machine_cpus=len(_cpus(text_of(root / "sys/devices/system/cpu/online"))),
+        allowed_cpus=_cpus(allowed[1]) if allowed else frozenset(),
         nodes=nodes,
         throttled=_throttled(root, limits),
         available=available,
@@ -94,6 +95,10 @@ def _room(root: Path, limits: Limits, free: int) -> tuple[int, int]:
     taken = (int(used) if used.isdecimal() else 0) - (int(cached[1]) if cached else 0)
     left = max(0, limits.memory_bytes - max(0, taken))
     return min(left, free or left), int(kills[1]) if kills else 0
+
+
+def _cpus(text: str) -> frozenset[int]:
+    return frozenset(listed_cpus(text) or ())
 
 
 def _throttled(root: Path, limits: Limits) -> float | None:

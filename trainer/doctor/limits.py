@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.doctor.facts import GIB, MIB, Box, Finding, bad, fine, size, unavailable, warn
+from trainer.doctor.facts import GIB, MIB, Box, Finding, bad, fine, unavailable, warn
+from trainer.doctor.helpers import pod_volume, size
 
 # NCCL's own advice for containers is 1 GiB of /dev/shm.
 _SHM_OF_NCCL = GIB
@@ -70,7 +71,7 @@ def numa(box: Box) -> Finding:
     far = [card for card in box.gpus.cards if card.node >= 0 and card.node not in own]
     if far:
         return warn(
-            f"GPU {far[0].index} hangs on NUMA node {far[0].node}, this process may run on {sorted(own)} only",
+            f"GPU {far[0].index} hangs on NUMA node {far[0].node}, this may run on {sorted(own)} only",
             "every copy to the GPU crosses the link between the processors",
             docker=f"docker run --cpuset-cpus={_ranges(nodes[far[0].node])} --cpuset-mems={far[0].node} …",
             compose=f'cpuset: "{_ranges(nodes[far[0].node])}"',
@@ -123,7 +124,7 @@ def swap(box: Box) -> Finding:
             "what a step needs may have to come back from a disk first",
             host="free -h; end what takes the memory, then sudo swapoff -a && sudo swapon -a",
             docker="docker run --memory=32g --memory-swap=32g …   (the same figure: no swap)",
-            compose="{mem_limit: 32g, memswap_limit: 32g}",
+            compose="mem_limit: 32g; memswap_limit: 32g",
             slurm="#SBATCH --exclusive, or tell the administrator",
         )
     return fine(f"{size(system.swapped)} swapped out" if system.swapped else "nothing is swapped out")
@@ -156,8 +157,8 @@ def memlock(box: Box) -> Finding:
         "compose": "ulimits: {memlock: -1}",
         "kubernetes": "securityContext: {capabilities: {add: [IPC_LOCK]}}   (a pod spec has no ulimits; else "
         "LimitMEMLOCK=infinity for the node's containerd)",
-        "slurm": "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf and LimitMEMLOCK=infinity for slurmd (an "
-        "administrator's)",
+        "slurm": "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf, and LimitMEMLOCK=infinity for slurmd "
+        "(an administrator's)",
         "host": "'* - memlock unlimited' in /etc/security/limits.d/rdma.conf, then log in again",
     }
     if box.network.infiniband:
@@ -175,8 +176,7 @@ def shared(box: Box) -> Finding:
     remedy = {
         "docker": f"docker run --shm-size={gib}g …   (or --ipc=host)",
         "compose": f"shm_size: {gib}gb",
-        "kubernetes": f"volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {gib}Gi}}}}], volumeMounts: "
-        "[{name: shm, mountPath: /dev/shm}]",
+        "kubernetes": pod_volume("shm", f"emptyDir: {{medium: Memory, sizeLimit: {gib}Gi}}", "/dev/shm"),
         "slurm": "srun --container-mounts=/dev/shm:/dev/shm …   (Pyxis; Apptainer: --bind /dev/shm)",
         "host": f"sudo mount -o remount,size={gib}G /dev/shm",
     }
@@ -195,8 +195,8 @@ def shared(box: Box) -> Finding:
     if plan.ahead > free:
         return warn(
             said,
-            f"a plain DataLoader with {plan.recipe}'s workers would put {size(plan.ahead)} there and end with a "
-            f"bus error; {own}",
+            f"a plain DataLoader with the workers of {plan.recipe} would put {size(plan.ahead)} there and "
+            f"end with a bus error; {own}",
             **remedy,
         )
     return fine(f"{said}; {own}")
@@ -232,7 +232,7 @@ def _ulimit(box: Box, name: str, letter: str, least: int, cause: str, give: str,
             cause,
             docker=f"docker run --ulimit {name}={give}:{give} …",
             compose=f"ulimits: {{{name}: {give}}}",
-            kubernetes=f'command: ["bash", "-c", "{shell} && exec trainer train …"]   (up to the node\'s hard limit)',
+            kubernetes=f'command: ["bash", "-c", "{shell} && exec trainer train …"]   (up to the hard limit)',
             slurm=f"{shell}   (in the batch script, before srun)",
             host=shell,
         )

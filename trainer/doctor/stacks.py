@@ -1,4 +1,4 @@
-"""The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and the locks."""
+"""The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and locks."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def visible_gpus(nvml: Any, environ: Mapping[str, str]) -> tuple[list[Any], str]
     there = [ask(nvml, "nvmlDeviceGetHandleByIndex", number) for number in range(count)]
     if "CUDA_VISIBLE_DEVICES" not in environ:
         return [gpu for gpu in there if gpu is not None], ""
-    found = []
+    found = list[Any]()
     for word in environ["CUDA_VISIBLE_DEVICES"].split(","):
         name, chosen = word.strip(), None
         if name.isdecimal() and len(name) < 5:
