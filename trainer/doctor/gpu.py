@@ -65,7 +65,7 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
                 if status:  # None: it doesn't tell
                     peers.append((other, one, _PEER_REASONS.get(status, "not supported")))
         driver = _words(ask(nvml, "nvmlSystemGetDriverVersion"))
-        return Gpus(driver=driver, nodes=nodes, cards=tuple(cards), wrong=wrong, peers=tuple(peers), **known)
+        return replace(seen, driver=driver, cards=tuple(cards), wrong=wrong, peers=tuple(peers))
     finally:
         ask(nvml, "nvmlShutdown")
 
@@ -156,7 +156,7 @@ def nvml(box: Box) -> Finding:  # noqa: PLR0911
     return bad(
         f"NVML: {gpus.problem}",
         "a container loses its GPUs when systemd reloads while it runs; else a GPU or the driver failed",
-        docker="docker restart CONTAINER; if it comes back: --device=/dev/nvidiactl --device=/dev/nvidia0 …, "
+        docker="docker restart CONTAINER; against it docker run --device=/dev/nvidiactl --device=/dev/nvidia0 …, "
         'or "exec-opts": ["native.cgroupdriver=cgroupfs"] in /etc/docker/daemon.json',
         kubernetes="kubectl delete pod NAME   (its controller starts it again)",
         slurm="scontrol update nodename=NODE state=drain reason=gpu   (an administrator's)",
@@ -210,21 +210,28 @@ def driver(box: Box) -> Finding:
         stack = same[0]
     if numbers(gpus.driver) < numbers(stack.floor):
         best = fitting(gpus, stacks)
-        fits = f"STACK={best.name}" if best else "no stack fits this driver: update it"
+        said = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
+        if best is None:
+            update = f"update the driver to {stack.floor} at least"
+            return bad(said, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
         return bad(
-            f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs",
-            f"CUDA won't start; {fits if best else 'there is no older stack'}",
-            host=f"make train {fits}   (or update the driver)" if best else fits,
-            docker=f"docker run --gpus all trainer:{best.name}-train …" if best else fits,
-            compose=f"image: trainer:{best.name}-train" if best else fits,
-            kubernetes=f"image: REGISTRY/trainer:{best.name}-train" if best else fits,
-            slurm=f"srun --container-image=REGISTRY/trainer:{best.name}-train …" if best else fits,
+            said, f"CUDA won't start; the stack {best.name} fits, or a newer driver", **_with_stack(best.name)
         )
     if numbers(gpus.driver) < numbers(stack.native):
         return fine(
             f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)"
         )
     return fine(f"driver {gpus.driver} runs CUDA {stack.cuda}")
+
+
+def _with_stack(name: str) -> dict[str, str]:
+    return {
+        "host": f"make train STACK={name}",
+        "docker": f"docker run --gpus all trainer:{name}-train …",
+        "compose": f"image: trainer:{name}-train",
+        "kubernetes": f"image: REGISTRY/trainer:{name}-train",
+        "slurm": f"srun --container-image=REGISTRY/trainer:{name}-train …   (Pyxis)",
+    }
 
 
 def architecture(box: Box) -> Finding:
@@ -239,13 +246,16 @@ def architecture(box: Box) -> Finding:
     without = [card for card in cards if not stack.covers(card.architecture)]
     if without:
         best = fitting(box.gpus, stacks)
-        name = best.name if best else ""
+        others = {
+            "host": "CUDA_VISIBLE_DEVICES=0 trainer train …   (the numbers of other GPUs, if there are)",
+            "docker": "docker run --gpus '\"device=0\"' …   (the same)",
+        }
         return bad(
             f"{some(f'{card.name} ({card.architecture})' for card in without)}: torch {stack.torch} has code "
             f"for {', '.join(stack.architectures)}",
-            'it ends with "no kernel image is available for execution on the device"',
-            host=f"make train STACK={name}" if name else "CUDA_VISIBLE_DEVICES=… with the other GPUs",
-            docker=f"docker run --gpus all trainer:{name}-train …" if name else "--gpus '\"device=0\"'",
+            'it ends with "no kernel image is available for execution on the device"'
+            + (f"; the stack {best.name} fits" if best else "; no stack fits"),
+            **(_with_stack(best.name) if best else others),
         )
     return fine(f"torch has code for {', '.join(sorted({card.architecture for card in cards}))}")
 

@@ -60,3 +60,8 @@ def pod_volume(name: str, source: str, path: str) -> str:
     """
     mounts = f"containers: [{{volumeMounts: [{{name: {name}, mountPath: {path}}}]}}]"
     return f"spec: {{volumes: [{{name: {name}, {source}}}], {mounts}}}"
+
+
+def ranks(count: int) -> str:
+    """So many ranks."""
+    return f"{count} rank{'s' * (count != 1)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trainer.doctor.facts import GIB, MIB, Box, Finding, bad, fine, unavailable, warn
-from trainer.doctor.helpers import pod_volume, size
+from trainer.doctor.helpers import pod_volume, ranks, size
 
 # NCCL's own advice for containers is 1 GiB of /dev/shm.
 _SHM_OF_NCCL = GIB
@@ -27,18 +27,25 @@ def quota(box: Box) -> Finding:
     }
     said = f"{cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
     if cpus < plan.ranks:
-        return warn(f"{said} for {plan.ranks} ranks", "ranks take turns: steps are slow and uneven", **remedy)
+        return warn(
+            f"{said} for {ranks(plan.ranks)}", "ranks take turns: steps are slow and uneven", **remedy
+        )
     if cpus < wanted:
         return warn(
-            f"{said} for {plan.ranks} ranks with {plan.workers} loader workers each",
+            f"{said} for {ranks(plan.ranks)} with {plan.workers} loader workers each",
             "workers take the time of the ranks that they should feed",
             **remedy,
         )
     if box.system.throttled is not None and box.system.throttled > 0.1:
+        whole = math.ceil(cpus)
         return warn(
             f"{said}; the quota stopped this container in {box.system.throttled:.0%} of its periods so far",
-            "more threads run than the quota pays for; all of them are stopped together",
-            **{**remedy, "docker": f"docker run --cpuset-cpus=0-{math.ceil(cpus) - 1} … (instead of --cpus)"},
+            "more threads run than the quota pays for, and all of them are stopped together",
+            docker=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
+            compose=f'cpuset: "0-{whole - 1}"   (instead of cpus:)',
+            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole CPUs, with the static CPU manager)',
+            slurm=f"#SBATCH --cpus-per-task={whole}",
+            host="OMP_NUM_THREADS=… of programs that don't ask for the limits; trainer train does",
         )
     return fine(said)
 
@@ -75,8 +82,8 @@ def numa(box: Box) -> Finding:
             "every copy to the GPU crosses the link between the processors",
             docker=f"docker run --cpuset-cpus={_ranges(nodes[far[0].node])} --cpuset-mems={far[0].node} …",
             compose=f'cpuset: "{_ranges(nodes[far[0].node])}"',
-            kubernetes="kubelet: topologyManagerPolicy: single-numa-node (of the node, not of the pod)",
-            slurm="#SBATCH --gpu-bind=closest --cpu-bind=cores   (options of srun)",
+            kubernetes="kubelet: topologyManagerPolicy: single-numa-node   (of the node, not of the pod)",
+            slurm="srun --gpu-bind=closest --cpu-bind=cores …",
             host=f"numactl --cpunodebind={far[0].node} --membind={far[0].node} trainer train …",
         )
     return fine(f"{len(nodes)} NUMA nodes, of which this may run on {len(own)}")
@@ -89,42 +96,50 @@ def memory(box: Box) -> Finding:
         return unavailable("the system doesn't tell its memory")
     # A rank that has imported torch takes about 0.5 GiB, one that trains 1 to 2.
     wanted = plan.ahead + plan.ranks * GIB
-    gib = math.ceil((wanted + limits.memory_bytes - system.available) / GIB) + 1
-    remedy = {
-        "docker": f"docker run --memory={gib}g …",
-        "compose": f"mem_limit: {gib}g",
-        "kubernetes": f"resources: {{requests: {{memory: {gib}Gi}}, limits: {{memory: {gib}Gi}}}}",
-        "slurm": f"#SBATCH --mem={gib}G",
-        "host": "--set data.workers=1 --set data.prefetch=1, or end what else takes memory",
-    }
+    source = limits.sources.get("memory_bytes", "unknown")
     said = f"{size(system.available)} of {size(limits.memory_bytes)} are free"
     if system.available < wanted:
         ahead = f" and batches ahead take {size(plan.ahead)}" if plan.ahead else ""
         judge = bad if system.available < wanted / 2 else warn
         return judge(
-            f"{said} ({limits.sources.get('memory_bytes', 'unknown')})",
-            f"{plan.ranks} ranks take about a GiB each{ahead}: the kernel kills what goes beyond",
-            **remedy,
+            f"{said} ({source})",
+            f"{ranks(plan.ranks)} of about a GiB each{ahead}: the kernel kills what goes beyond",
+            **_more_memory(source, wanted + limits.memory_bytes - system.available),
         )
     if system.oom_kills:
         return warn(
             f"{said}; the kernel killed {system.oom_kills} processes of this container for memory so far",
             "something in it took more than the limit",
-            **remedy,
+            **_more_memory(source, 2 * limits.memory_bytes),
         )
     return fine(said)
+
+
+def _more_memory(source: str, wanted: float) -> dict[str, str]:
+    less = {"host": "--set data.workers=1 --set data.prefetch=1, or end what else takes memory"}
+    if "cgroup" not in source:  # it is the machine's: no option gives more
+        return less
+    gib = math.ceil(wanted / GIB) + 1
+    return {
+        "docker": f"docker run --memory={gib}g …",
+        "compose": f"mem_limit: {gib}g",
+        "kubernetes": f"resources: {{requests: {{memory: {gib}Gi}}, limits: {{memory: {gib}Gi}}}}",
+        "slurm": f"#SBATCH --mem={gib}G",
+        **less,
+    }
 
 
 def swap(box: Box) -> Finding:
     """Whether memory was swapped out."""
     system = box.system
     if system.swapped > max(GIB, 0.25 * system.swap_total):
+        gib = max(1, box.limits.memory_bytes // GIB)
         return warn(
             f"{size(system.swapped)} lie in swap space",
             "what a step needs may have to come back from a disk first",
             host="free -h; end what takes the memory, then sudo swapoff -a && sudo swapon -a",
-            docker="docker run --memory=32g --memory-swap=32g …   (the same figure: no swap)",
-            compose="mem_limit: 32g; memswap_limit: 32g",
+            docker=f"docker run --memory={gib}g --memory-swap={gib}g …   (the same figure: no swap)",
+            compose=f"mem_limit: {gib}g; memswap_limit: {gib}g",
             slurm="#SBATCH --exclusive, or tell the administrator",
         )
     return fine(f"{size(system.swapped)} swapped out" if system.swapped else "nothing is swapped out")
@@ -188,6 +203,8 @@ def shared(box: Box) -> Finding:
             f"NCCL and plain DataLoaders with workers need it ({own})",
             **remedy,
         )
+    if total >= gib * GIB:
+        remedy = {"host": "ls -l /dev/shm; rm what processes left there that are gone"}
     said = f"{size(free)} of {size(total)} in /dev/shm are free"
     if several and free < _SHM_OF_NCCL:
         judge = bad if free < _SHM_LEAST * len(box.gpus.cards) else warn
@@ -211,10 +228,10 @@ def pids(box: Box) -> Finding:
     if most < wanted:
         return bad(
             f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
-            f"{plan.ranks} ranks with {plan.workers} workers each take about {wanted}: the next thread fails",
+            f"{ranks(plan.ranks)} with {plan.workers} workers each want about {wanted}: the next thread fails",
             docker="docker run --pids-limit=4096 …",
             compose="pids_limit: 4096",
-            kubernetes="kubelet: podPidsLimit: 4096 (of the node, not of the pod)",
+            kubernetes="kubelet: podPidsLimit: 4096   (of the node, not of the pod)",
             slurm="TasksMax=infinity for slurmd (systemctl edit slurmd; an administrator's)",
             host="--set data.workers=1, or TasksMax= of the systemd unit that started this",
         )

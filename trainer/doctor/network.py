@@ -185,7 +185,7 @@ def infiniband(box: Box) -> Finding:
             "NCCL goes over TCP: several times slower between hosts",
             docker="docker run --device=/dev/infiniband --ulimit memlock=-1:-1 --network=host …",
             compose="devices: [/dev/infiniband]; ulimits: {memlock: -1}; network_mode: host",
-            kubernetes="resources: {limits: {rdma/hca_shared_devices_a: 1}}   (as your device plugin names it)",
+            kubernetes="resources: {limits: {rdma/hca_shared_devices_a: 1}}   (your device plugin's name)",
             slurm="srun --container-mounts=/dev/infiniband …   (Pyxis; Apptainer has it)",
             host="ls -l /dev/infiniband; sudo modprobe ib_uverbs",
         )

@@ -123,7 +123,7 @@ def home(box: Box) -> Finding:
         docker="docker run -e HOME=/tmp …   (the images of this project set /home/trainer, for any user)",
         compose="environment: {HOME: /tmp}",
         kubernetes="env: [{name: HOME, value: /tmp}]",
-        slurm="export HOME=$SLURM_TMPDIR",
+        slurm="export HOME=/tmp",
         host="export HOME=/tmp",
     )
 

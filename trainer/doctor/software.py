@@ -146,7 +146,7 @@ def lock(box: Box) -> Finding:  # noqa: PLR0911
         return bad(f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **anew)
     stack = stack_of(software, stacks)
     if stack is None:
-        known = ", ".join(one.torch for one in stacks.values())
+        known = ", ".join(sorted(stacks))
         return warn(
             f"torch {software.torch} is of no stack (there are {known})",
             "nobody has tried these versions together",
@@ -299,7 +299,8 @@ def user_site(box: Box) -> Finding:
     leaked = box.software.leaked
     if not leaked:
         return fine("no package comes from the user's own site-packages")
-    locked = [name for name in leaked if name in next(iter(read_stacks().values())).wheels or name == "torch"]
+    ours = {name for stack in read_stacks().values() for name in stack.wheels}
+    locked = [name for name in leaked if name in ours]
     judge = bad if locked else warn
     return judge(
         f"{some(locked or leaked)} in ~/.local come before or beside the environment's",

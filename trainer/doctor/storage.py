@@ -48,7 +48,7 @@ def run_folder(box: Box) -> Finding:
             "compose": "volumes: ['/data/runs:/workspace/runs']",
             "kubernetes": pod_volume("runs", "persistentVolumeClaim: {claimName: runs}", "/workspace/runs")
             + "   (and securityContext: {fsGroup: 1000})",
-            "slurm": "trainer train … --out $SCRATCH/runs/$SLURM_JOB_ID",
+            "slurm": "trainer train … --out /scratch/$USER/runs/$SLURM_JOB_ID",
             "host": "trainer train … --out /another/disk/runs/mine",
         },
     )
@@ -62,7 +62,7 @@ def cache_folder(box: Box) -> Finding:
         "cache folder",
         {
             **_CACHE_VOLUME,
-            "slurm": "export XDG_CACHE_HOME=$SLURM_TMPDIR/cache",
+            "slurm": "export XDG_CACHE_HOME=/scratch/$USER/cache",
             "host": "export XDG_CACHE_HOME=/another/disk/cache",
         },
     )
@@ -78,7 +78,7 @@ def tmp_folder(box: Box) -> Finding:
             "docker": "docker run --tmpfs /tmp:size=2g …   (with --read-only there is none otherwise)",
             "compose": "tmpfs: ['/tmp:size=2g']",
             "kubernetes": pod_volume("tmp", "emptyDir: {}", "/tmp"),
-            "slurm": "export TMPDIR=/local/scratch; #SBATCH --tmp=10G asks for a node with that much",
+            "slurm": "#SBATCH --tmp=10G   (a node with that much), and export TMPDIR=/local/scratch",
             "host": "export TMPDIR=/another/disk/tmp",
         },
     )
@@ -93,7 +93,7 @@ def caches(box: Box) -> Finding:
             some(broken, 2),
             "code is compiled anew in every run, or can't be",
             **_CACHE_VOLUME,
-            slurm=f"export {name}=$SLURM_TMPDIR/cache",
+            slurm=f"export {name}=/scratch/$USER/cache",
             host=f"export {name}=/tmp/cache-$(id -u)",
         )
     remote = [folder for folder in box.caches.values() if folder.mount.kind in _NETWORK]
@@ -102,7 +102,7 @@ def caches(box: Box) -> Finding:
             f"{remote[0].path} lies on {remote[0].mount.kind}",
             "every compilation makes thousands of small files and locks there",
             host="export XDG_CACHE_HOME=/local/disk/cache",
-            slurm="export XDG_CACHE_HOME=$SLURM_TMPDIR/cache",
+            slurm="export XDG_CACHE_HOME=/local/scratch/$USER/cache   (a disk of the node)",
             docker="docker run -v trainer-cache:/cache …   (a volume of this host)",
         )
     return fine(f"{len(box.caches)} cache folders can be written")
@@ -134,7 +134,7 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
         "docker": "docker run -v /local/disk/pack:/data:ro …",
         "compose": "volumes: ['/local/disk/pack:/data:ro']",
         "kubernetes": "copy it to a volume of the node first (an initContainer and an emptyDir)",
-        "slurm": f"cp -r {data.path} $SLURM_TMPDIR/   (before srun, on every node)",
+        "slurm": f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (a disk of each node, first)",
     }
     if kind in _NETWORK or kind.startswith("fuse"):
         return warn(said, "every image is a round trip over the network", **pack)
@@ -158,7 +158,7 @@ def data_speed(box: Box) -> Finding:
             said,
             f"a worker that reads one image at a time gets no more than {data.reads:,.0f} per second",
             host=f"trainer data pack {data.path} /local/disk/pack; or more workers: --set data.workers=…",
-            slurm=f"cp -r {data.path} $SLURM_TMPDIR/   (before srun, on every node)",
+            slurm=f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (a disk of each node, first)",
             kubernetes="copy it to a volume of the node first (an initContainer and an emptyDir)",
         )
     return fine(said)
