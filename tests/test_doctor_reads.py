@@ -197,7 +197,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
-    found = judge(read_box(None, Read(), tmp_path / "runs", tmp_path, {}, nvml(init=12)))
+    found = judge(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
     assert len(found) >= 25
     assert found["cpu.set"].status == found["gpu.driver"].status == "not available"
     assert not any("can't be checked" in one.finding for one in found.values())
@@ -236,7 +236,8 @@ def test_mlock_is_tried_for_real() -> None:
 @IN_ROOT_ONLY
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
-    imports = "from trainer.cli import main\nimport trainer.doctor.command, pynvml"
+    imports = "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig"
+    imports += "\nsysconfig.get_config_vars()"
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
     rows = {row["id"]: row for row in json.loads(said)}
     assert rows["ulimit.nofile"]["finding"] == "open files: 200"
@@ -493,6 +494,8 @@ def test_the_defaults_are_those_of_a_recipe() -> None:
     whole, read = Recipe(epochs=1), Read()
     assert read.device == whole.device
     assert read.compile.mode == whole.compile.mode
+    names = type(read.data).model_fields["name"].annotation
+    assert names == type(whole.data).model_fields["name"].annotation
     for name in type(read.data).model_fields:
         assert getattr(read.data, name) == getattr(whole.data, name), name
 

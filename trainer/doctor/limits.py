@@ -18,13 +18,15 @@ def quota(box: Box) -> Finding:
     """The CPU quota against the planned ranks and workers, and whether it bites."""
     cpus, plan, limits = box.limits.cpus, box.plan, box.limits
     wanted = max(plan.ranks * (plan.workers + 1), 1)
-    remedy = {
-        "docker": f"docker run --cpus={wanted} …",
-        "compose": f"cpus: {wanted}",
-        "kubernetes": f'resources: {{requests: {{cpu: "{wanted}"}}, limits: {{cpu: "{wanted}"}}}}',
-        "slurm": f"#SBATCH --cpus-per-task={max(1, wanted // plan.ranks)}",
-        "host": f"--set data.workers={max(0, math.floor(cpus / plan.ranks) - 1)}",
-    }
+    remedy = {"host": f"--set data.workers={max(0, math.floor(cpus / plan.ranks) - 1)}"}
+    most = min(wanted, box.system.machine_cpus)
+    if most > cpus:
+        remedy |= {
+            "docker": f"docker run --cpus={most} …",
+            "compose": f"cpus: {most}",
+            "kubernetes": f'resources: {{requests: {{cpu: "{most}"}}, limits: {{cpu: "{most}"}}}}',
+            "slurm": f"#SBATCH --cpus-per-task={max(1, most // plan.ranks)}",
+        }
     said = f"{cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
     if cpus < plan.ranks:
         return warn(

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from trainer.config import Section, override, read_recipe, recipe_names, validated
+from trainer.config import Section, override, read_recipe, validated
 from trainer.doctor.facts import Gpus, Plan
-from trainer.errors import BadInputError
 from trainer.limits import Limits, workers_per_rank
 
 _IN_MEMORY = ("digits", "synthetic")
@@ -17,7 +16,7 @@ _IN_MEMORY = ("digits", "synthetic")
 
 class _Data(Section):
     model_config = ConfigDict(extra="ignore")
-    name: str = "digits"
+    name: Literal["digits", "synthetic", "folder", "table", "shards", "pack"] = "digits"
     path: str | None = None
     cache: str | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -43,22 +42,17 @@ class Read(Section):
 _KNOWN = {"device", "compile.mode", *(f"data.{name}" for name in _Data.model_fields)}
 
 
-def read_keys(recipe: str | None, settings: Sequence[str]) -> Read:
-    """Reads a recipe, and checks what was set as `trainer train` would.
+def read_keys(recipe: str, settings: Sequence[str]) -> Read:
+    """Reads a recipe, and checks the keys that the doctor looks at as `trainer train` would.
 
-    Keys that the doctor doesn't know are for the whole configuration to judge, which imports torch; with a
-    recipe of the package and keys that it does know that isn't needed.
+    Other keys of a recipe are left to that. What else was set is judged by the whole configuration, which
+    imports torch.
 
     Raises:
         BadInputError: For the first thing that is wrong.
     """
-    if recipe is None:
-        if settings:
-            raise BadInputError(f"--set {settings[0]}: name a recipe, such as trainer doctor digits --set …")
-        return Read()
     values = override(read_recipe(recipe), settings)
-    given = override({}, settings) if recipe in recipe_names() else values
-    if set(_dotted(given)) - _KNOWN or "data.name" in _dotted(given):
+    if set(_dotted(override({}, settings))) - _KNOWN:
         _check_all(recipe, settings)
     return validated(Read, values, recipe)
 
@@ -79,7 +73,7 @@ def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield f"{before}{name}"
 
 
-def make_plan(recipe: str | None, read: Read, limits: Limits, gpus: Gpus) -> Plan:
+def make_plan(recipe: str, read: Read, limits: Limits, gpus: Gpus) -> Plan:
     """What a run of it would want here.
 
     Args:
@@ -89,8 +83,6 @@ def make_plan(recipe: str | None, read: Read, limits: Limits, gpus: Gpus) -> Pla
         gpus: Which give the number of ranks.
     """
     ranks = max(1, len(gpus.cards)) if read.device != "cpu" else 1
-    if recipe is None:
-        return Plan(ranks=ranks)
     data = read.data
     files = data.name not in _IN_MEMORY
     workers = data.workers if data.workers != "auto" else workers_per_rank(limits, ranks) if files else 0
