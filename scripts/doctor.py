@@ -25,7 +25,7 @@ from trainer.errors import BadInputError
 
 
 def container(image: str, data: str) -> tuple[list[str], str]:
-    """The command that starts a container of the image with the GPUs that it can see, or why there is none."""
+    """What starts a container of the image, with the GPUs that it can see; or why there is none."""
     try:
         check_engine()
     except BadInputError as error:
