@@ -209,9 +209,9 @@ def test_interfaces_by_their_first_letters() -> None:
 
 
 def test_problems_come_first_with_cause_and_remedy() -> None:
-    found = judge(healthy(limits__pids=100, session__synchronised=False))
+    found = judge(healthy(limits__pids=50, session__synchronised=False))
     lines = list(plain(found, ("docker", "compose")))
-    assert lines[0].startswith("bad   pids.limit: 100 processes")
+    assert lines[0].startswith("bad   pids.limit: 50 processes")
     assert lines[1].startswith("      cause: 2 ranks")
     assert lines[2:4] == ["      docker: docker run --pids-limit=4096 …", "      compose: pids_limit: 4096"]
     assert lines[4].startswith("warn  time.clock: ")
@@ -226,7 +226,7 @@ def test_a_healthy_box_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    show(judge(healthy(limits__pids=100)), {}, 1.0)
+    show(judge(healthy(limits__pids=50)), {}, 1.0)
     out = capsys.readouterr().out
     assert "pids.limit" in out
     assert "┃" in out
@@ -260,7 +260,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "read_box", lambda *_: healthy(limits__pids=100))
+    monkeypatch.setattr(command, "read_box", lambda *_: healthy(limits__pids=50))
     code, out, _ = doctor(capsys, "--json")
     rows = json.loads(out)
     assert code == 1

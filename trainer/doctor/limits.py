@@ -30,7 +30,9 @@ def quota(box: Box) -> Finding:
     said = f"{cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
     if cpus < plan.ranks:
         return warn(
-            f"{said} for {ranks(plan.ranks)}", "ranks take turns: steps are slow and uneven", **remedy
+            f"{said} for {ranks(plan.ranks)}",
+            "a rank has less than one CPU: steps are slow and uneven",
+            **remedy,
         )
     if cpus < wanted:
         return warn(
@@ -228,9 +230,10 @@ def pids(box: Box) -> Finding:
         return fine("processes aren't limited by a cgroup")
     wanted = plan.ranks * (_TASKS_PER_RANK + _TASKS_PER_WORKER * plan.workers)
     if most < wanted:
-        return bad(
+        judge = bad if most < wanted / 2 else warn
+        return judge(
             f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
-            f"{ranks(plan.ranks)} with {plan.workers} workers each want about {wanted}: threads fail",
+            f"{ranks(plan.ranks)} with {plan.workers} workers each take up to about {wanted}: the next fails",
             docker="docker run --pids-limit=4096 …",
             compose="pids_limit: 4096",
             kubernetes="kubelet: podPidsLimit: 4096   (of the node, not of the pod)",
