@@ -144,6 +144,7 @@ lock: override VENV = build/lock
 lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels --pool FILE"
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
+	$(VENV)/bin/python scripts/stack_table.py
 
 audit sbom: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml

@@ -177,6 +177,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("disk.run", "bad", {"folders__run__files": 3}, "only 3 more files"),
     ("disk.run", "warn", {"folders__run__free": 5 * GIB}, "5 GiB"),
     ("disk.run", "warn", {"folders__run__speed": 5e6}, "5 MB/s"),
+    ("disk.run", "warn", {"folders__run__speed": 0.0}, "took too long to write"),
     ("disk.run", "warn", {"folders__run__mount": Mount("overlay", "/", "container layer")}, "own layer"),
     ("disk.run", "warn", {"folders__run__mount": Mount("tmpfs", "/data")}, "in memory"),
     ("disk.cache", "warn", {"folders__cache__error": "Permission denied"}, "-v trainer-cache:/cache"),

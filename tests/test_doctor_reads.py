@@ -1,6 +1,7 @@
 """Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -279,6 +280,7 @@ def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "not/yet/there")
     assert found.error == ""
     assert found.free > 0
+    assert found.speed is not None
     assert found.speed > 0
     assert abs(found.skew) < 1
     assert list(tmp_path.iterdir()) == []
@@ -311,6 +313,26 @@ def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     assert read_folder(tmp_path).error == "no answer within 0.05 s"
     assert time.monotonic() - began < 1
+
+
+def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "_LONGEST", 0.3)
+    monkeypatch.setattr(disks, "_write", lambda _: time.sleep(1))
+    found = read_folder(tmp_path)
+    assert (found.error, found.speed) == ("", 0.0)
+    assert read_folder(tmp_path, known=[found]).speed == 0.0  # and isn't waited for again
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def refuse(file: int, block: Any) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, block)
+
+    monkeypatch.setattr("os.write", refuse)
+    assert (read_folder(tmp_path).speed or 0) > 0
 
 
 def test_data_is_read_at_random(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Folder:
         error: Why it can't be written; "".
         free: Bytes that are free for this user.
         files: Inodes that are free; -1 where there is no such number.
-        speed: Bytes per second of a short write that was synced; 0 if it wasn't measured.
+        speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
         skew: Seconds by which the file system's clock is ahead of this host's.
         mount: Its file system.
     """
@@ -181,7 +181,7 @@ class Folder:
     error: str = ""
     free: int = 0
     files: int = -1
-    speed: float = 0.0
+    speed: float | None = None
     skew: float = 0.0
     mount: Mount = Mount()
 

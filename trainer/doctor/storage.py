@@ -21,8 +21,8 @@ def _room(box: Box, role: str, what: str, remedy: dict[str, str]) -> Finding:  #
         judge = warn if role == "cache" else bad
         return judge(f"{where}: {folder.error}", "nothing can be written there", **remedy)
     said = f"{where}: {size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
-    if folder.speed:
-        said += f", {folder.speed / 1e6:,.0f} MB/s"
+    if folder.speed is not None:
+        said += f", {folder.speed / 1e6:,.0f} MB/s" if folder.speed else ", a few MiB took too long to write"
     if folder.free < _LEAST or 0 <= folder.files < 1000:
         why = f"only {folder.files} more files fit" if 0 <= folder.files < 1000 else "checkpoints won't fit"
         return bad(said, why if role != "cache" else "compiled code and copies of data won't fit", **remedy)
@@ -32,8 +32,8 @@ def _room(box: Box, role: str, what: str, remedy: dict[str, str]) -> Finding:  #
         return warn(said, "it lies in memory: it counts against the limit, and is gone at the end", **remedy)
     if role == "run" and folder.mount.how == "container layer":
         return warn(said, "it lies in the container's own layer: slow, and gone with it", **remedy)
-    if 0 < folder.speed < _SLOW_WRITE:
-        return warn(said, "checkpoints and logs wait for the disk", **remedy)
+    if folder.speed is not None and folder.speed < _SLOW_WRITE:
+        return warn(said, "checkpoints and logs wait for it: a slow disk, or one that is busy now", **remedy)
     return fine(said)
 
 
