@@ -178,6 +178,12 @@ def test_a_torch_without_a_stack_is_judged_by_its_cuda() -> None:
     assert judge(healthy(software=own))["gpu.driver"].status == "ok"
 
 
+def test_a_stack_without_its_lock_is_told() -> None:
+    own = judge(healthy(software__lock="", software__installed__pyyaml="5.0"))["software.lock"]
+    assert (own.status, own.finding[-29:]) == ("ok", "(not installed from its lock)")
+    assert judge(healthy())["software.lock"].finding == "the packages are those of torch2.9-cu128's lock"
+
+
 def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     box = healthy(gpus=Gpus("NVML Shared Library Not Found", 12), software__cuda="")
     found = judge(box)
