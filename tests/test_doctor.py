@@ -234,8 +234,16 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "120")
     show(judge(healthy(limits__pids=50)), {}, 1.0)
     out = capsys.readouterr().out
-    assert "pids.limit" in out
-    assert "┃" in out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert lines[0].split() == ["check", "finding", "cause"]
+    assert lines[1].startswith("bad  pids.limit  50 processes and threads at most")
+    assert "\x1b[31m" in out
+    # A remedy is one line, however long: it is copied.
+    whole = judge(healthy(data__error="gone"))
+    monkeypatch.setenv("COLUMNS", "60")
+    show(whole, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 1.0)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert f"\ndata.path  Kubernetes: {whole['data.path'].remedy['kubernetes']}\n" in out
 
 
 def test_lines_for_where_one_is(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trainer.doctor.facts import Finding
 from trainer.doctor.helpers import kind_of
@@ -84,13 +85,18 @@ def _problems(found: Mapping[str, Finding]) -> list[tuple[str, Finding]]:
 
 
 def _table(console: Console, found: Mapping[str, Finding], places: tuple[str, ...]) -> None:
+    """What is wrong as a table; the remedies as lines below, whole, so that they can be copied."""
     if not _problems(found):
         return
-    table = Table(show_lines=True, title_justify="left", expand=False)
-    for heading in ("check", "finding and cause", "remedy"):
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "finding", "cause"):
         table.add_column(heading, overflow="fold")
     for name, one in _problems(found):
-        lines = "\n".join(f"{where}: {line}" for where, line in remedies(one, places))
-        what = f"{redact_text(one.finding)}\n{redact_text(one.cause)}"
-        table.add_row(name, what, lines, style=_COLOURS[one.status])
-    console.print(table, markup=False, highlight=False)
+        row = (one.status, name, redact_text(one.finding), redact_text(one.cause))
+        table.add_row(*(Text(cell) for cell in row), style=_COLOURS[one.status])
+    console.print(table)
+    console.print("\nto mend it:", style="bold")
+    for name, one in _problems(found):
+        for where, line in remedies(one, places):
+            console.print(Text(f"{name}  {where}: {line}"), soft_wrap=True)
+    console.print()

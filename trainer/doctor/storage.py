@@ -117,7 +117,9 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
     """What the data lies on."""
     data = box.data
     if data.path is None:
-        return unavailable("no recipe with data.path was named: trainer doctor RECIPE")
+        named = box.plan.recipe
+        why = f"{named} reads no files" if named else "no recipe was named: trainer doctor RECIPE"
+        return unavailable(why)
     if "://" in data.path:
         return fine("the data comes through data.cache, which is looked at as a folder")
     if data.error:
