@@ -17,7 +17,7 @@ from trainer.config import config_hash, describe, override, read_recipe, validat
 from trainer.errors import BadInputError
 from trainer.gpus import chosen_gpus
 from trainer.launch import launch
-from trainer.limits import read_limits, threads_per_rank
+from trainer.limits import compilers_per_rank, read_limits, threads_per_rank
 from trainer.manifest import COMMAND_VARIABLE, command
 from trainer.observe.gpus import bus_ids
 from trainer.precision import check_precision
@@ -29,6 +29,7 @@ from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 
 _FOLDER = "TRAINER_RUN_FOLDER"
+_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
 
 
 def start(options: argparse.Namespace, output: int | None = None) -> int:
@@ -93,6 +94,8 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         folder, made = wanted, claim_folder(wanted)
     else:
         folder, made = new_folder(RUNS, options.recipe, recipe), True
+    compilers = str(compilers_per_rank(within(read_limits(), shares), ranks))
+    environment.setdefault(_COMPILERS, os.environ.get(_COMPILERS, compilers))
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
