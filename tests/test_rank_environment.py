@@ -1,4 +1,4 @@
-"""What the launcher sets for its ranks: allocator, CPUs, threads, compilers; from the limits and the recipe."""
+"""What the launcher sets for its ranks, from limits and recipe: allocator, CPUs, threads, compilers."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import torch
 
 import trainer.start
 from trainer.affinity import cpus_text, shares_of
+from trainer.allocator import VARIABLES
 from trainer.cli import main
 from trainer.limits import Limits
 
@@ -49,8 +50,8 @@ def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:
     assert train("memory.allocator=expandable") == 0
-    name = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.9" else "PYTORCH_CUDA_ALLOC_CONF"
-    assert started["environment"][name] == "expandable_segments:True"
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert started["environment"][VARIABLES[release < (2, 9)]] == "expandable_segments:True"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
