@@ -75,7 +75,7 @@ def launch(
     world = processes * nodes
     local = range(node_rank * processes, (node_rank + 1) * processes)
     variables = {**(environment or {}), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    with nullcontext(inbox) if inbox else Inbox() as inbox:
+    with nullcontext(inbox) if inbox else Inbox() as signals:
         for attempt in range(1, max_restarts + 2):
             with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
                 command = [sys.executable, "-u", as_launcher.__file__, module, *arguments]
@@ -84,12 +84,12 @@ def launch(
                 else:
                     options = _torchrun_options(processes, nodes, node_rank, master, folder)
                     command[3:4] = ["trainer.launch", *options, "--", module]
-                outcomes = _Job(Path(folder), inbox, local, world, grace_seconds).run(
+                outcomes = _Job(Path(folder), signals, local, world, grace_seconds).run(
                     command, variables, output
                 )
             _say(ranks.explain(outcomes, world))
             code = ranks.job_code(outcomes)
-            if code != EXIT_FAILED or inbox.received or attempt > max_restarts:
+            if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
             _say(f"trainer: starting again ({attempt} of {max_restarts})\n")
     return code

@@ -1,4 +1,4 @@
-"""Probes: jobs of as many ranks as the run will have, each in processes of its own that leave nothing behind."""
+"""Probes: jobs of as many ranks as the run will have, in processes of their own that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.preempt import Inbox
 from trainer.recipe import Recipe
 from trainer.tune.host_memory import Room, Watch, read_room
 from trainer.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, search, sizes_of
-from trainer.tune.probe import probe_recipe
+from trainer.tune.windows import probe_recipe
 
 _MODULE = "trainer.tune.probe"
 _GRACE_SECONDS = 5.0
