@@ -211,9 +211,8 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
 
     def ranks(gpus: str | None) -> tuple[int, dict[str, str]]:
-        options: Any = type("Options", (), {"gpus": gpus, "ranks": None})
         recipe: Any = None
-        return start._ranks(options, recipe)
+        return start.ranks_here(gpus, None, recipe)
 
     assert ranks(None) == (3, {})
     assert ranks("2") == (2, {"CUDA_VISIBLE_DEVICES": "2,5"})
