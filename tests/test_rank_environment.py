@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import trainer.local_ranks
 import trainer.start
 from trainer.affinity import cpus_text, shares_of
 from trainer.allocator import VARIABLES
@@ -27,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return 0
 
     monkeypatch.setattr(trainer.start, "launch", launch)
-    monkeypatch.setattr(trainer.start, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
+    monkeypatch.setattr(trainer.local_ranks, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
         monkeypatch.delenv(name, raising=False)
