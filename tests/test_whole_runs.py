@@ -41,6 +41,18 @@ def test_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(speed.replace(",", "")) > 0
 
 
+def test_a_variable_reaches_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInputError, match="env:PYTORCH_ALLOC_CONF=backend:native .* ended with code 2"):
+        bench_whole_runs(
+            "digits",
+            [],
+            ["env:PYTORCH_ALLOC_CONF=backend:native", "memory.allocator=async"],
+            rounds=1,
+            windows=1,
+        )
+    assert "PYTORCH_ALLOC_CONF=backend:native says otherwise" in capfd.readouterr().err
+
+
 def test_a_run_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInputError, match="ended with code 2: see above"):
         bench_whole_runs("digits", [], ["parallel.cpu_binding=core"], rounds=1, windows=1)

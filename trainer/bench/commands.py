@@ -70,7 +70,10 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     )
     setting.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
     setting.add_argument(
-        "settings", nargs="+", metavar="KEY=VALUE", help="each compared with the recipe as it is"
+        "settings",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="each compared with the recipe as it is; with --runs also env:NAME=VALUE",
     )
     setting.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides; repeatable"

@@ -1,6 +1,7 @@
 """What a setting of the whole process costs or brings, such as memory.allocator: whole runs, in turn."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from trainer.bench.overhead import median_interval
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 
 _GIB = 1 << 30
+_VARIABLE = "env:"
 # Heading, and the key of a row whose largest value it is.
 _MEMORY = {
     "allocated": "memory/peak_bytes",
@@ -45,7 +47,7 @@ def bench_whole_runs(
 
     Args:
         name: Of a recipe.
-        settings: KEY=VALUE, each compared with the recipe as it is.
+        settings: As for `run`; each is compared with the recipe as it is.
         common: KEY=VALUE for all sides.
         rounds: Interleaved rounds.
         windows: Of each run.
@@ -89,14 +91,21 @@ def _table(found: Mapping[str, Sequence[Figures]]) -> str:
 def run(name: str, settings: Sequence[str]) -> Figures:
     """Trains a recipe in processes of its own; nothing of it stays.
 
+    Args:
+        name: Of the recipe.
+        settings: KEY=VALUE, or env:NAME=VALUE for a variable of the environment.
+
     Raises:
         BadInputError: If it fails.
     """
-    words = [word for setting in settings for word in ("--set", setting)]
+    variables = [one.removeprefix(_VARIABLE).partition("=") for one in settings if one.startswith(_VARIABLE)]
+    environment = {**os.environ, **{variable: value for variable, _, value in variables}}
+    keys = [setting for setting in settings if not setting.startswith(_VARIABLE)]
+    words = [word for setting in keys for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="trainer-bench-") as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "trainer", "train", name, "--out", str(out), *words]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise BadInputError(f"{' '.join([name, *settings])} ended with code {done.returncode}: see above")
         return figures(out / "metrics.jsonl")
