@@ -23,6 +23,7 @@ from trainer.redact import redact_text
 from trainer.resume import RUNS, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
+from trainer.tune.loader import for_ranks
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -73,21 +74,26 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
     threads = recipe.parallel.threads
     threads = threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
-    made = False
     wanted = options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
-    if wanted is not None and (stored := read_stored(wanted)) is not None:
-        folder = wanted
-        kind = device_kind(recipe)
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
-        if over := ended(shown(folder), stored, options.resume):
+    stored = None if wanted is None else read_stored(wanted)
+    if wanted is not None and stored is not None:
+        config = recipe.model_dump(mode="json")
+        check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
+        if over := ended(shown(wanted), stored, options.resume):
             print(over[0])
             return over[1]
+    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
+    environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+    # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
+    loading, told = for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
+    environment |= told
+    made = False
+    if wanted is not None and stored is not None:
+        folder = wanted
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
         folder, made = new_folder(RUNS, options.recipe, recipe), True
-    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
-    environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
     environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
@@ -96,7 +102,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.recipe,
         "--resume",
         options.resume,
-        *(word for setting in options.set for word in ("--set", setting)),
+        *(word for setting in [*options.set, *loading] for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
         *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
