@@ -42,7 +42,7 @@ def test_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_variable_reaches_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BadInputError, match="env:PYTORCH_ALLOC_CONF=backend:native .* ended with code 2"):
+    with pytest.raises(BadInputError, match=r"env:PYTORCH_ALLOC_CONF=backend:native .* ended with code 2"):
         bench_whole_runs(
             "digits",
             [],

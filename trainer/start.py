@@ -22,6 +22,7 @@ from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
 from trainer.tune.job import Interrupted, Job
+from trainer.tune.loader import for_ranks as loader_for_ranks
 from trainer.tune.tuned import check_tuned, read_tuned, settings_of
 
 _FOLDER = "TRAINER_RUN_FOLDER"
@@ -89,14 +90,18 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         recipe = load_recipe(options.recipe, settings)
     task = make_task(recipe)
     check_request(recipe, task, ranks)
+    if wanted is not None and stored is not None:
+        config = recipe.model_dump(mode="json")
+        check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
+        if over := ended(shown(wanted), stored, options.resume):
+            print(over[0])
+            return over[1]
+    # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
+    loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
+    environment |= told
     made = False
     if wanted is not None and stored is not None:
         folder = wanted
-        kind = device_kind(recipe)
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
-        if over := ended(shown(folder), stored, options.resume):
-            print(over[0])
-            return over[1]
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
@@ -109,7 +114,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.recipe,
         "--resume",
         options.resume,
-        *(word for setting in settings for word in ("--set", setting)),
+        *(word for setting in [*settings, *loading] for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
         *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
