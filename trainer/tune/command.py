@@ -19,8 +19,10 @@ from trainer.local_ranks import plan_local_ranks
 from trainer.observe.console import warn
 from trainer.preempt import Inbox
 from trainer.run import check_request, device_kind, make_task
+from trainer.start import load_recipe
 from trainer.tune.auto import KEY, find, provisional, summary, used
 from trainer.tune.job import Interrupted, Job, run_probe
+from trainer.tune.loader import choose_loader
 from trainer.tune.micro_batch import HEADROOM, MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
 from trainer.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
 
@@ -55,7 +57,7 @@ def tune(options: argparse.Namespace) -> int:
                     f"--set {KEY}=N, or --tuned tuned.yaml"
                 )
             return _check(job)
-        return _tune(job, options.recipe, options.out)
+        return _tune(job, options.recipe, settings, options.out)
     except Interrupted as interrupted:
         warn(f"stopped by {interrupted}: nothing was chosen, and nothing is left behind")
         return EXIT_FAILED
@@ -86,7 +88,7 @@ def _bound(by: str) -> str:
     return f" the {1 - HEADROOM:.0%} that may be used" if by else ""
 
 
-def _tune(job: Job, name: str, out: Path) -> int:
+def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     sizes = sizes_of(job.recipe, job.ranks)
     kind = device_kind(job.recipe)
     print(
@@ -101,11 +103,18 @@ def _tune(job: Job, name: str, out: Path) -> int:
     print(summary(found, job))
     if faster := as_fast(found):
         print(
-            f"  {KEY}={faster.micro_batch} was as fast ({faster.samples_per_s:,.0f} samples/s): a larger one "
-            "brings nothing here"
+            f"  {KEY}={faster.micro_batch} was as fast ({faster.samples_per_s:,.0f} samples/s against "
+            f"{found.chosen.samples_per_s:,.0f}, each measured once)"
         )
     choice = TunedData(micro_batch=found.chosen.micro_batch)
     evidence = _evidence(job, found)
+    settings = [*settings, f"{KEY}={found.chosen.micro_batch}"]
+    if loader := choose_loader(load_recipe(name, settings), name, settings, job.ranks):
+        choice = TunedData(
+            micro_batch=found.chosen.micro_batch, workers=loader.workers, prefetch=loader.prefetch
+        )
+        evidence["loader"] = loader.evidence
+        print("\n".join(f"  {line}" for line in loader.evidence))
     write_tuned(out, make_tuned(job.recipe, name, job.ranks, kind, choice, evidence))
     print(f"  written to {out}: trainer train {name} --tuned {out}")
     return EXIT_DONE

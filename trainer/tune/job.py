@@ -114,6 +114,7 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
         request = {
             "recipe": probe_recipe(job.recipe, micro_batch, job.ranks),
             "threads": job.threads,
+            "temporary": tempfile.gettempdir(),
             "room": 0 if allowed == float("inf") else max(1, int(allowed)),
         }
         (folder / "request.json").write_text(json.dumps(request))
@@ -128,7 +129,7 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
                     [str(folder)],
                     processes=job.ranks,
                     threads=job.threads,
-                    environment=job.environment,
+                    environment={**job.environment, "TMPDIR": temporary},
                     grace_seconds=_GRACE_SECONDS,
                     module=_MODULE,
                     output=nowhere,

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from trainer.errors import EXIT_FAILED, OutOfMemory
 from trainer.rank import run_rank, write_whole
 
 # What a failed allocation in native code says, besides torch's own words.
-_NATIVE = ("could not create a primitive", "bad_alloc", "can't start new thread", "Cannot allocate memory")
+_NATIVE = (
+    "could not create a primitive",
+    "bad_alloc",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "Resource temporarily unavailable",
+)
 
 
 def main(folder: Path) -> int:
@@ -25,10 +32,14 @@ def main(folder: Path) -> int:
         told.update(figures)
         write_whole(folder / f"rank-{rank}.json", json.dumps(told))
 
+    request = json.loads((folder / "request.json").read_bytes())
     from trainer.tune.windows import train_some  # after the signals have a handler: it imports torch
 
+    # That makes a folder, which a rank that is killed would leave. Code that is compiled should stay.
+    tempfile.tempdir = request["temporary"]
+    os.environ["TMPDIR"] = request["temporary"]
     try:
-        return train_some(json.loads((folder / "request.json").read_bytes()), tell)
+        return train_some(request, tell)
     except OutOfMemory as error:
         tell({"ran_out": str(error)})
     except (RuntimeError, MemoryError, OSError) as error:
