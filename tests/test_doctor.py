@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from stack_table import TABLE, table
 
 from tests.doctor_box import ABSENT, DISK, PROVOKED, card, folder, healthy
 from trainer.cli import main
@@ -136,9 +137,7 @@ def test_kubernetes_lines_are_parts_of_a_pod() -> None:
 
 
 def test_the_table_of_stacks_is_that_of_the_checkout() -> None:
-    import stack_table
-
-    assert json.loads(stack_table.TABLE.read_text()) == stack_table.table(), "run scripts/stack_table.py"
+    assert json.loads(TABLE.read_text()) == table(), "run scripts/stack_table.py"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ def missing_compiler(cuda: bool) -> str | None:
 def missing_headers() -> str | None:
     """Which of Python's headers isn't there, with the remedy; None if they are."""
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
+    try:
+        header.stat()
+    except OSError:  # or it may not be looked at, which would raise with exists()
         return f"{header} is missing; install python3-dev, or use a Python that comes with its headers"
     return None

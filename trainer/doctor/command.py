@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.doctor import disks, gpu, limits as limit_checks, network, session, software, storage
 from trainer.doctor.facts import Box, Finding, Folder, Gpus, unavailable
-from trainer.doctor.helpers import within
+from trainer.doctor.helpers import kind_of, within
 from trainer.doctor.kernel import read_system
 from trainer.doctor.plan import Read, make_plan, read_keys
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
@@ -40,7 +40,7 @@ def doctor(options: argparse.Namespace) -> int:
     """
     began = time.monotonic()
     keys = read_keys(options.recipe, options.set)
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
+    if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, keys, options.out or _RUNS)
     found = judge(box)

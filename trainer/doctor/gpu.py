@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.affinity import gpu_nodes
 from trainer.doctor.facts import Box, Card, Finding, Gpus, bad, fine, unavailable, warn
-from trainer.doctor.helpers import size, some, text_of
+from trainer.doctor.helpers import kind_of, size, some, text_of
 from trainer.doctor.stacks import fitting, numbers, read_stacks, stack_of
 from trainer.observe.gpus import ask, visible_gpus
 
@@ -44,7 +44,7 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
     kernel = re.search(r"Module.*?\s(\d+\.\d+[.\d]*)", text_of(root / "proc/driver/nvidia/version"))
     seen = Gpus(
         kernel=kernel[1] if kernel else "",
-        nodes=(root / "dev/nvidiactl").exists(),
+        nodes=bool(kind_of(root / "dev/nvidiactl")),
         compat=_compat(root, environ),
     )
     try:
@@ -156,8 +156,8 @@ def nvml(box: Box) -> Finding:  # noqa: PLR0911
     return bad(
         f"NVML: {gpus.problem}",
         "a container loses its GPUs when systemd reloads while it runs; else a GPU or the driver failed",
-        docker="docker restart CONTAINER; against it docker run --device=/dev/nvidiactl --device=/dev/nvidia0 …, "
-        'or "exec-opts": ["native.cgroupdriver=cgroupfs"] in /etc/docker/daemon.json',
+        docker="docker restart CONTAINER; against it docker run --device=/dev/nvidiactl "
+        '--device=/dev/nvidia0 …, or "exec-opts": ["native.cgroupdriver=cgroupfs"] in daemon.json',
         kubernetes="kubectl delete pod NAME   (its controller starts it again)",
         slurm="scontrol update nodename=NODE state=drain reason=gpu   (an administrator's)",
         host="sudo dmesg | grep -i -e xid -e nvrm",

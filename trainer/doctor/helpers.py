@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,12 +22,22 @@ def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> V
     found: list[Value] = []
 
     def call() -> None:
-        found.append(function())
+        with contextlib.suppress(Exception):
+            found.append(function())
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else otherwise
+
+
+def kind_of(path: str | Path) -> str:
+    """What a path is: folder, file, other; empty if it isn't there, or this user may not look."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return ""
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
 def text_of(path: Path) -> str:

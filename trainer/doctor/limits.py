@@ -43,7 +43,7 @@ def quota(box: Box) -> Finding:
             "more threads run than the quota pays for, and all of them are stopped together",
             docker=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
             compose=f'cpuset: "0-{whole - 1}"   (instead of cpus:)',
-            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole CPUs, with the static CPU manager)',
+            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole ones: static CPU manager)',
             slurm=f"#SBATCH --cpus-per-task={whole}",
             host="OMP_NUM_THREADS=… of programs that don't ask for the limits; trainer train does",
         )
@@ -228,7 +228,7 @@ def pids(box: Box) -> Finding:
     if most < wanted:
         return bad(
             f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
-            f"{ranks(plan.ranks)} with {plan.workers} workers each want about {wanted}: the next thread fails",
+            f"{ranks(plan.ranks)} with {plan.workers} workers each want about {wanted}: threads fail",
             docker="docker run --pids-limit=4096 …",
             compose="pids_limit: 4096",
             kubernetes="kubelet: podPidsLimit: 4096   (of the node, not of the pod)",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.doctor.facts import Box, Finding, Network, bad, fine, unavailable, warn
-from trainer.doctor.helpers import some, text_of, within
+from trainer.doctor.helpers import kind_of, some, text_of, within
 
 _SECONDS = 0.3  # a name server that doesn't answer takes 5 s and more
 
@@ -39,7 +39,7 @@ def read_network(root: Path, environ: Mapping[str, str]) -> Network:
         taken={what: port for what, port in wanted_ports(environ).items() if is_taken(port)},
         infiniband=tuple(active),
         verbs=any(os.access(device, os.R_OK | os.W_OK) for device in verbs),
-        peer_memory=any(module.exists() for module in modules),
+        peer_memory=any(kind_of(module) for module in modules),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.doctor.facts import Box, Finding, Session, bad, fine, unavailable, warn
+from trainer.doctor.helpers import kind_of
 from trainer.doctor.stacks import numbers, read_stacks
 
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
@@ -51,7 +52,7 @@ def _name(uid: int) -> str:
 def _unwritable(home: str) -> str:
     if not home:
         return "HOME isn't set"
-    if not Path(home).is_dir():
+    if kind_of(home) != "folder":
         return "it isn't there"
     return "" if os.access(home, os.W_OK | os.X_OK) else "it can't be written"
 
@@ -71,9 +72,9 @@ def zone_error(root: Path, environ: Mapping[str, str]) -> str:
     """What is wrong with TZ: a name of a zone that isn't installed means UTC without a word."""
     zone = environ.get("TZ", "").removeprefix(":")
     if not re.fullmatch(r"[A-Za-z_+-]+(/[\w+-]+)+", zone):  # CET-1CEST, UTC, or a file
-        return "" if not zone.startswith("/") or Path(zone).exists() else f"TZ={zone} isn't there"
+        return "" if not zone.startswith("/") or kind_of(zone) else f"TZ={zone} isn't there"
     folder = Path(environ.get("TZDIR") or "usr/share/zoneinfo")
-    return "" if (root / folder / zone).is_file() else f"TZ={zone}: no such zone is installed"
+    return "" if kind_of(root / folder / zone) == "file" else f"TZ={zone}: no such zone is installed"
 
 
 def _locale_error() -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.doctor.facts import Finding
+from trainer.doctor.helpers import kind_of
 from trainer.redact import redact_text
 
 _COLOURS = {"bad": "red", "warn": "yellow"}
@@ -38,10 +39,10 @@ def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[st
     """Whose lines are of use here: in a job those of Slurm, in a pod of Kubernetes, and so on."""
     found = ["slurm"] if "SLURM_JOB_ID" in environ else []
     secrets = root / "var/run/secrets/kubernetes.io"
-    if "KUBERNETES_SERVICE_HOST" in environ or secrets.exists():
+    if "KUBERNETES_SERVICE_HOST" in environ or kind_of(secrets):
         found.append("kubernetes")
     marks = (root / ".dockerenv", root / "run/.containerenv")
-    if not found and any(mark.exists() for mark in marks):
+    if not found and any(kind_of(mark) for mark in marks):
         found = ["docker", "compose"]
     return tuple(found) or ("host",)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.doctor.facts import Box, Finding, Software, bad, fine, unavailable, warn
-from trainer.doctor.helpers import some, text_of
+from trainer.doctor.helpers import kind_of, some, text_of
 from trainer.doctor.stacks import numbers, read_stacks, stack_of
 from trainer.stamp import read_stamp
 from trainer.toolchain import missing_compiler, missing_headers
@@ -56,7 +56,7 @@ def read_software(
     for path in dict.fromkeys(paths):
         for name, version in _distributions(Path(path)):
             found.setdefault(name, []).append(version)
-        if torch is None and Path(path, "torch/version.py").is_file():
+        if torch is None and kind_of(f"{path}/torch/version.py") == "file":
             torch = Path(path)
     facts = text_of(torch / "torch/version.py") if torch else ""
     says = dict(re.findall(r"^(\w+)(?:: [\w\[\]. ]+)? = '?([^'\n]*)'?$", facts, re.MULTILINE))
@@ -109,7 +109,7 @@ def _shadowed(folders: Sequence[str], torch: Path | None) -> list[str]:
         if torch is not None and Path(folder).absolute() == torch.absolute():
             continue
         for name in _IMPORTED:
-            if Path(folder, f"{name}.py").is_file() or Path(folder, name, "__init__.py").is_file():
+            if kind_of(f"{folder}/{name}.py") == "file" or kind_of(f"{folder}/{name}/__init__.py") == "file":
                 found.append(f"{name} in {folder}")
     return found
 

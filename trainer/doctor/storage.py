@@ -134,7 +134,7 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
         "docker": "docker run -v /local/disk/pack:/data:ro …",
         "compose": "volumes: ['/local/disk/pack:/data:ro']",
         "kubernetes": "copy it to a volume of the node first (an initContainer and an emptyDir)",
-        "slurm": f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (a disk of each node, first)",
+        "slurm": f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (to a disk of each node)",
     }
     if kind in _NETWORK or kind.startswith("fuse"):
         return warn(said, "every image is a round trip over the network", **pack)
@@ -158,7 +158,7 @@ def data_speed(box: Box) -> Finding:
             said,
             f"a worker that reads one image at a time gets no more than {data.reads:,.0f} per second",
             host=f"trainer data pack {data.path} /local/disk/pack; or more workers: --set data.workers=…",
-            slurm=f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (a disk of each node, first)",
+            slurm=f"srun --ntasks-per-node=1 cp -r {data.path} /local/scratch/   (to a disk of each node)",
             kubernetes="copy it to a volume of the node first (an initContainer and an emptyDir)",
         )
     return fine(said)
