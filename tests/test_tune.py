@@ -66,7 +66,7 @@ def test_the_largest_is_found_in_ten_probes(
     sizes: list[int], base: int, factor: float, power: float, others: int
 ) -> None:
     def needs(size: int) -> float:
-        return min(base + factor * MIB / 100 * size**power, 1e18)
+        return float(min(base + factor * MIB / 100 * size**power, 1e18))
 
     box = Box(needs, others)
     found = search(sizes, box)
