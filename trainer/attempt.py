@@ -23,7 +23,8 @@ from trainer.explain import explain, memory_explained, profiled
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
-from trainer.limits import Limits, read_limits, threads_per_rank, workers_per_rank
+from trainer.limits import Limits, read_limits, threads_per_rank
+from trainer.loading import settle
 from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
@@ -121,12 +122,10 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         incidents = incidents_before(read_incidents(folder), at, make_plan(recipe, task))
         refused = left_out(incidents)
         check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
-        parts = assemble(recipe, task, world, workers_per_rank(_limits(), local_size), folder)
-        stack.callback(parts.loader.close)
-        stack.callback(parts.evaluation_loader.close)
+        parts, loads = _assemble(stack, recipe, task, world, local_size, folder)
         t = parts.training
         progress = _go_on(t, found, world, stop_after)
-        notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
+        notes = [*loads, *parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
         desk = None
         if world.rank == 0:
             restore_incidents(folder, incidents)
@@ -175,6 +174,17 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 desk.display.say(profile.close())
             finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
     return EXIT_DONE
+
+
+def _assemble(
+    stack: contextlib.ExitStack, recipe: Recipe, task: Task, world: World, local_size: int, folder: Path
+) -> tuple[Parts, list[str]]:
+    """The run's parts, of which the stack closes the loaders; and a line on how it loads, if there is any."""
+    settled, workers, loads = settle(recipe, task, _limits(), local_size, os.environ)
+    parts = assemble(settled, task, world, workers, folder)
+    stack.callback(parts.loader.close)
+    stack.callback(parts.evaluation_loader.close)
+    return parts, loads
 
 
 def _make_guard(

@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
     )
     train.add_argument(
+        "--tuned", type=Path, metavar="FILE", help="what `trainer tune` chose (--set wins over it)"
+    )
+    train.add_argument(
         "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
     )
     train.add_argument(
@@ -128,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     _add_verify(commands)
+    _add_tune(commands)
     _add_doctor(commands)
     data_commands(commands, _Parser)
 
@@ -156,6 +160,38 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
     verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
     verify.set_defaults(run=_verify)
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="find the largest micro-batch that fits, keeping the global batch; exit code 1 (--check): the "
+        "recipe's own doesn't",
+        allow_abbrev=False,
+    )
+    tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    tune.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    tune.add_argument("--gpus", metavar="N|LIST", help="as of trainer train")
+    tune.add_argument("--ranks", type=int, metavar="N", help="as of trainer train")
+    tune.add_argument(
+        "--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="(default: tuned.yaml)"
+    )
+    tune.add_argument(
+        "--check",
+        action="store_true",
+        help="only tell whether the recipe's own micro-batch fits, in one probe; writes nothing",
+    )
+    tune.add_argument("--tuned", type=Path, metavar="FILE", help="for --check: as of trainer train")
+    tune.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="after so long no larger one is tried (default: 600)",
+    )
+    tune.set_defaults(run=_tune)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -217,6 +253,12 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.verify import verify
 
     return verify(options)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from trainer.tune.command import tune
+
+    return tune(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

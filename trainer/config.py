@@ -189,7 +189,9 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
             if field.is_required()
             else json.dumps(field.get_default(call_default_factory=True), default=str)
         )
-        yield Key(prefix + name, _type_name(kind), default.strip('"'), field.description or "")
+        more = field.json_schema_extra  # {"words": "int | auto"}: what a recipe may hold besides its type
+        shown = more.get("words") if isinstance(more, dict) else None
+        yield Key(prefix + name, str(shown or _type_name(kind)), default.strip('"'), field.description or "")
 
 
 def _type_name(kind: Any) -> str:

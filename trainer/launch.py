@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +47,7 @@ def launch(
     grace_seconds: float = 25.0,
     module: str = "trainer",
     output: int | None = None,
+    inbox: Inbox | None = None,
 ) -> int:
     """Runs `python -m module arguments` as ranks and returns the job's exit code; call it in the main thread.
 
@@ -64,6 +65,7 @@ def launch(
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
         module: What each rank runs; it must call `trainer.rank.run_rank`.
         output: A file descriptor that takes the standard output of the ranks; by default this process's own.
+        inbox: Where the caller takes the signals, if it does; by default they are taken here.
 
     Returns:
         0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
@@ -73,7 +75,7 @@ def launch(
     world = processes * nodes
     local = range(node_rank * processes, (node_rank + 1) * processes)
     variables = {**(environment or {}), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    with Inbox() as inbox:
+    with nullcontext(inbox) if inbox else Inbox() as signals:
         for attempt in range(1, max_restarts + 2):
             with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
                 command = [sys.executable, "-u", as_launcher.__file__, module, *arguments]
@@ -82,12 +84,12 @@ def launch(
                 else:
                     options = _torchrun_options(processes, nodes, node_rank, master, folder)
                     command[3:4] = ["trainer.launch", *options, "--", module]
-                outcomes = _Job(Path(folder), inbox, local, world, grace_seconds).run(
+                outcomes = _Job(Path(folder), signals, local, world, grace_seconds).run(
                     command, variables, output
                 )
             _say(ranks.explain(outcomes, world))
             code = ranks.job_code(outcomes)
-            if code != EXIT_FAILED or inbox.received or attempt > max_restarts:
+            if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
             _say(f"trainer: starting again ({attempt} of {max_restarts})\n")
     return code

@@ -122,7 +122,7 @@ def threads_per_rank(limits: Limits, local_world_size: int) -> int:
     return max(1, math.floor(limits.cpus / local_world_size))
 
 
-def workers_per_rank(limits: Limits, local_world_size: int) -> int:
+def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -> int:
     """Returns the loader workers for one rank: 75 % of its share of the CPUs, rounded down.
 
     The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A share of
@@ -132,15 +132,30 @@ def workers_per_rank(limits: Limits, local_world_size: int) -> int:
     Args:
         limits: What the ranks share; see `threads_per_rank`.
         local_world_size: Ranks in this container, at least 1.
+        quarters: Another part of the share: 4 is all of it, the most that make sense.
     """
     if limits.cpus < local_world_size:
         return 0
     # One division, so that a share such as 16/3, of which 75 % is 4, can't round to 3.
-    workers = max(1, math.floor(limits.cpus * 3 / (local_world_size * 4)))
+    workers = max(1, math.floor(limits.cpus * quarters / (local_world_size * 4)))
+    return max(0, min(workers, _spare_processes(limits, local_world_size)))
+
+
+def compilers_per_rank(limits: Limits, local_world_size: int) -> int:
+    """Returns the processes with which one rank may compile (torch would take one for each CPU it sees).
+
+    Args:
+        limits: What the ranks share; see `threads_per_rank`.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    return max(1, min(threads_per_rank(limits, local_world_size), _spare_processes(limits, local_world_size)))
+
+
+def _spare_processes(limits: Limits, local_world_size: int) -> int:
+    """How many processes a rank may start where their number is limited; else as many as anybody wants."""
     if limits.pids is None:
-        return workers
-    spare_tasks = limits.pids // local_world_size - _TASKS_PER_RANK
-    return max(0, min(workers, spare_tasks // _TASKS_PER_WORKER))
+        return 1 << 20
+    return (limits.pids // local_world_size - _TASKS_PER_RANK) // _TASKS_PER_WORKER
 
 
 def allowed_cpus() -> frozenset[int]:

@@ -138,7 +138,7 @@ def _open(
         if cut := keep_rows(file, window):
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / "manifest.json", manifest)
-    with _beside(folder / "config.yaml") as beside:
+    with written_whole(folder / "config.yaml") as beside:
         beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
     sinks: list[Sink] = []
     if "jsonl" in recipe.log.sinks:
@@ -188,7 +188,7 @@ def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: s
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file in one move, for good when it returns; without the secrets in the value."""
-    with _beside(path) as beside:
+    with written_whole(path) as beside:
         beside.write_text(json.dumps(redact(value), indent=2) + "\n")
 
 
@@ -198,12 +198,12 @@ def save_weights(model: nn.Module, path: Path) -> None:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    with _beside(path) as beside:
+    with written_whole(path) as beside:
         safetensors.torch.save_file(state, beside)
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def written_whole(path: Path) -> Iterator[Path]:
     """A name to write to; moved to `path` when all is on the disk, removed when something went wrong."""
     beside = path.with_suffix(".tmp")
     try:

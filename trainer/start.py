@@ -5,28 +5,25 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from trainer.affinity import Cpus, gpu_nodes, read_topology, share_cpus, variables as cpu_variables, within
-from trainer.allocator import allocator_variables
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
-from trainer.errors import BadInputError
-from trainer.gpus import chosen_gpus
+from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.launch import launch
-from trainer.limits import read_limits, threads_per_rank
+from trainer.local_ranks import plan_local_ranks
 from trainer.manifest import COMMAND_VARIABLE, command
-from trainer.observe.gpus import bus_ids
-from trainer.precision import check_precision
+from trainer.observe.console import warn
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.redact import redact_text
-from trainer.resume import RUNS, check_resumable, ended, newest_run, read_stored
+from trainer.resume import RUNS, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
+from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
+from trainer.tune.job import Interrupted, Job
+from trainer.tune.loader import for_ranks as loader_for_ranks
+from trainer.tune.tuned import check_tuned, read_tuned, settings_of
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -38,22 +35,14 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
         options: Of the command.
         output: A file descriptor that takes the standard output of the ranks, or None.
     """
+    if options.tuned is not None:  # its settings come first, so that --set wins
+        tuned = settings_of(read_tuned(options.tuned))
+        options = argparse.Namespace(**{**vars(options), "set": [*tuned, *options.set]})
+    recipe, auto = provisional(options.recipe, options.set)
     if options.help_config:
-        _show_keys(options.recipe, options.set)
+        _show_keys(options.recipe, recipe, auto)
         return 0
-    recipe = load_recipe(options.recipe, options.set)
-    if is_rank(os.environ):
-        return run_rank(
-            lambda: train_rank(
-                recipe,
-                options.recipe,
-                _folder_of_rank(options, recipe),
-                options.resume,
-                options.stop_after,
-                options.profile,
-            )
-        )
-    return _launch(options, recipe, output)
+    return run_rank(lambda: _rank(options)) if is_rank(os.environ) else _launch(options, recipe, output)
 
 
 def load_recipe(name: str, settings: list[str]) -> Recipe:
@@ -65,36 +54,58 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
     return validated(Recipe, override(read_recipe(name), settings), name)
 
 
+def _rank(options: argparse.Namespace) -> int:
+    recipe, auto = provisional(options.recipe, options.set)
+    if auto:
+        recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))])
+    _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
+    folder = _folder_of_rank(options, recipe)
+    return train_rank(recipe, options.recipe, folder, options.resume, options.stop_after, options.profile)
+
+
+def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
+    if options.tuned is not None:
+        check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
+
+
 def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
-    ranks, environment = _ranks(options, recipe)
-    task = make_task(recipe)
-    check_request(recipe, task, ranks)
+    ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
+    _check_tuned(options, recipe, ranks)
     if options.max_restarts < 0:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     if not 0 < options.grace < math.inf:
         raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
     if options.stop_after is not None and options.stop_after < 1:
         raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
-    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
-    shares = _cpus_of_ranks(recipe, ranks, {**os.environ, **environment})
-    environment |= cpu_variables(recipe.parallel.cpu_binding, shares)
-    threads = recipe.parallel.threads
-    threads = threads_per_rank(within(read_limits(), shares), ranks) if threads == "auto" else threads
-    made = False
-    wanted = options.out or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
-    if wanted is not None and (stored := read_stored(wanted)) is not None:
-        folder = wanted
-        kind = device_kind(recipe)
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
-        if over := ended(shown(folder), stored, options.resume):
+    wanted, stored = _wanted(options), _stored(options)
+    settings = list(options.set)
+    if provisional(options.recipe, settings)[1]:
+        try:
+            # A run goes on with what it was begun with: the micro-batch is part of its arithmetic.
+            job = Job(recipe, ranks, threads, environment)
+            settings.append(stored_setting(stored) or chosen_setting(job))
+        except Interrupted as interrupted:
+            warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
+            return EXIT_FAILED
+        recipe = load_recipe(options.recipe, settings)
+    task = make_task(recipe)
+    check_request(recipe, task, ranks)
+    if wanted is not None and stored is not None:
+        config = recipe.model_dump(mode="json")
+        check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
+        if over := ended(shown(wanted), stored, options.resume):
             print(over[0])
             return over[1]
+    # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
+    loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
+    environment |= told
+    made = False
+    if wanted is not None and stored is not None:
+        folder = wanted
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
         folder, made = new_folder(RUNS, options.recipe, recipe), True
-    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
-    environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
     environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
@@ -103,7 +114,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.recipe,
         "--resume",
         options.resume,
-        *(word for setting in options.set for word in ("--set", setting)),
+        *(word for setting in [*settings, *loading] for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
         *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
@@ -122,36 +133,16 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
             remove_unused(folder)
 
 
-def _cpus_of_ranks(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> list[Cpus]:
-    """The CPUs that each rank is to keep to; empty if none is to be bound."""
-    places: list[int | None] = [None] * ranks
-    if device_kind(recipe) == "cuda":
-        found = gpu_nodes(bus_ids(environ, ranks))
-        places[: len(found)] = found
-    return share_cpus(recipe.parallel.cpu_binding, read_topology(), places)
+def _wanted(options: argparse.Namespace) -> Path | None:
+    """The run folder that was asked for, if any."""
+    folder: Path | None = options.out
+    return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
 
 
-def _ranks(options: argparse.Namespace, recipe: Recipe) -> tuple[int, dict[str, str]]:
-    """How many ranks to start here, and the environment that gives them their GPUs."""
-    if device_kind(recipe) == "cpu":
-        check_precision(recipe.precision, torch.device("cpu"))
-        if options.gpus is not None:
-            why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
-            raise BadInputError(
-                f"--gpus {options.gpus}: {why}; leave it out, or use --ranks N for N CPU processes"
-            )
-        if options.ranks is not None and options.ranks < 1:
-            raise BadInputError(f"--ranks {options.ranks}: give a number from 1 on")
-        return options.ranks or 1, {}
-    there = torch.cuda.device_count()
-    if options.ranks is not None:
-        raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
-    if options.gpus is None:
-        return there, {}
-    # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
-    chosen = chosen_gpus(options.gpus, visible)
-    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+def _stored(options: argparse.Namespace) -> Stored | None:
+    """What lies in it."""
+    wanted = _wanted(options)
+    return None if wanted is None else read_stored(wanted)
 
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
@@ -176,10 +167,12 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
     return folder
 
 
-def _show_keys(name: str, settings: list[str]) -> None:
-    recipe = load_recipe(name, settings).model_dump(mode="json")
+def _show_keys(name: str, recipe: Recipe, auto: bool) -> None:
+    values = recipe.model_dump(mode="json")
+    if auto:
+        values["data"]["micro_batch"] = "auto"
     for key in describe(Recipe):
-        value = recipe
+        value = values
         for part in key.name.split("."):
             value = value[part]
         shown = redact_text(value if isinstance(value, str) else json.dumps(value))

@@ -157,6 +157,7 @@ def replay(
             ranks=None if cuda else part.ranks,
             stop_after=part.until if part.until < windows else None,
             profile=None,
+            tuned=None,
         )
         with _progress() as output:
             code = start(request, output)

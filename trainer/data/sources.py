@@ -65,7 +65,10 @@ class DataConfig(LoaderConfig):
     )
     global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
     micro_batch: int = Field(
-        64, ge=1, description="samples per forward pass on one rank; part of the arithmetic"
+        64,
+        ge=1,
+        description="samples per forward pass on one rank; part of the arithmetic; auto: the most that fits",
+        json_schema_extra={"words": "int | auto"},
     )
     evaluation_batch: int = Field(
         256, ge=1, description="samples per forward pass in evaluation, on one rank"
@@ -99,6 +102,15 @@ class DataConfig(LoaderConfig):
                 "add data.name=folder, or table, shards, pack"
             )
         return self
+
+    @field_validator("micro_batch", mode="before")
+    @classmethod
+    def _auto_is_chosen_before(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError(
+                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` tells which"
+            )
+        return value
 
     @field_validator("cache_limit")
     @classmethod
