@@ -83,7 +83,7 @@ def healthy(**changes: Any) -> Box:
         ),
         network=Network(("eth0", "ib0"), "box", True, {}, ("mlx5_0:1",), True, True),
         session=Session(1000, "ann", "/home/ann", "", STACK.made + 86400.0, True),
-        plan=Plan("pets.yaml", workers=6, prefetch=2, batch_bytes=64 * 3 * 224**2, ranks=2),
+        plan=Plan("pets.yaml", 6, 2, 64 * 3 * 224**2, GIB, ranks=2),
     )
     for path, value in changes.items():
         box = put(box, path.split("__"), value)

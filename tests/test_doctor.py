@@ -264,6 +264,22 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hunter2secret" not in json.dumps([command._for_machines(*one) for one in found.items()])
 
 
+def test_any_variable_is_told_in_one_line() -> None:
+    found = judge(healthy(environ={"NCCL_SOCKET_IFNAME": "eno1\nrm -rf /"}))
+    assert not any("\n" in line for line in plain(found, ("host",)))
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"}
+    (tmp_path / "file").touch()
+    command_ = [sys.executable, "-m", "trainer", "doctor", "--out", str(tmp_path / "file/below")]
+    done = subprocess.run(
+        command_, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "bad   disk.run" in done.stdout
+
+
 # The command
 
 

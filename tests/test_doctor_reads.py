@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.doctor_box import GIB, MIB
+from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.doctor import disks, network, session
 from trainer.doctor.command import judge, read_box
 from trainer.doctor.disks import cache_folders, read_data, read_folder, read_mount
@@ -152,8 +153,7 @@ V2 = {
     "sys/fs/cgroup/cpu.max": "400000 100000",
     "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_periods 200\nnr_throttled 50\nthrottled_usec 1",
     "sys/fs/cgroup/memory.max": str(8 * GIB),
-    "sys/fs/cgroup/memory.current": str(6 * GIB),
-    "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {2 * GIB}",
+    "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_unreclaimable 0",
     "sys/fs/cgroup/memory.events": "low 0\noom 4\noom_kill 3",
     "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-3,8\nMems_allowed_list:\t0",
     "sys/devices/system/node/node0/cpulist": "0-31",
@@ -184,8 +184,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
         {
             "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * GIB),
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(7 * GIB),
-            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB}",
+            "sys/fs/cgroup/memory/memory.stat": f"total_rss {5 * GIB}\ntotal_shmem {GIB}\ntotal_cache {GIB}",
             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
@@ -237,7 +236,9 @@ def test_mlock_is_tried_for_real() -> None:
 @IN_ROOT_ONLY
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
-    imports = "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig"
+    imports = (
+        "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig, encodings.ascii"
+    )
     imports += "\nsysconfig.get_config_vars()"
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
     rows = {row["id"]: row for row in json.loads(said)}
@@ -536,7 +537,22 @@ def test_a_plan(tmp_path: Path) -> None:
     assert plan.ahead == 2 * 6 * 2 * plan.batch_bytes
     assert make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
     digits = make_plan("digits", read_keys("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
-    assert (digits.workers, digits.ahead) == (0, 0)
+    assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
+
+
+def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
+    """The rule of `auto`, on the bytes of the data set that would be trained on."""
+    file = tmp_path / "pets.yaml"
+    file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch: 128}\n")
+    limits = Limits(16, 64 * GIB, GIB, None)
+    plan = make_plan("pets.yaml", read_keys(str(file), []), limits, Gpus())
+    sample = 3 * 512 * 512
+    sizes = Sizes(sample, 128 * sample, 256 * sample)
+    chosen = by_rule("auto", "auto", sizes, limits, 1)
+    assert (plan.workers, plan.prefetch) == chosen == (12, 2)
+    assert plan.loader_bytes == bytes_needed(chosen, sizes)
+    tight = make_plan("pets.yaml", read_keys(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    assert tight.workers < 12
 
 
 def test_words() -> None:

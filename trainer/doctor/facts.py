@@ -298,7 +298,8 @@ class Plan:
         recipe: Its name; "" if none was given.
         workers: Loader workers per rank.
         prefetch: Batches that each prepares ahead.
-        batch_bytes: Of a micro-batch, as bytes per sample in uint8.
+        batch_bytes: Of a micro-batch, in uint8.
+        loader_bytes: What the loaders of all ranks take of memory, processes included.
         compiles: Whether it uses torch.compile.
         ranks: Processes on this host.
     """
@@ -307,12 +308,13 @@ class Plan:
     workers: int = 0
     prefetch: int = 4
     batch_bytes: int = 0
+    loader_bytes: int = 0
     compiles: bool = False
     ranks: int = 1
 
     @property
     def ahead(self) -> int:
-        """Bytes that the workers of all ranks prepare ahead."""
+        """Bytes that the workers of all ranks prepare ahead: a plain DataLoader puts them into /dev/shm."""
         return self.ranks * self.workers * self.prefetch * self.batch_bytes
 
 

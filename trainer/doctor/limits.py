@@ -99,15 +99,15 @@ def memory(box: Box) -> Finding:
     if not limits.memory_bytes:
         return unavailable("the system doesn't tell its memory")
     # A rank that has imported torch takes about 0.5 GiB, one that trains 1 to 2.
-    wanted = plan.ahead + plan.ranks * GIB
+    wanted = plan.loader_bytes + plan.ranks * GIB
     source = limits.sources.get("memory_bytes", "unknown")
     said = f"{size(system.available)} of {size(limits.memory_bytes)} are free"
     if system.available < wanted:
-        ahead = f" and batches ahead take {size(plan.ahead)}" if plan.ahead else ""
+        loaders = f" and loaders of {size(plan.loader_bytes)}" if plan.loader_bytes else ""
         judge = bad if system.available < wanted / 2 else warn
         return judge(
             f"{said} ({source})",
-            f"{ranks(plan.ranks)} of about a GiB each{ahead}: the kernel kills what goes beyond",
+            f"{ranks(plan.ranks)} of about a GiB each{loaders}: the kernel kills what goes beyond",
             **_more_memory(source, wanted + limits.memory_bytes - system.available),
         )
     if system.oom_kills:

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from trainer.config import Section, override, read_recipe, validated
+from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.doctor.facts import Gpus, Plan
-from trainer.limits import Limits, workers_per_rank
+from trainer.limits import Limits
 
 _IN_MEMORY = ("digits", "synthetic")
+_USUAL_BATCH = 64
 
 
 class _Data(Section):
@@ -20,8 +22,9 @@ class _Data(Section):
     path: str | None = None
     cache: str | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 4
+    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 64
+    evaluation_batch: int = Field(256, ge=1)
     image_size: int = Field(224, ge=8, le=4096)
 
 
@@ -83,15 +86,19 @@ def make_plan(recipe: str, read: Read, limits: Limits, gpus: Gpus) -> Plan:
         gpus: Which give the number of ranks.
     """
     ranks = max(1, len(gpus.cards)) if read.device != "cpu" else 1
-    data = read.data
-    files = data.name not in _IN_MEMORY
-    workers = data.workers if data.workers != "auto" else workers_per_rank(limits, ranks) if files else 0
-    batch = data.micro_batch if data.micro_batch != "auto" else 64
+    data, compiles = read.data, read.compile.mode != "none"
+    if data.name in _IN_MEMORY:
+        return Plan(recipe=recipe, compiles=compiles, ranks=ranks)
+    sample = 3 * data.image_size**2  # uint8, as it lies in the ring
+    batch = _USUAL_BATCH if data.micro_batch == "auto" else data.micro_batch
+    sizes = Sizes(sample, sample * batch, sample * data.evaluation_batch)
+    chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
     return Plan(
         recipe=recipe,
-        workers=workers,
-        prefetch=data.prefetch if data.prefetch != "auto" else 4,
-        batch_bytes=batch * 3 * data.image_size**2 if files else 0,
-        compiles=read.compile.mode != "none",
+        workers=chosen.workers,
+        prefetch=chosen.prefetch,
+        batch_bytes=sizes.batch,
+        loader_bytes=ranks * bytes_needed(chosen, sizes),
+        compiles=compiles,
         ranks=ranks,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +27,8 @@ _NAMES = {
 
 def show(found: Mapping[str, Finding], environ: Mapping[str, str], seconds: float) -> None:
     """Prints a table on a terminal, plain lines elsewhere."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale that has no … is among what is looked for
     console = Console()
     places = surroundings(environ)
     if console.is_terminal:
@@ -51,14 +55,14 @@ def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[st
 def remedies(found: Finding, places: tuple[str, ...]) -> list[tuple[str, str]]:
     """Where to write what, and what: those of these surroundings, or else all that there are."""
     chosen = [place for place in places if place in found.remedy] or list(found.remedy)
-    return [(_NAMES.get(place, place), redact_text(found.remedy[place])) for place in chosen]
+    return [(_NAMES.get(place, place), _line(found.remedy[place])) for place in chosen]
 
 
 def plain(found: Mapping[str, Finding], places: tuple[str, ...]) -> Iterator[str]:
     """The problems as lines."""
     for name, one in _problems(found):
-        yield f"{one.status:<5} {name}: {redact_text(one.finding)}"
-        yield f"      cause: {redact_text(one.cause)}"
+        yield f"{one.status:<5} {name}: {_line(one.finding)}"
+        yield f"      cause: {_line(one.cause)}"
         for where, line in remedies(one, places):
             yield f"      {where}: {line}"
 
@@ -92,7 +96,7 @@ def _table(console: Console, found: Mapping[str, Finding], places: tuple[str, ..
     for heading in ("", "check", "finding", "cause"):
         table.add_column(heading, overflow="fold")
     for name, one in _problems(found):
-        row = (one.status, name, redact_text(one.finding), redact_text(one.cause))
+        row = (one.status, name, _line(one.finding), _line(one.cause))
         table.add_row(*(Text(cell) for cell in row), style=_COLOURS[one.status])
     console.print(table)
     console.print("\nto mend it:", style="bold")
@@ -100,3 +104,8 @@ def _table(console: Console, found: Mapping[str, Finding], places: tuple[str, ..
         for where, line in remedies(one, places):
             console.print(Text(f"{name}  {where}: {line}"), soft_wrap=True)
     console.print()
+
+
+def _line(text: str) -> str:
+    """One line, whatever a variable held that is told in it; without secrets."""
+    return redact_text(text).replace("\n", " ")
