@@ -62,7 +62,7 @@ def nvml(gpus: int = 2, init: int = 0, lost: tuple[int, ...] = (), **more: Any) 
 
     def handle(number: int) -> int:
         if number in lost and more.get("at_once", True):
-            raise NVMLError(15)
+            raise NVMLError(more.get("code", 15))
         return number
 
     def memory(number: int) -> Any:
@@ -108,6 +108,13 @@ def test_visible_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at_once", [True, False], ids=["no handle", "no answer"])
 def test_a_gpu_that_is_lost(tmp_path: Path, at_once: bool) -> None:
     found = read_gpus(nvml(lost=(1,), at_once=at_once), tmp_path, {})
+    assert [card.lost for card in found.cards] == ["", "GPU is lost"]
+
+
+def test_gpus_of_other_jobs_are_not_lost(tmp_path: Path) -> None:
+    assert len(read_gpus(nvml(lost=(1,), code=4), tmp_path, {}).cards) == 1
+    assert len(read_gpus(nvml(lost=(1,)), tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}).cards) == 1
+    found = read_gpus(nvml(lost=(1,)), tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert [card.lost for card in found.cards] == ["", "GPU is lost"]
 
 

@@ -16,6 +16,7 @@ from trainer.observe.gpus import ask, visible_gpus
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
 _NO_PERMISSION, _NOT_LOADED, _NO_LIBRARY, _LOST, _MISMATCH, _UNKNOWN = 4, 9, 12, 15, 18, 999
+_NOT_OURS = {2, 3, _NO_PERMISSION, 6}  # invalid, not supported, not found
 # Brands whose cards forward compatibility refuses: GeForce and Titan, with and without RTX.
 _CONSUMER = {5, 6, 15, 16}
 _PEER_REASONS = {
@@ -55,8 +56,10 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
     try:
         handles, wrong = visible_gpus(nvml, environ)
         cards = [_card(nvml, handle, place, root) for place, handle in enumerate(handles)]
+        words = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         for number in range(ask(nvml, "nvmlDeviceGetCount") or 0):
-            if lost := _lost(nvml, number):
+            meant = "CUDA_VISIBLE_DEVICES" not in environ or str(number) in words
+            if meant and (lost := _lost(nvml, number)):
                 cards.append(Card(number, f"GPU {number}", lost=lost))
         peers = []
         for one, first in enumerate(handles[:16]):
@@ -77,8 +80,8 @@ def _words(answer: Any) -> str:
 def _lost(nvml: Any, number: int) -> str:
     try:
         nvml.nvmlDeviceGetHandleByIndex(number)
-    except nvml.NVMLError as error:
-        return str(error)
+    except nvml.NVMLError as error:  # those of other jobs are counted, too, but may not be asked
+        return "" if getattr(error, "value", 0) in _NOT_OURS else str(error)
     return ""
 
 
