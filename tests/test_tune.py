@@ -66,7 +66,7 @@ def test_the_largest_is_found_in_ten_probes(
     sizes: list[int], base: int, factor: float, power: float, others: int
 ) -> None:
     def needs(size: int) -> float:
-        return min(base + factor * MIB / 100 * size**power, 1e18)
+        return float(min(base + factor * MIB / 100 * size**power, 1e18))
 
     box = Box(needs, others)
     found = search(sizes, box)
@@ -314,7 +314,7 @@ def test_two_ranks_fit_together_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_recipe_that_cannot_be_trained_is_no_matter_of_memory() -> None:
-    broken = job(model={"name": "resnet18"}, memory={"checkpointing": "names", "names": ["nothing.here"]})
+    broken = job(memory={"checkpointing": "names", "names": ["nothing.here"]})
     with pytest.raises(BadInputError, match=r"memory\.names"):
         choose(broken, lambda *_: None, lambda _: None)
 
