@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import start
+from trainer import local_ranks, start
 from trainer.cli import main
 from trainer.errors import BadInputError
+from trainer.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -206,19 +207,19 @@ def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(local_ranks, "device_kind", lambda _: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
 
-    def ranks(gpus: str | None) -> tuple[int, dict[str, str]]:
-        recipe: Any = None
-        return start.ranks_here(gpus, None, recipe)
+    def ranks(gpus: str | None) -> tuple[int, str | None]:
+        planned = local_ranks.plan_local_ranks(Recipe(epochs=1), gpus, None)
+        return planned.ranks, planned.environment.get("CUDA_VISIBLE_DEVICES")
 
-    assert ranks(None) == (3, {})
-    assert ranks("2") == (2, {"CUDA_VISIBLE_DEVICES": "2,5"})
-    assert ranks("0,2") == (2, {"CUDA_VISIBLE_DEVICES": "2,7"})
-    assert ranks("id:1") == (1, {"CUDA_VISIBLE_DEVICES": "5"})
-    assert ranks("id:2,0") == (2, {"CUDA_VISIBLE_DEVICES": "7,2"})
+    assert ranks(None) == (3, None)
+    assert ranks("2") == (2, "2,5")
+    assert ranks("0,2") == (2, "2,7")
+    assert ranks("id:1") == (1, "5")
+    assert ranks("id:2,0") == (2, "7,2")
     for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", "", "id:", "id:3", "id:0,0", "id:x", "1,id:2"):
         with pytest.raises(BadInputError, match="--gpus"):
             ranks(wrong)

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from trainer.limits import Limits, count_cpus, read_limits, threads_per_rank, workers_per_rank
+from trainer.limits import (
+    Limits,
+    compilers_per_rank,
+    count_cpus,
+    read_limits,
+    threads_per_rank,
+    workers_per_rank,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -325,6 +332,14 @@ def test_share_of_a_rank(cpus: float, ranks: int, threads: int, workers: int) ->
     assert workers_per_rank(limits(cpus), ranks) == workers
 
 
+@pytest.mark.parametrize(
+    ("pids", "ranks", "compilers"), [(None, 2, 8), (200, 2, 8), (160, 2, 4), (100, 2, 1)]
+)
+def test_few_pids_allow_few_compilers(pids: int | None, ranks: int, compilers: int) -> None:
+    assert compilers_per_rank(limits(16.0, pids), ranks) == compilers
+    assert compilers_per_rank(limits(0.5), ranks) == 1
+
+
 @pytest.mark.parametrize(("pids", "ranks", "workers"), [(4096, 8, 6), (640, 8, 4), (512, 8, 0), (10, 1, 0)])
 def test_few_pids_allow_few_workers(pids: int, ranks: int, workers: int) -> None:
     assert workers_per_rank(limits(64.0, pids), ranks) == workers
@@ -401,15 +416,23 @@ print(read_limits().{figure})
     assert float(child.stdout) == min(limit, getattr(read_limits(), figure) or limit)
 
 
+# The one place that counts, and the tests that look at what the kernel says of it.
+COUNT_THEMSELVES = ("limits.py", "test_limits.py", "test_affinity.py", "test_rank_environment.py")
+
+
 def test_nothing_else_counts_cpus() -> None:
-    counts = re.compile(r"\b(?:cpu_count|sched_getaffinity|process_cpu_count)\(|\$\(nproc\b")
+    counts = re.compile(
+        r"\b(?:cpu_count|sched_getaffinity|process_cpu_count|virtual_memory)\(|\$\(nproc\b"
+        r"|\bpsutil\b|SC_NPROCESSORS|SC_PHYS_PAGES|/proc/meminfo|/proc/cpuinfo.*(?:wc|count)"
+    )
     files = [
         path
-        for folder in ("trainer", "scripts")
+        for folder in ("trainer", "scripts", "tests", ".ci", "notebooks")
         for path in (REPOSITORY / folder).rglob("*")
-        if path.is_file() and path.suffix != ".pyc" and path != REPOSITORY / "trainer/limits.py"
+        if path.is_file() and path.suffix not in (".pyc", ".json") and path.name not in COUNT_THEMSELVES
     ]
-    assert files
+    files += [REPOSITORY / name for name in ("Makefile", "Dockerfile", "docker-compose.yml")]
+    assert len(files) > 100
     offenders = [
         f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}"
         for path in files

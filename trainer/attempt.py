@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from trainer.affinity import binding_note, shares_of, unpin_main_thread, within
+from trainer.allocator import set_up_allocator
 from trainer.between_windows import BetweenWindows, Incident, Requeue
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
@@ -21,7 +23,8 @@ from trainer.explain import explain, memory_explained, profiled
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
-from trainer.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.limits import Limits, read_limits, threads_per_rank
+from trainer.loading import settle
 from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
@@ -71,6 +74,7 @@ def train_rank(
         DivergedError: If its numbers went bad.
         Stopped: If a signal stopped it and there is no checkpoint.
     """
+    unpin_main_thread()
     if _is_first():
         lock(folder)  # until this process ends
     # Before the ranks meet, and so before rank 0 writes the manifest anew.
@@ -80,6 +84,8 @@ def train_rank(
     if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
         return code
     request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile)
+    if kind == "cuda":
+        set_up_allocator(recipe.memory.allocator, os.environ)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
         while True:
             code = _train(request, world, stored, watch)
@@ -116,12 +122,10 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         incidents = incidents_before(read_incidents(folder), at, make_plan(recipe, task))
         refused = left_out(incidents)
         check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
-        parts = assemble(recipe, task, world, workers_per_rank(read_limits(), local_size), folder)
-        stack.callback(parts.loader.close)
-        stack.callback(parts.evaluation_loader.close)
+        parts, loads = _assemble(stack, recipe, task, world, local_size, folder)
         t = parts.training
         progress = _go_on(t, found, world, stop_after)
-        notes = [*parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
+        notes = [*loads, *parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
         desk = None
         if world.rank == 0:
             restore_incidents(folder, incidents)
@@ -170,6 +174,17 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 desk.display.say(profile.close())
             finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
     return EXIT_DONE
+
+
+def _assemble(
+    stack: contextlib.ExitStack, recipe: Recipe, task: Task, world: World, local_size: int, folder: Path
+) -> tuple[Parts, list[str]]:
+    """The run's parts, of which the stack closes the loaders; and a line on how it loads, if there is any."""
+    settled, workers, loads = settle(recipe, task, _limits(), local_size, os.environ)
+    parts = assemble(settled, task, world, workers, folder)
+    stack.callback(parts.loader.close)
+    stack.callback(parts.evaluation_loader.close)
+    return parts, loads
 
 
 def _make_guard(
@@ -305,7 +320,12 @@ def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int)
         return threads
     if stored is not None and mode != "force":
         return stored.threads
-    return threads_per_rank(read_limits(), local_size)
+    return threads_per_rank(_limits(), local_size)
+
+
+def _limits() -> Limits:
+    """What the ranks of this host may use together, bound as they are."""
+    return within(read_limits(), shares_of(os.environ))
 
 
 def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int | None = None) -> Progress:
@@ -338,7 +358,8 @@ def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int 
 def _how_it_goes_on(
     stored: Stored | None, skipped: list[str], progress: Progress, world: World, refused: Collection[int]
 ) -> list[str]:
-    notes = [f"checkpoint left out: {line}" for line in skipped]
+    notes = [note] if (note := binding_note(os.environ)) else []
+    notes += [f"checkpoint left out: {line}" for line in skipped]
     if refused:
         notes.append(f"without window {', '.join(str(window + 1) for window in sorted(refused))}")
     if stored is None:

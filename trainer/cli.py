@@ -132,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_verify(commands)
     _add_tune(commands)
+    _add_doctor(commands)
     data_commands(commands, _Parser)
 
     bench_commands(commands, _Parser)
@@ -193,6 +194,23 @@ def _add_tune(commands: Any) -> None:
     tune.set_defaults(run=_tune)
 
 
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
+    )
+    doctor.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether its plan fits"
+    )
+    doctor.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
+    doctor.add_argument(
+        "--json", action="store_true", help="print every check as JSON, with the lines for every place"
+    )
+    doctor.set_defaults(run=_doctor)
+
+
 # Commands import what they need when they run: torch alone takes two seconds.
 
 
@@ -241,3 +259,9 @@ def _tune(options: argparse.Namespace) -> int:
     from trainer.tune.command import tune
 
     return tune(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trainer.doctor.command import doctor
+
+    return doctor(options)

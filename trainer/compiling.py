@@ -3,9 +3,6 @@
 import functools
 import logging
 import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from trainer.config import Section
+from trainer.toolchain import missing_compiler, missing_headers
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one function; torch gives up compiling it after eight of them.
@@ -64,17 +62,7 @@ def missing_for_compiling(device: torch.device) -> str | None:
 
     Inductor builds C++ for a CPU, Triton a C launcher for a GPU; both include Python's headers.
     """
-    if device.type == "cuda":
-        compilers, package = [os.environ.get("CC", ""), "clang", "gcc"], "gcc"
-    else:
-        usual = "clang++" if sys.platform == "darwin" else "g++"
-        compilers, package = [os.environ.get("CXX", usual)], "g++"
-    if not any(compiler and shutil.which(compiler) for compiler in compilers):
-        return f"no compiler was found ({' or '.join(filter(None, compilers))}); install {package}"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
-        return f"{header} is missing; install python3-dev, or use a Python that comes with its headers"
-    return None
+    return missing_compiler(device.type == "cuda") or missing_headers()
 
 
 def prepare_cache() -> tuple[Path | None, str | None]:

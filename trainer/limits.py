@@ -56,8 +56,8 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
         affinity: CPUs on which this process may be scheduled; by default, if `root` is "/", as the
             scheduler says.
     """
-    if affinity is None and root == Path("/") and hasattr(os, "sched_getaffinity"):
-        affinity = len(os.sched_getaffinity(0))
+    if affinity is None and root == Path("/"):
+        affinity = len(allowed_cpus())
     cgroups = _cgroups(root)
 
     def figures(parse: Callable[[str], float | None], *names: str) -> list[tuple[float, str]]:
@@ -122,7 +122,7 @@ def threads_per_rank(limits: Limits, local_world_size: int) -> int:
     return max(1, math.floor(limits.cpus / local_world_size))
 
 
-def workers_per_rank(limits: Limits, local_world_size: int) -> int:
+def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -> int:
     """Returns the loader workers for one rank: 75 % of its share of the CPUs, rounded down.
 
     The rest is for the rank itself, which launches kernels, pins batches and writes checkpoints. A share of
@@ -132,20 +132,64 @@ def workers_per_rank(limits: Limits, local_world_size: int) -> int:
     Args:
         limits: What the ranks share; see `threads_per_rank`.
         local_world_size: Ranks in this container, at least 1.
+        quarters: Another part of the share: 4 is all of it, the most that make sense.
     """
     if limits.cpus < local_world_size:
         return 0
     # One division, so that a share such as 16/3, of which 75 % is 4, can't round to 3.
-    workers = max(1, math.floor(limits.cpus * 3 / (local_world_size * 4)))
+    workers = max(1, math.floor(limits.cpus * quarters / (local_world_size * 4)))
+    return max(0, min(workers, _spare_processes(limits, local_world_size)))
+
+
+def compilers_per_rank(limits: Limits, local_world_size: int) -> int:
+    """Returns the processes with which one rank may compile (torch would take one for each CPU it sees).
+
+    Args:
+        limits: What the ranks share; see `threads_per_rank`.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    return max(1, min(threads_per_rank(limits, local_world_size), _spare_processes(limits, local_world_size)))
+
+
+def _spare_processes(limits: Limits, local_world_size: int) -> int:
+    """How many processes a rank may start where their number is limited; else as many as anybody wants."""
     if limits.pids is None:
-        return workers
-    spare_tasks = limits.pids // local_world_size - _TASKS_PER_RANK
-    return max(0, min(workers, spare_tasks // _TASKS_PER_WORKER))
+        return 1 << 20
+    return (limits.pids // local_world_size - _TASKS_PER_RANK) // _TASKS_PER_WORKER
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs on which this container's processes may be scheduled; empty where nobody tells (macOS)."""
+    if _before_binding is not None:
+        return _before_binding
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def keep_to(cpus: frozenset[int]) -> None:
+    """Binds this thread, and what it starts from here on, to some CPUs; the limits stay the container's."""
+    global _before_binding  # noqa: PLW0603
+    if hasattr(os, "sched_setaffinity"):
+        _before_binding = allowed_cpus()
+        os.sched_setaffinity(0, cpus)
+
+
+_before_binding: frozenset[int] | None = None
 
 
 def count_cpus(text: str) -> int | None:
     """Returns how many CPUs a kernel list such as "0-3,8" names; None if it is empty or malformed."""
-    count = 0
+    ranges = _ranges(text)
+    return None if ranges is None else sum(map(len, ranges))
+
+
+def listed_cpus(text: str) -> list[int] | None:
+    """The CPUs that a kernel list such as "0-3,8" names; None if it is empty or malformed."""
+    ranges = _ranges(text)
+    return None if ranges is None else [cpu for part in ranges for cpu in part]
+
+
+def _ranges(text: str) -> list[range] | None:
+    found = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
@@ -153,8 +197,8 @@ def count_cpus(text: str) -> int | None:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             return None
-        count += last - first + 1
-    return count
+        found.append(range(first, last + 1))
+    return found
 
 
 def _cgroups(root: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """What a run was: configuration, code, environment, data and outcome, for the run folder's manifest.json."""
 
 import hashlib
-import json
 import os
 import platform
 import shlex
@@ -18,18 +17,18 @@ import torch
 
 import trainer
 from trainer.config import config_hash
+from trainer.observe.gpus import driver_version
 from trainer.parallel import World
 from trainer.plan import Plan
 from trainer.recipe import Recipe
 from trainer.redact import redact, redact_words
 from trainer.resume import Attempt, Stored, differences
+from trainer.stamp import read_stamp
 
 # Of the launcher, for its ranks: what the user typed.
 COMMAND_VARIABLE = "TRAINER_COMMAND"
 # From whoever starts the container: inside nothing tells.
 IMAGE_VARIABLE = "TRAINER_IMAGE_DIGEST"
-# What scripts/bootstrap.py leaves in a .venv, and scripts/install_wheels.py in the image's environment.
-_STAMP = ".bootstrap.json"
 
 
 def make_manifest(
@@ -133,12 +132,8 @@ def command(environ: Mapping[str, str], argv: Sequence[str]) -> str:
 
 def lock_hash(prefix: Path) -> str | None:
     """SHA-256 of the wheels.lock that an environment was installed from; None where nobody knows."""
-    try:
-        stamp = json.loads((prefix / _STAMP).read_text())
-        found = stamp.get("lock")
-    except (OSError, ValueError, AttributeError):  # an environment of the user's own
-        return None
-    return found if isinstance(found, str) and not stamp.get("changing") else None
+    stamp = read_stamp(prefix)
+    return None if stamp.changing else stamp.lock
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
@@ -154,7 +149,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "driver": _driver(),
+        "driver": driver_version(),
     }
 
 
@@ -187,19 +182,6 @@ def _cpu() -> str | None:
         return None
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, None)
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        found = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return str(found)
 
 
 def _commit() -> tuple[str | None, bool | None]:

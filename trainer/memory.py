@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.allocator import Allocator
 from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.names import matching
@@ -32,6 +33,12 @@ class MemoryConfig(Section):
     budget_gib: float | None = Field(
         None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
     )
+    allocator: Allocator = Field(
+        "native",
+        description="who hands out GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
+        "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on), managed (unified "
+        "memory through RMM, for what is larger than the card; driver 525 on, slower)",
+    )
     empty_cache: Literal["never", "after_eval"] = Field(
         "never",
         description="give a GPU's cached memory back after each evaluation, whose batches have other sizes; "
@@ -47,6 +54,10 @@ class MemoryConfig(Section):
             raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
         if (self.checkpointing == "budget") != (self.budget_gib is not None):
             raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
+        if self.history and self.allocator in ("async", "managed"):
+            raise ValueError(
+                f"memory.history is PyTorch's own allocator's: not with memory.allocator={self.allocator}"
+            )
         if self.every > 1 and self.checkpointing != "blocks":
             raise ValueError("memory.every needs memory.checkpointing=blocks")
         return self

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.affinity import Binding
 from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.pulse import communicating, mark
@@ -26,6 +27,11 @@ class ParallelConfig(Section):
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
+    )
+    cpu_binding: Binding = Field(
+        "auto",
+        description="CPUs that a rank keeps to: node (those of its GPU's NUMA node), cores (whole cores of "
+        "its own, OpenMP's threads pinned to them), none; auto: node where there are several, else none",
     )
     timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
     hang_s: float = Field(

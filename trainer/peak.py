@@ -2,6 +2,8 @@
 
 import torch
 
+from trainer.allocator import tells_figures
+
 _open: list["Peak"] = []
 _before: dict[torch.device, int] = {}  # the highest until torch's counter was last reset
 
@@ -19,7 +21,8 @@ class Peak:
         for peak in _open:
             if peak._device == device:
                 peak._seen = max(peak._seen, reached)
-        torch.cuda.reset_peak_memory_stats(device)
+        if tells_figures():
+            torch.cuda.reset_peak_memory_stats(device)
         self._device, self._seen = device, 0
         _open.append(self)
 
@@ -35,6 +38,8 @@ def highest(device: torch.device) -> int:
 
 
 def _since_reset(device: torch.device) -> int:
+    if not tells_figures():
+        return 0
     # max_memory_allocated makes a flat dictionary of two hundred figures first.
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     return int(stats["allocated_bytes"]["all"]["peak"]) if stats else 0

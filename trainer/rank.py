@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import preempt
+from trainer.affinity import bind
 from trainer.as_launcher import PATH_VARIABLE
 from trainer.errors import (
     EXIT_BAD_INPUT,
@@ -139,6 +140,7 @@ def register() -> None:
     _State.registered = True
     preempt.install()
     die_with_parent()
+    bind()
     # Taken out of the environment: a program that the rank starts must not write into this launch.
     os.environ.pop(PATH_VARIABLE, None)
     folder = os.environ.pop(FOLDER_VARIABLE, None)

@@ -63,6 +63,11 @@ class Recipe(Section):
                 "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
                 "use window.last=cross"
             )
+        if self.memory.allocator == "managed" and self.compile.mode != "none" and self.compile.cuda_graphs:
+            raise ValueError(
+                "memory.allocator=managed can't serve CUDA graphs (pytorch#163257): use "
+                "compile.mode=default, or another allocator"
+            )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
         if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):

@@ -28,11 +28,13 @@ FREE = (
     "data.resident",
     "data.start_method",
     "parallel.timeout_s",
+    "memory.allocator",
     "memory.empty_cache",
     "memory.history",
     "guard.spike*",
     "guard.most",
     "parallel.hang_s",
+    "parallel.cpu_binding",
     "log.*",
     "checkpoint.*",
 )

@@ -7,17 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from trainer.attempt import train_rank
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import EXIT_FAILED, BadInputError
-from trainer.gpus import chosen_gpus
 from trainer.launch import launch
-from trainer.limits import read_limits, threads_per_rank
+from trainer.local_ranks import plan_local_ranks
 from trainer.manifest import COMMAND_VARIABLE, command
 from trainer.observe.console import warn
-from trainer.precision import check_precision
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.redact import redact_text
@@ -26,6 +22,7 @@ from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
 from trainer.tune.job import Interrupted, Job
+from trainer.tune.loader import for_ranks as loader_for_ranks
 from trainer.tune.tuned import check_tuned, read_tuned, settings_of
 
 _FOLDER = "TRAINER_RUN_FOLDER"
@@ -72,10 +69,8 @@ def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> Non
 
 
 def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
-    ranks, environment = ranks_here(options.gpus, options.ranks, recipe)
+    ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
     _check_tuned(options, recipe, ranks)
-    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
-    environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
     if options.max_restarts < 0:
         raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
     if not 0 < options.grace < math.inf:
@@ -87,7 +82,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     if provisional(options.recipe, settings)[1]:
         try:
             # A run goes on with what it was begun with: the micro-batch is part of its arithmetic.
-            job = Job(recipe, ranks, threads_of(recipe, ranks), environment)
+            job = Job(recipe, ranks, threads, environment)
             settings.append(stored_setting(stored) or chosen_setting(job))
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
@@ -95,15 +90,18 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         recipe = load_recipe(options.recipe, settings)
     task = make_task(recipe)
     check_request(recipe, task, ranks)
-    threads = threads_of(recipe, ranks)
+    if wanted is not None and stored is not None:
+        config = recipe.model_dump(mode="json")
+        check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
+        if over := ended(shown(wanted), stored, options.resume):
+            print(over[0])
+            return over[1]
+    # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
+    loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
+    environment |= told
     made = False
     if wanted is not None and stored is not None:
         folder = wanted
-        kind = device_kind(recipe)
-        check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data_of(task), options.resume)
-        if over := ended(shown(folder), stored, options.resume):
-            print(over[0])
-            return over[1]
     elif wanted is not None:
         folder, made = wanted, claim_folder(wanted)
     else:
@@ -116,7 +114,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         options.recipe,
         "--resume",
         options.resume,
-        *(word for setting in settings for word in ("--set", setting)),
+        *(word for setting in [*settings, *loading] for word in ("--set", setting)),
         *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
         *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
     ]
@@ -145,42 +143,6 @@ def _stored(options: argparse.Namespace) -> Stored | None:
     """What lies in it."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
-
-
-def threads_of(recipe: Recipe, ranks: int) -> int:
-    """Intra-op threads of each rank of a new run."""
-    threads = recipe.parallel.threads
-    return threads_per_rank(read_limits(), ranks) if threads == "auto" else threads
-
-
-def ranks_here(gpus: str | None, ranks: int | None, recipe: Recipe) -> tuple[int, dict[str, str]]:
-    """How many ranks to start here, and the environment that gives them their GPUs.
-
-    Args:
-        gpus: As --gpus.
-        ranks: As --ranks.
-        recipe: Says where it is to be trained.
-
-    Raises:
-        BadInputError: If that can't be.
-    """
-    if device_kind(recipe) == "cpu":
-        check_precision(recipe.precision, torch.device("cpu"))
-        if gpus is not None:
-            why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
-            raise BadInputError(f"--gpus {gpus}: {why}; leave it out, or use --ranks N for N CPU processes")
-        if ranks is not None and ranks < 1:
-            raise BadInputError(f"--ranks {ranks}: give a number from 1 on")
-        return ranks or 1, {}
-    there = torch.cuda.device_count()
-    if ranks is not None:
-        raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
-    if gpus is None:
-        return there, {}
-    # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
-    chosen = chosen_gpus(gpus, visible)
-    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:

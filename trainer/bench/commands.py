@@ -70,7 +70,10 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     )
     setting.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
     setting.add_argument(
-        "settings", nargs="+", metavar="KEY=VALUE", help="each compared with the recipe as it is"
+        "settings",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="each compared with the recipe as it is; with --runs also env:NAME=VALUE",
     )
     setting.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for all sides; repeatable"
@@ -79,6 +82,11 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
         "--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)"
     )
     setting.add_argument("--windows", type=int, default=10, metavar="N", help="in a round (default: 10)")
+    setting.add_argument(
+        "--runs",
+        action="store_true",
+        help="whole runs in processes of their own: memory.allocator, parallel.*",
+    )
     setting.set_defaults(run=_setting)
     resume = benches.add_parser(
         "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
@@ -129,8 +137,10 @@ def _reduction(options: argparse.Namespace) -> int:
 
 def _setting(options: argparse.Namespace) -> int:
     from trainer.bench.setting import bench_setting
+    from trainer.bench.whole_runs import bench_whole_runs
 
-    return bench_setting(
+    bench = bench_whole_runs if options.runs else bench_setting
+    return bench(
         options.recipe, options.settings, options.set, rounds=options.rounds, windows=options.windows
     )
 

@@ -18,7 +18,10 @@ from trainer.recipe import Recipe
 from trainer.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
 from trainer.step import train_window
 
-_NOT_IN_A_WINDOW = ("log.", "checkpoint.", "evaluate_every", "parallel.threads", "parallel.hang_s")
+_NOT_IN_A_WINDOW = (
+    *("log.", "checkpoint.", "evaluate_every", "memory.allocator"),
+    *("parallel.threads", "parallel.hang_s", "parallel.cpu_binding"),
+)
 
 
 def bench_setting(
@@ -42,8 +45,8 @@ def bench_setting(
     for setting in settings:
         if setting.startswith(_NOT_IN_A_WINDOW):
             raise BadInputError(
-                f"{setting}: windows alone are timed here, on the threads of this machine; rows, checkpoints "
-                "and evaluations aren't"
+                f"{setting}: windows alone are timed here, in one process; what is of the process, its rows, "
+                "checkpoints and evaluations aren't: add --runs to compare whole runs"
             )
     if rounds < 1 or windows < 1:
         print("nothing measured: --rounds and --windows must be at least 1")

@@ -23,6 +23,7 @@ from trainer.config import Section
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
+from trainer.data.fit import SPARE_SLOTS, prefetch_by_size, sizes_of
 from trainer.data.ring import Ring
 from trainer.data.work import NO_WORK, Work, now, work_since
 from trainer.data.workers import CurrentBatches, begin_worker, start_method, unsendable
@@ -40,9 +41,15 @@ class LoaderConfig(Section):
     """How batches reach the device. None of this changes what is in them."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
-        "auto", description="loader processes per rank; auto: 0 if resident, else 75 % of the CPU share"
+        "auto",
+        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share, in a "
+        "long run by a search at its start",
     )
-    prefetch: int = Field(4, ge=1, le=1024, description="batches that each worker prepares ahead")
+    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto",
+        description="batches that each worker prepares ahead; auto: 4 of small samples, 2 or 3 of images, 1 "
+        "of video",
+    )
     resident: bool | Literal["auto"] = Field(
         "auto", description="keep the data set on the device; auto: if it is in memory and below 256 MiB"
     )
@@ -235,8 +242,10 @@ class RingLoader:
             fields[_UNIFORM] = data.Field((plan.micro_batch, source.uniforms), np.dtype(np.float32))
         self._source = source
         self._device = device
-        # Two slots more than can be under way: the batch in use and the one that is being copied.
-        slots = workers * config.prefetch + 2
+        prefetch = config.prefetch
+        if prefetch == "auto":
+            prefetch = prefetch_by_size(sizes_of(source.dataset, plan.micro_batch))
+        slots = workers * prefetch + SPARE_SLOTS
         self._ring = Ring(fields, slots, inherited=workers == 0 or method == "fork")
         self._quarantine = quarantine or Quarantine("training", len(source.dataset))
         self._filler = _Filler(source, self._ring)
@@ -250,7 +259,7 @@ class RingLoader:
                 batch_size=None,
                 sampler=CurrentBatches(self._numbers),
                 num_workers=workers,
-                prefetch_factor=config.prefetch,
+                prefetch_factor=prefetch,
                 persistent_workers=True,
                 multiprocessing_context=multiprocessing.get_context(method),
                 worker_init_fn=partial(begin_worker, None if method == "forkserver" else os.getpid()),
@@ -325,8 +334,21 @@ def make_loader(
     Returns:
         A loader; call it with a range of batch numbers.
     """
-    arrays = source.dataset.arrays
-    resident = config.resident
+    if is_resident(config, source.dataset):
+        return ResidentLoader(source, device)
+    workers = config.workers
+    if workers == "auto":
+        workers = 0 if source.dataset.in_process else cpu_workers
+    return RingLoader(source, device, workers, config, quarantine)
+
+
+def is_resident(config: LoaderConfig, dataset: data.Dataset) -> bool:
+    """Whether a data set lives on the device, so that nothing has to be loaded.
+
+    Raises:
+        BadInputError: If that is asked for and can't be.
+    """
+    arrays, resident = dataset.arrays, config.resident
     if resident == "auto":
         resident = arrays is not None and sum(array.nbytes for array in arrays.values()) < _RESIDENT_BYTES
     elif resident and (arrays is None or config.workers not in ("auto", 0)):
@@ -334,9 +356,4 @@ def make_loader(
             "data.resident=true needs a data set in memory and no workers: "
             "use data.resident=auto, and leave data.workers at auto or 0"
         )
-    if resident and config.workers in ("auto", 0):
-        return ResidentLoader(source, device)
-    workers = config.workers
-    if workers == "auto":
-        workers = 0 if source.dataset.in_process else cpu_workers
-    return RingLoader(source, device, workers, config, quarantine)
+    return resident and config.workers in ("auto", 0)

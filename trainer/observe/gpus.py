@@ -36,7 +36,7 @@ class Gpus:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlInit()
             self._started = True
-        self._handles = self._visible(environ)[:ranks] if self._started else []
+        self._handles = visible_gpus(nvml, environ)[0][:ranks] if self._started else []
 
     def close(self) -> None:
         """Ends NVML."""
@@ -108,35 +108,82 @@ class Gpus:
             told = True
         return sum(self._joules.values()) if told else None  # that of a GPU that is lost stays in it
 
-    def _visible(self, environ: Mapping[str, str]) -> list[Any]:
-        count = self._ask("nvmlDeviceGetCount") or 0
-        there = [self._ask("nvmlDeviceGetHandleByIndex", number) for number in range(count)]
-        if "CUDA_VISIBLE_DEVICES" not in environ:
-            return [gpu for gpu in there if gpu is not None]
-        found = []
-        for word in environ["CUDA_VISIBLE_DEVICES"].split(","):
-            name, chosen = word.strip(), None
-            if name.isdecimal() and len(name) < 5:
-                chosen = there[int(name)] if int(name) < count else None
-            elif name.startswith("GPU-"):  # CUDA takes the first letters of an identifier, NVML all of it
-                matching = [gpu for gpu in there if gpu is not None and self._uuid(gpu).startswith(name)]
-                chosen = matching[0] if len(matching) == 1 else None
-            elif name.startswith("MIG-"):
-                chosen = self._ask("nvmlDeviceGetHandleByUUID", name)
-            if chosen is None:  # CUDA sees nothing from the first wrong one on
-                break
-            found.append(chosen)
-        return found
-
-    def _uuid(self, gpu: Any) -> str:
-        uuid = self._ask("nvmlDeviceGetUUID", gpu)
-        return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
-
     def _ask(self, function: str, *values: Any) -> Any:
-        """What NVML answers; None where it refuses, or this version of it has no such question."""
-        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-            return getattr(self._nvml, function)(*values)
+        return ask(self._nvml, function, *values)
+
+
+def ask(nvml: Any, function: str, *values: Any) -> Any:
+    """What NVML answers; None where it refuses, or this version of it has no such question."""
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        return getattr(nvml, function)(*values)
+    return None
+
+
+def visible_gpus(nvml: Any, environ: Mapping[str, str]) -> tuple[list[Any], str]:
+    """NVML's handles of what CUDA_VISIBLE_DEVICES leaves, and its first word that names no GPU ("": none).
+
+    Args:
+        nvml: The module pynvml, started.
+        environ: For CUDA_VISIBLE_DEVICES.
+    """
+    count = ask(nvml, "nvmlDeviceGetCount") or 0
+    there = [ask(nvml, "nvmlDeviceGetHandleByIndex", number) for number in range(count)]
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        return [gpu for gpu in there if gpu is not None], ""
+    found = list[Any]()
+    for word in environ["CUDA_VISIBLE_DEVICES"].split(","):
+        name, chosen = word.strip(), None
+        if name.isdecimal() and len(name) < 5:
+            chosen = there[int(name)] if int(name) < count else None
+        elif name.startswith("GPU-"):  # CUDA takes the first letters of an identifier, NVML all of it
+            matching = [gpu for gpu in there if gpu is not None and _uuid(nvml, gpu).startswith(name)]
+            chosen = matching[0] if len(matching) == 1 else None
+        elif name.startswith("MIG-"):
+            chosen = ask(nvml, "nvmlDeviceGetHandleByUUID", name)
+        if chosen is None:  # CUDA sees nothing from the first wrong one on
+            return found, name
+        found.append(chosen)
+    return found, ""
+
+
+def _uuid(nvml: Any, gpu: Any) -> str:
+    uuid = ask(nvml, "nvmlDeviceGetUUID", gpu)
+    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+
+
+def bus_ids(environ: Mapping[str, str], ranks: int, nvml: Any = None) -> list[str]:
+    """Where on the PCI bus the GPUs of this host's ranks are, as far as NVML tells: "00000000:3B:00.0"."""
+    found = [info.busId for info in _each(environ, ranks, "nvmlDeviceGetPciInfo", nvml) if info is not None]
+    return [one.decode() if isinstance(one, bytes) else str(one) for one in found]
+
+
+def gpu_bytes(environ: Mapping[str, str], gpu: int, nvml: Any = None) -> int:
+    """The memory of a visible GPU; 0 if NVML doesn't tell."""
+    found = _each(environ, gpu + 1, "nvmlDeviceGetMemoryInfo", nvml)
+    return int(found[gpu].total) if len(found) > gpu and found[gpu] is not None else 0
+
+
+def _each(environ: Mapping[str, str], ranks: int, question: str, nvml: Any) -> list[Any]:
+    if nvml is None:
+        import pynvml as nvml  # type: ignore[no-redef]
+    gpus = Gpus(nvml, environ, ranks)
+    try:
+        return [gpus._ask(question, handle) for handle in gpus._handles]
+    finally:
+        gpus.close()
+
+
+def driver_version(nvml: Any = None) -> str | None:
+    """The version of NVIDIA's driver; None where there is none."""
+    if nvml is None:
+        import pynvml as nvml  # type: ignore[no-redef]
+    try:
+        nvml.nvmlInit()
+        found = nvml.nvmlSystemGetDriverVersion()
+        nvml.nvmlShutdown()
+    except nvml.NVMLError:
         return None
+    return found.decode() if isinstance(found, bytes) else str(found)
 
 
 def slowdown(reasons: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.allocator import tells_figures
 from trainer.memory import MemoryConfig
 from trainer.peak import Peak, highest
 
@@ -22,7 +23,7 @@ def memory_figures(device: torch.device) -> dict[str, float]:
     CUDA context and the kernels (some hundred MiB), workspaces and buffers of cuBLAS and NCCL, and what other
     processes have.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not tells_figures():
         return {}
     stats = torch.cuda.memory_stats_as_nested_dict(device)  # the flat one of memory_stats costs more
     if not stats:
@@ -93,8 +94,9 @@ def memory_tracker(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    tracked = Tracked(name, "allocated" if device.type == "cuda" else "resident")
-    watch = _gpu(tracked, device) if device.type == "cuda" else _host(tracked)
+    told = device.type == "cuda" and tells_figures()
+    tracked = Tracked(name, "allocated" if told else "resident")
+    watch = _gpu(tracked, device) if told else _host(tracked)
     try:
         with watch:
             yield tracked
@@ -183,13 +185,13 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
     """
     if config.empty_cache == "never" or device.type != "cuda":
         return {}
-    before, began = torch.cuda.memory_reserved(device), time.perf_counter()
+    before, began = memory_figures(device), time.perf_counter()
     torch.cuda.empty_cache()
-    seconds = time.perf_counter() - began
-    return {
-        "memory/freed_bytes": float(before - torch.cuda.memory_reserved(device)),
-        "memory/freed_seconds": seconds,
-    }
+    seconds = {"memory/freed_seconds": time.perf_counter() - began}
+    if not before:
+        return seconds
+    freed = before["memory/reserved_bytes"] - memory_figures(device)["memory/reserved_bytes"]
+    return {"memory/freed_bytes": freed, **seconds}
 
 
 def memory_row(window: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:

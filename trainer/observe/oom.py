@@ -124,8 +124,7 @@ def _advice(
         found.append("see nvidia-smi for other processes on this GPU")
     # A cache that would have held it all: only its pieces are too small.
     if sizes[_CACHE] > max(wanted, used / 20):
-        name = "PYTORCH_ALLOC_CONF" if _newer() else "PYTORCH_CUDA_ALLOC_CONF"
-        found.append(f"set {name}=expandable_segments:True, which lets pieces be joined")
+        found.append("memory.allocator=expandable, which lets pieces be joined")
     if micro_batch > 1:
         found.append(
             f"data.micro_batch={max(1, micro_batch // 2)} with the same data.global_batch (gradients add up, "
@@ -188,8 +187,3 @@ def _size(error: BaseException, pattern: str) -> int:
     """Bytes that torch's message names; 0 if it doesn't."""
     match = re.search(pattern, str(error))
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
-
-
-def _newer() -> bool:
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 9)

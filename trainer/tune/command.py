@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,10 +15,11 @@ import trainer
 from trainer.bench.conditions import conditions
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.limits import read_limits
+from trainer.local_ranks import plan_local_ranks
 from trainer.observe.console import warn
 from trainer.preempt import Inbox
 from trainer.run import check_request, device_kind, make_task
-from trainer.start import load_recipe, ranks_here, threads_of
+from trainer.start import load_recipe
 from trainer.tune.auto import KEY, find, provisional, summary, used
 from trainer.tune.job import Interrupted, Job, run_probe
 from trainer.tune.loader import LoaderChoice, choose_loader
@@ -45,11 +45,10 @@ def tune(options: argparse.Namespace) -> int:
     tuned = None if options.tuned is None else read_tuned(options.tuned)
     settings = [*(settings_of(tuned) if tuned else []), *options.set]
     recipe, auto = provisional(options.recipe, settings)
-    ranks, environment = ranks_here(options.gpus, options.ranks, recipe)
-    environment.setdefault("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+    ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
     if tuned:
         check_tuned(tuned, options.tuned, recipe, ranks, device_kind(recipe))
-    job = Job(recipe, ranks, threads_of(recipe, ranks), environment, options.seconds)
+    job = Job(recipe, ranks, threads, environment, options.seconds)
     try:
         if options.check:
             if auto:

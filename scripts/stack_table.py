@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Writes trainer/doctor/stacks.json: what the doctor must know of each stack where there is no checkout."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from conda_lock import read_toml
+from wheels import read_lock
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "trainer/doctor/stacks.json"
+
+
+def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
+    """The facts of every stack by its name; of the wheels those that training needs."""
+    found = {}
+    for folder in sorted(path.parent for path in stacks.glob("*/stack.toml")):
+        stack, lock = read_toml(folder / "stack.toml"), (folder / "wheels.lock").read_bytes()
+        wheels: dict[str, str] = {}
+        for wheel in read_lock(lock.decode()):
+            if "train" in wheel.groups:  # several versions where they depend on the Python
+                wheels[wheel.name] = " ".join([*wheels.get(wheel.name, "").split(), wheel.version])
+        found[folder.name] = {
+            "conda": stack["kind"] == "conda",
+            **stack["pins"],
+            **{name: stack["brings"][name] for name in ("cuda", "cudnn", "nccl")},
+            "architectures": stack["gpu"]["architectures"],
+            "native": stack["driver"]["native"],
+            "floor": stack["driver"]["floor"],
+            "made": stack["source_date_epoch"],
+            "lock": hashlib.sha256(lock).hexdigest(),
+            "wheels": wheels,
+        }
+    return found
+
+
+def main() -> None:
+    """Writes the table, a line for each key."""
+    lines = json.dumps(table(), indent=1)
+    TABLE.write_text(lines + "\n")
+    print(f"{TABLE.relative_to(ROOT)}: {len(lines):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What the launcher sets for its ranks, from limits and recipe: allocator, CPUs, threads, compilers."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer.local_ranks
+import trainer.start
+from trainer.affinity import cpus_text, shares_of
+from trainer.allocator import VARIABLES
+from trainer.cli import main
+from trainer.limits import Limits
+
+CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What `launch` was called with, on a machine with 12 CPUs."""
+    seen: dict[str, Any] = {}
+
+    def launch(arguments: list[str], **options: Any) -> int:
+        seen.update(options, arguments=arguments)
+        return 0
+
+    monkeypatch.setattr(trainer.start, "launch", launch)
+    monkeypatch.setattr(trainer.local_ranks, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
+    monkeypatch.chdir(tmp_path)
+    for name in CLEAN:
+        monkeypatch.delenv(name, raising=False)
+    return seen
+
+
+def train(*settings: str) -> int:
+    words = [word for setting in settings for word in ("--set", setting)]
+    return main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch=32", *words])
+
+
+def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]) -> None:
+    assert train() == 0
+    assert (started["processes"], started["threads"]) == (2, 6)
+    environment = started["environment"]
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "6"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert not {name for name in environment if "ALLOC" in name}
+
+
+def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:
+    assert train("memory.allocator=expandable") == 0
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert started["environment"][VARIABLES[release < (2, 9)]] == "expandable_segments:True"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
+def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any]) -> None:
+    there = sorted(os.sched_getaffinity(0))
+    assert train("parallel.cpu_binding=cores") == 0
+    shares = shares_of(started["environment"])
+    assert sorted({cpu for share in shares for cpu in share}) == there
+    if len(there) == 2:
+        assert [cpus_text(share) for share in shares] == [str(cpu) for cpu in there]
+    each = min(len(share) / shares.count(share) for share in shares)
+    assert started["threads"] == max(1, min(6, int(each)))
+    started.clear()
+    assert train("parallel.cpu_binding=none") == 0
+    assert not shares_of(started["environment"])
+
+
+def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert train("memory.allocator=async") == 0
+    environment = started["environment"]
+    assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,backend:cudaMallocAsync"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_real_run_says_where_its_ranks_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    words = ["--set", "max_windows=2", "--set", "evaluate_every=0", "--set", "parallel.cpu_binding=cores"]
+    assert (
+        main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch=32", "--out", str(out), *words])
+        == 0
+    )
+    (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]
+    assert note in capfd.readouterr().out
+    first, second = note.removeprefix("CPUs: ranks on ").partition(", ")[0].split(" | ")
+    assert first != second

@@ -1,0 +1,181 @@
+"""Looks at file systems: what they are, how much room they have, how fast they are."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.doctor.facts import MIB, Data, Folder, Mount
+from trainer.doctor.helpers import kind_of, text_of, within
+
+_BLOCK, _MOST_WRITTEN = MIB, 16 * MIB
+_READ = 64 << 10
+_WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
+_LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
+# Variables that say where caches lie.
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCH_HOME",
+    "MPLCONFIGDIR",
+    "CUDA_CACHE_PATH",
+)
+
+
+def read_mount(path: Path, root: Path = Path("/")) -> Mount:
+    """The file system that a path lies on, from mountinfo; see proc_pid_mountinfo(5)."""
+    best, found = "", Mount()
+    real = os.path.realpath(path)
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        words, kind = left.split(), right.partition(" ")[0]
+        if len(words) < 5:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best = point
+            found = Mount(kind, point, _how(words[3], kind, point), _rotational(root, words[2]))
+    return found
+
+
+def _how(inner: str, kind: str, point: str) -> str:
+    if kind == "overlay" and point == "/":
+        return "container layer"
+    if re.search(r"/volumes/[^/]+/_data$|kubernetes\.io~", inner):
+        return "volume"
+    return "bind mount" if inner != "/" and not inner.startswith("/@") and point != "/" else "mount"
+
+
+def _rotational(root: Path, device: str) -> bool | None:
+    folder = root / "sys/dev/block" / device
+    for file in (folder / "queue/rotational", folder / "../queue/rotational"):
+        if (text := text_of(file)) in ("0", "1"):
+            return text == "1"
+    return None
+
+
+def read_folder(
+    path: Path, root: Path = Path("/"), known: Iterable[Folder] = (), speed: bool = True
+) -> Folder:
+    """Looks at a folder, or at the nearest above it that is there; writes a few MiB and leaves nothing.
+
+    Args:
+        path: The folder.
+        root: Folder that stands for "/".
+        known: Others: where one lies on the same file system, its speed is taken.
+        speed: Whether to measure that.
+    """
+    mount = read_mount(path, root)
+    late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
+    same = [one.speed for one in known if one.mount == mount and one.speed]
+    found = within(_LONGEST, lambda: _folder(path, mount, speed and not same), late)
+    return replace(found, speed=same[0]) if same and not found.error else found
+
+
+def _folder(path: Path, mount: Mount, speed: bool) -> Folder:
+    there = path.absolute()
+    while not kind_of(there) and there != there.parent:
+        there = there.parent
+    try:
+        if kind_of(there) != "folder":
+            return Folder(path, error=f"{there} is no folder", mount=mount)
+        room = os.statvfs(there)
+        began = time.time()
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"x")
+            file.flush()
+            made = os.fstat(file.fileno()).st_mtime
+            ended = time.time()
+            rate = _write(file.fileno()) if speed and room.f_bavail * room.f_frsize > 64 * MIB else 0.0
+    except OSError as error:
+        return Folder(path, error=error.strerror or str(error), mount=mount)
+    # File systems stamp with the last tick of the clock, a hundredth of a second ago.
+    skew = made - ended if made > ended else min(0.0, made - began)
+    files = room.f_favail if room.f_files else -1
+    return Folder(path, "", room.f_bavail * room.f_frsize, files, rate, skew, mount)
+
+
+def _write(file: int) -> float:
+    """Bytes per second, with the sync at the end."""
+    block, written, began = os.urandom(_BLOCK), 0, time.monotonic()
+    while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:
+        written += os.write(file, block)
+    os.fsync(file)
+    return written / (time.monotonic() - began)
+
+
+def read_data(path: str | None, root: Path = Path("/")) -> Data:
+    """Reads at random in the files below a path, for a fifth of a second."""
+    if path is None or "://" in path:
+        return Data(path)
+    late = Data(path, error="no answer within a second", mount=read_mount(Path(path), root))
+    return within(1.0, lambda: _data(path, root), late)
+
+
+def _data(path: str, root: Path) -> Data:
+    mount = read_mount(Path(path), root)
+    try:
+        files = list(_files(Path(path)))
+    except OSError as error:
+        return Data(path, error.strerror or str(error), mount)
+    draw, done, count, began = random.Random(0), 0, 0, time.monotonic()
+    for name in draw.sample(files, len(files)):
+        if time.monotonic() - began > _READING:
+            break
+        try:
+            file = os.open(name, os.O_RDONLY)
+            try:
+                length = os.fstat(file).st_size
+                offset = draw.randrange(max(1, length - _READ))
+                if hasattr(os, "posix_fadvise"):  # or memory would answer
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                done += len(os.pread(file, _READ, offset))
+                count += 1
+            finally:
+                os.close(file)
+        except OSError as error:
+            return Data(path, f"{name}: {error.strerror}", mount)
+    seconds = max(time.monotonic() - began, 1e-6)
+    return Data(path, "" if files else "it holds no files", mount, count / seconds, done / seconds)
+
+
+def _files(path: Path) -> Iterator[str]:
+    """Some files below a path: as many as are found in a tenth of a second, each up to eight times."""
+    if kind_of(path) == "file":
+        yield from [str(path)] * 512
+        return
+    folders, found, began = [str(path)], list[str](), time.monotonic()
+    while folders and time.monotonic() - began < _WALKING:
+        with os.scandir(folders.pop(0)) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.path)
+                elif entry.is_file():
+                    found.append(entry.path)
+                if len(found) >= 4096 or time.monotonic() - began > _WALKING:
+                    break
+    yield from found * max(1, min(8, 512 // max(1, len(found))))
+
+
+def cache_folders(environ: Mapping[str, str]) -> dict[str, Path]:
+    """Where caches are to lie, by the variable; ~/.cache if none says."""
+    found = {name: Path(environ[name]) for name in _CACHES if environ.get(name)}
+    if "XDG_CACHE_HOME" not in found:
+        found["XDG_CACHE_HOME"] = Path(environ.get("HOME") or "/", ".cache")
+    return found
+
+
+def tmp_path() -> Path:
+    """The folder for temporary files; /tmp if none can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")

@@ -1,0 +1,86 @@
+"""The ranks of this host: how many, on which GPUs and CPUs, with how many threads, and their environment."""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from trainer.affinity import Cpus, gpu_nodes, read_topology, share_cpus, variables as cpu_variables, within
+from trainer.allocator import allocator_variables
+from trainer.errors import BadInputError
+from trainer.gpus import chosen_gpus
+from trainer.limits import compilers_per_rank, read_limits, threads_per_rank
+from trainer.observe.gpus import bus_ids
+from trainer.precision import check_precision
+from trainer.recipe import Recipe
+from trainer.run import device_kind
+
+_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
+
+
+class LocalRanks(NamedTuple):
+    """What is to be started here.
+
+    Attributes:
+        ranks: How many.
+        threads: Intra-op threads of each.
+        environment: Variables for them; what the user has set stays.
+    """
+
+    ranks: int
+    threads: int
+    environment: dict[str, str]
+
+
+def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> LocalRanks:
+    """Plans the ranks of this host.
+
+    Args:
+        recipe: Says where it is to be trained.
+        gpus: As --gpus.
+        ranks: As --ranks.
+
+    Raises:
+        BadInputError: If that can't be.
+    """
+    count, environment = _devices(recipe, gpus, ranks)
+    environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
+    shares = _cpus(recipe, count, {**os.environ, **environment})
+    environment |= cpu_variables(recipe.parallel.cpu_binding, shares)
+    limits = within(read_limits(), shares)
+    environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
+    # Threads that spin while they wait make a small model many times slower on a machine that is busy.
+    environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+    threads = recipe.parallel.threads
+    return LocalRanks(count, threads_per_rank(limits, count) if threads == "auto" else threads, environment)
+
+
+def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:
+    """How many ranks, and the environment that gives them their GPUs."""
+    if device_kind(recipe) == "cpu":
+        check_precision(recipe.precision, torch.device("cpu"))
+        if gpus is not None:
+            why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
+            raise BadInputError(f"--gpus {gpus}: {why}; leave it out, or use --ranks N for N CPU processes")
+        if ranks is not None and ranks < 1:
+            raise BadInputError(f"--ranks {ranks}: give a number from 1 on")
+        return ranks or 1, {}
+    there = torch.cuda.device_count()
+    if ranks is not None:
+        raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
+    if gpus is None:
+        return there, {}
+    # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+    chosen = chosen_gpus(gpus, visible)
+    return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> list[Cpus]:
+    """The CPUs that each rank is to keep to; empty if none is to be bound."""
+    places: list[int | None] = [None] * ranks
+    if device_kind(recipe) == "cuda":
+        found = gpu_nodes(bus_ids(environ, ranks))
+        places[: len(found)] = found
+    return share_cpus(recipe.parallel.cpu_binding, read_topology(), places)

@@ -1,0 +1,218 @@
+"""Times a recipe's windows with one setting of the loader after another, in a process of its own.
+
+The process assembles what a rank would, on that rank's share of the CPUs, without compiling and without the
+other ranks. It ends with its parent, and its workers end with it.
+"""
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.data.fit import Loading
+from trainer.data.loader import RingLoader, Source
+from trainer.data.workers import begin_worker
+from trainer.errors import BadInputError
+from trainer.limits import read_limits
+from trainer.parallel import World
+from trainer.preempt import SIGNALS
+from trainer.recipe import Recipe
+from trainer.run import Parts, assemble, device_kind, make_task
+from trainer.step import train_window
+
+_STARTS_WITHIN = 20.0  # seconds
+_MORE = 5.0  # seconds beyond its own limit after which a turn is taken to hang
+_MOST_WINDOWS = 1_000_000
+
+
+class Turn(NamedTuple):
+    """What to time.
+
+    Attributes:
+        setting: Of the loader.
+        warm_up: Windows before the clock starts.
+        windows: Windows that are timed.
+        limit: Seconds after which a turn is cut, with a window timed at least.
+    """
+
+    setting: Loading
+    warm_up: int
+    windows: int
+    limit: float
+
+
+class Timed(NamedTuple):
+    """What a turn took: seconds of so many windows, and of all else."""
+
+    windows: int
+    seconds: float
+    around: float
+
+
+class Prober:
+    """The process, started when it is first needed and anew after a turn that failed."""
+
+    def __init__(self, recipe: Recipe, ranks: int, threads: int, environment: Mapping[str, str]) -> None:
+        """Takes what a rank of this recipe would get."""
+        length = {"epochs": 10**9, "max_windows": _MOST_WINDOWS}
+        plain = {
+            "compile": recipe.compile.model_copy(update={"mode": "none"}),
+            "parallel": recipe.parallel.model_copy(update={"reduction": "all_reduce"}),
+            # Nothing is in this process but what is timed: its loaders come with the turns.
+            "data": recipe.data.model_copy(update={"workers": 0}),
+        }
+        self._arguments = (recipe.model_copy(update={**length, **plain}), recipe, ranks, threads, environment)
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> "Prober":
+        """Starts nothing yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the process."""
+        self._end()
+
+    def time(self, turn: Turn, within: float) -> Timed | str:
+        """Does a turn, or says why it could not be done in so many seconds."""
+        end = time.monotonic() + within
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        try:
+            self._pipe.send(turn)
+            if not self._pipe.poll(max(0.0, end - time.monotonic())):
+                self._end()
+                return f"did not end within {within:.0f} s"
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(_MORE)
+            code = self._process.exitcode
+            self._end()
+            return f"ended with exit code {code}"
+        if isinstance(answer, str):
+            self._end()
+        assert isinstance(answer, Timed | str)
+        return answer
+
+    def _start(self) -> None:
+        # Forking takes no imports, but not after another thread or CUDA has begun.
+        cpu = device_kind(self._arguments[1]) == "cpu"
+        method = "fork" if cpu and hasattr(os, "fork") and threading.active_count() == 1 else "spawn"
+        context = multiprocessing.get_context(method)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, os.getpid(), *self._arguments), name="loader probe"
+        )
+        # It must not take a signal with the handlers that it inherits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            self._process.join(0.5 if self._process.exitcode is None else 0)
+            self._process.kill()
+            self._process.join()
+        self._pipe = self._process = None
+
+
+def limit_of(turn: Turn) -> float:
+    """Seconds after which a turn in a process that has yet to start is taken to hang."""
+    return _STARTS_WITHIN + turn.limit + _MORE
+
+
+def _serve(
+    pipe: Connection,
+    parent: int,
+    plain: Recipe,
+    recipe: Recipe,
+    ranks: int,
+    threads: int,
+    environment: Mapping[str, str],
+) -> None:
+    begin_worker(parent, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # what torch warns of, the run itself will say
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    os.environ.update(environment)
+    _take_share(ranks)
+    torch.set_num_threads(threads)
+    try:
+        task = make_task(plain)
+        device = torch.device("cuda", 0) if device_kind(plain) == "cuda" else torch.device("cpu")
+        # As the first of several ranks, but without a group: nobody else is there.
+        parts = assemble(plain, task, World(0, ranks, 0, device, None), 0)
+        source = Source(task.train_data, parts.training.share, task.train_data.uniforms + task.uniforms)
+        done = 0
+        parts.training.replica.train()
+        with suppress(EOFError, OSError):
+            while True:
+                turn = pipe.recv()
+                timed, done = _do(turn, done, parts, source, recipe, device)
+                pipe.send(timed)
+    except BadInputError as error:
+        with suppress(OSError):
+            pipe.send(str(error))
+
+
+def _take_share(ranks: int) -> None:
+    """Leaves the other ranks' CPUs alone, which would be busy."""
+    if ranks == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    own = max(1, math.ceil(read_limits().cpus / ranks))
+    with suppress(OSError):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:own])
+
+
+def _do(
+    turn: Turn, done: int, parts: Parts, source: Source, recipe: Recipe, device: torch.device
+) -> tuple[Timed, int]:
+    """Does a turn from window `done` on; returns also the window after its last."""
+    began = time.perf_counter()
+    training = parts.training
+    config = recipe.data.model_copy(update=turn.setting._asdict())
+    with _closing(RingLoader(source, device, turn.setting.workers, config)) as loader:
+        batches = loader(training.share.batches(done))
+        for _ in range(turn.warm_up):
+            train_window(training, batches, done)
+            done += 1
+            if time.perf_counter() - began > turn.limit:
+                break
+        _wait(device)
+        first, start = done, time.perf_counter()
+        while done < first + turn.windows:
+            train_window(training, batches, done)
+            done += 1
+            if time.perf_counter() - began > turn.limit:
+                break
+        _wait(device)
+        seconds = time.perf_counter() - start
+    return Timed(done - first, seconds, time.perf_counter() - began - seconds), done
+
+
+@contextmanager
+def _closing(loader: RingLoader) -> Iterator[RingLoader]:
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
