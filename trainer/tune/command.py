@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
