@@ -289,8 +289,10 @@ def test_a_job_beyond_its_bound_is_killed_whole(allowed: int, seconds: float, wh
 
 def job(room: Room | None = None, ranks: int = 1, **sections: Any) -> Job:
     """A real one, of a model that takes memory by the sample."""
-    data = {"image_size": 64, "global_batch": 256, "micro_batch": 256, "samples": 256, "resident": False}
-    recipe = small(data={**data, "workers": 1, "prefetch": 1}, model={"width": 32}, **sections)
+    sizes = {"global_batch": 256, "micro_batch": 256, "evaluation_batch": 4}
+    # Few channels of many pixels: little to compute, much to keep.
+    data = {"image_size": 256, "samples": 64, "resident": False, "workers": 1, "prefetch": 1, **sizes}
+    recipe = small(data=data, model={"width": 4}, **sections)
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
     return Job(recipe, ranks, 1, environment, 600.0, *([lambda: room] if room else []))
 
