@@ -274,7 +274,9 @@ def test_what_processes_share_counts_once() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(("allowed", "seconds", "why"), [(80 * MIB, 60.0, "grew"), (GIB, 0.5, "longer than")])
+@pytest.mark.parametrize(
+    ("allowed", "seconds", "why"), [(80 * MIB, 60.0, "more than"), (GIB, 0.5, "longer than")]
+)
 def test_a_job_beyond_its_bound_is_killed_whole(allowed: int, seconds: float, why: str) -> None:
     ranks: list[int] = []
     with Watch(lambda: ranks, allowed, seconds) as watch:
