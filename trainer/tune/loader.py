@@ -107,6 +107,13 @@ def for_ranks(
     return words(recipe.data, found.choice, evidence[-1])
 
 
+def search_now(
+    recipe: Recipe, limits: Limits, grid: Grid, ranks: int, threads: int
+) -> tuple[Found, list[str]]:
+    """Searches, for as long as a long run would; the last line of the evidence says how it went."""
+    return _measured(recipe, limits, grid, ranks, threads, None, {}, _quiet)
+
+
 def grid_of(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Grid:
     """What may be chosen here, from what the rule says."""
     config, size, cheap = recipe.data, sizes(recipe, task), forked(recipe.data)
