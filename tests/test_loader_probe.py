@@ -1,5 +1,6 @@
 """Promise: a probe of the loader trains real windows, and leaves nothing behind however it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from tests.few_pictures import recipe_of, write_pictures
 from trainer.data.fit import Loading
-from trainer.limits import Limits
+from trainer.limits import Limits, read_limits, workers_per_rank
 from trainer.tune import loader_probe as probe
 from trainer.tune.loader_probe import Prober, Timed, Turn
 
@@ -77,39 +78,40 @@ def test_a_probe_leaves_the_cpus_of_other_ranks_alone(monkeypatch: pytest.Monkey
 
 
 RECIPE = """
-epochs: {epochs}
+epochs: 1000000
 evaluate_every: 0
 data: {{name: folder, path: {path}, image_size: 16, global_batch: 4, micro_batch: 4, evaluation_batch: 4}}
 model: {{width: 4}}
 parallel: {{threads: 1}}
-log: {{sinks: []}}
+log: {{sinks: [], every: 1}}
 checkpoint: {{minutes: 0, best: false}}
 """
-# Sleeps in the loader, so that more workers are faster and a window takes its time.
+# A data set that is waited for, as over a network; in the launcher and in what it forks.
 SLOW = """
 import sys, time
 from trainer.data.images import ImageDataset
+from trainer.tune import loader
 read = ImageDataset.read
 def slow(self, *arguments):
-    time.sleep({seconds})
+    time.sleep(0.05)
     return read(self, *arguments)
 ImageDataset.read = slow
+loader._MOST_SECONDS = 15
 from trainer.cli import main
-sys.exit(main({arguments!r}) if {given} else main())
+sys.exit(main())
 """
 
 
-def start(pictures: Path, tmp_path: Path, epochs: int, seconds: float, *more: str) -> "subprocess.Popen[str]":
-    recipe = tmp_path / "pictures.yaml"
-    recipe.write_text(RECIPE.format(epochs=epochs, path=pictures))
-    arguments = ["train", str(recipe), "--out", str(tmp_path / "run"), *more]
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(seconds=seconds, arguments=arguments, given=False))
+def start(pictures: Path, tmp_path: Path) -> "subprocess.Popen[str]":
+    recipe, script = tmp_path / "pictures.yaml", tmp_path / "slow.py"
+    recipe.write_text(RECIPE.format(path=pictures))
+    script.write_text(SLOW)
     return subprocess.Popen(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, str(script), "train", str(recipe), "--out", str(tmp_path / "run")],
         cwd=tmp_path,
         env={
             **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",  # the script imports torch before the command line can say so
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "PYTHONPATH": str(Path(probe.__file__).parents[2]),
         },
@@ -119,18 +121,58 @@ def start(pictures: Path, tmp_path: Path, epochs: int, seconds: float, *more: st
     )
 
 
+def loader_line(pictures: Path, tmp_path: Path) -> str:
+    """Starts the run, or goes on with it, and stops it; returns what it said of its loader."""
+    process = start(pictures, tmp_path)
+    said = ""
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if "  window " in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        said += process.communicate(timeout=30)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 75, said
+    return next(line for line in said.splitlines() if "loader: " in line)
+
+
+@pytest.mark.slow
+def test_a_search_its_manifest_and_going_on(pictures: Path, tmp_path: Path) -> None:
+    line = loader_line(pictures, tmp_path)
+    assert "(searched: " in line
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    chosen = manifest["config"]["data"]
+    # Waiting for data that takes no CPU: the more at once, the better.
+    assert chosen["workers"] == workers_per_rank(read_limits(), 1, quarters=4)
+    assert line.strip() in manifest["notes"]
+    (kept,) = (tmp_path / "cache" / "trainer" / "loader").iterdir()
+    assert json.loads(kept.read_text())["workers"] == chosen["workers"]
+    again = loader_line(pictures, tmp_path)
+    assert again.endswith("(as the run was begun)")
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["config"]["data"] == chosen
+    (tmp_path / "run").rename(tmp_path / "before")
+    assert "(from the search of " in loader_line(pictures, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_during_the_search_ends_at_once_and_leaves_nothing(
     pictures: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start(pictures, tmp_path, 10**6, 0.1)
-    assert process.stdout is not None
-    assert "looking for workers" in process.stdout.readline()
-    time.sleep(0.5)
-    assert len(processes_of(tmp_path)) > 1, "the probe and its workers carry the command line"
-    began = time.monotonic()
-    process.send_signal(number)
-    rest, _ = process.communicate(timeout=10)
+    process = start(pictures, tmp_path)
+    try:
+        assert process.stdout is not None
+        assert "looking for workers" in process.stdout.readline()
+        time.sleep(0.5)
+        assert len(processes_of(tmp_path)) > 1, "the probe and its workers carry the command line"
+        began = time.monotonic()
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=10)
+    finally:
+        process.kill()
     assert time.monotonic() - began < 2
     assert process.returncode == (1 if number is signal.SIGTERM else -number)
     assert rest.count("\n") == (number is signal.SIGTERM)

@@ -262,7 +262,21 @@ def test_no_probe_for_short_runs_resident_data_or_given_values(
     digits = Recipe.model_validate({"epochs": 10**6})
     assert for_ranks(digits, make_task(digits), 1, {}) == ([], {})
     assert choose_loader(digits, "digits", [], 1) is None
+    monkeypatch.setattr(tuned, "seconds_to_read", lambda *_: 1e-5)
+    monkeypatch.setattr(tuned, "read_limits", lambda: box(2))
+    settings, told = for_ranks(long, make_task(long), 1, {})
+    assert told[SOURCE_VARIABLE] == "by rule: all the loading is 2 s of these CPUs, too little to search"
     assert not own_cache.exists()
+
+
+def test_reading_is_timed_and_bad_data_left_to_the_ranks(pictures: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(pictures)
+    assert 0 < tuned.seconds_to_read(recipe, make_task(recipe)) < 1
+    for part in ("train", "val"):
+        (tmp_path / part / "0").mkdir(parents=True)
+        (tmp_path / part / "0" / "bad.png").write_bytes(b"nothing")
+    recipe = recipe_of(tmp_path)
+    assert tuned.seconds_to_read(recipe, make_task(recipe)) == 0
 
 
 def test_a_plain_torchrun_goes_by_the_rule(pictures: Path) -> None:
@@ -313,6 +327,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeProber]:
         speeds: ClassVar[dict[int, float]] = {0: 50.0, 1: 60.0, 2: 90.0, 3: 70.0, 4: 40.0}
 
     monkeypatch.setattr(tuned, "Prober", Fake)
+    monkeypatch.setattr(tuned, "seconds_to_read", lambda *_: 0.01)
     monkeypatch.setattr(tuned, "read_limits", lambda: box(4))
     return Fake
 
