@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from trainer.run import check_request, device_kind, make_task
 from trainer.start import load_recipe
 from trainer.tune.auto import KEY, find, provisional, summary, used
 from trainer.tune.job import Interrupted, Job, run_probe
-from trainer.tune.loader import choose_loader
+from trainer.tune.loader import LoaderChoice, choose_loader
 from trainer.tune.micro_batch import HEADROOM, MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
 from trainer.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
 
@@ -90,6 +91,8 @@ def _bound(by: str) -> str:
 
 def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     sizes = sizes_of(job.recipe, job.ranks)
+    if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):  # before minutes are spent
+        raise BadInputError(f"--out {out}: can't be written; give a file in a folder that can be")
     kind = device_kind(job.recipe)
     print(
         f"{conditions()}\n{name}, {job.ranks} x {kind.upper()}: the largest of {len(sizes)} micro-batches, "
@@ -109,7 +112,8 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     choice = TunedData(micro_batch=found.chosen.micro_batch)
     evidence = _evidence(job, found)
     settings = [*settings, f"{KEY}={found.chosen.micro_batch}"]
-    if loader := choose_loader(load_recipe(name, settings), name, settings, job.ranks):
+    loader: LoaderChoice | None = choose_loader(load_recipe(name, settings), name, settings, job.ranks)
+    if loader:
         choice = TunedData(
             micro_batch=found.chosen.micro_batch, workers=loader.workers, prefetch=loader.prefetch
         )

@@ -134,7 +134,7 @@ class Watch:
             total = sum(own for own, _ in held) + max((file for _, file in held), default=0) + rest
             self.peak_bytes = max(self.peak_bytes, total)
             if total > self._allowed:
-                self._kill("its memory grew beyond what is allowed")
+                self._kill("more than that was wanted")
             elif now - began > self._seconds:
                 self._kill(f"took longer than {self._seconds:.0f} s")
 

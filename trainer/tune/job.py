@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.launch import launch
-from trainer.observe.memory import GIB
+from trainer.observe.memory import MIB
 from trainer.preempt import Inbox
 from trainer.recipe import Recipe
 from trainer.tune.host_memory import Room, Watch, read_room
@@ -141,7 +141,9 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
     if inbox.received:
         raise Interrupted(inbox.received[0].name)
     took = time.monotonic() - began
-    why = watch.killed or next((one["ran_out"] for one in told if one.get("ran_out")), "")
+    why = next((one["ran_out"] for one in told if one.get("ran_out")), "")
+    if not why and watch.killed:
+        why = watch.killed + _held(told)
     if not why and "killed by SIGKILL" in said.getvalue():  # by the kernel, or whoever watches the container
         why = "a rank was killed (out of memory?)"
     text = said.getvalue().strip()
@@ -155,15 +157,16 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
     ]
     tightest = max(looked, key=lambda one: (one.peak_bytes + one.others_bytes) / max(one.limit_bytes, 1))
     if why:
-        return replace(tightest, fits=False, note=why + _holder(told))
+        return replace(tightest, fits=False, note=why)
     return tightest
 
 
-def _holder(told: Sequence[Mapping[str, Any]]) -> str:
-    """Who holds most of what a rank can name."""
-    held = {name: size for one in told for name, size in one.get("held", {}).items()}
-    name, size = max(held.items(), key=lambda item: item[1], default=("", 0))
-    return f"; {name}: {size / GIB:.2f} GiB on each rank" if size else ""
+def _held(told: Sequence[Mapping[str, Any]]) -> str:
+    """Who holds memory, as far as a rank can name it; the rest are activations, the loader, and Python."""
+    held = {name: size for one in told for name, size in one.get("held", {}).items() if size >= MIB}
+    names = sorted(held, key=lambda name: -held[name])
+    shares = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
+    return f" (of it on each rank: {shares})" if shares else ""
 
 
 def _peaks(micro_batch: int, told: Sequence[Mapping[str, Any]], watch: Watch, room: Room) -> Iterator[Probe]:

@@ -1,5 +1,6 @@
 """A rank of a probe, `python -m trainer.tune.probe FOLDER`: what it has to say is left in the folder."""
 
+import contextlib
 import errno
 import json
 import os
@@ -35,7 +36,10 @@ def main(folder: Path) -> int:
     request = json.loads((folder / "request.json").read_bytes())
     from trainer.tune.windows import train_some  # after the signals have a handler: it imports torch
 
-    # That makes a folder, which a rank that is killed would leave. Code that is compiled should stay.
+    with contextlib.suppress(ImportError):
+        import torch.distributed.nn  # noqa: F401  (makes a folder, which a rank that is killed would leave)
+
+    # Code that is compiled should stay.
     tempfile.tempdir = request["temporary"]
     os.environ["TMPDIR"] = request["temporary"]
     try:

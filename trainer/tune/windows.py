@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 import trainer.attempt  # noqa: F401  (a run has its modules in memory, too)
+from trainer.affinity import shares_of, unpin_main_thread, within
+from trainer.allocator import set_up_allocator, tells_figures
 from trainer.checkpoint.background import stage
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.evaluate import evaluate
 from trainer.explain import memory_explained
-from trainer.limits import read_limits, workers_per_rank
+from trainer.limits import read_limits
+from trainer.loading import settle
 from trainer.observe.oom import held_by
 from trainer.parallel import World, joined_world, sum_over_ranks
 from trainer.plan import evaluation_share
@@ -61,16 +64,20 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
     """
     recipe = Recipe.model_validate(request["recipe"])
     kind = device_kind(recipe)
+    unpin_main_thread()
     torch.set_num_threads(request["threads"])
     if kind == "cpu" and request["room"]:
         cap_own(request["room"])
+    if kind == "cuda":
+        set_up_allocator(recipe.memory.allocator, os.environ)
     if "tensorboard" in recipe.log.sinks:
         import tensorboard.summary.writer  # noqa: F401
     task = make_task(recipe)
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
-        workers = workers_per_rank(read_limits(), int(os.environ["LOCAL_WORLD_SIZE"]))
-        parts = assemble(recipe, task, world, workers)
+        limits, local = within(read_limits(), shares_of(os.environ)), int(os.environ["LOCAL_WORLD_SIZE"])
+        settled, workers, _ = settle(recipe, task, limits, local, os.environ)
+        parts = assemble(settled, task, world, workers)
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         tell({"held": _holders(parts)})
@@ -130,7 +137,7 @@ def _peaks(device: torch.device) -> dict[str, int]:
     """The most that was in use: of the host by this process, of a GPU by all."""
     resident, files = own_peak()
     figures = {"resident": resident, "files": files}
-    if device.type == "cuda":
+    if device.type == "cuda" and tells_figures():  # managed memory isn't bounded by the device
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, NCCL, other processes
