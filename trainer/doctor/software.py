@@ -168,7 +168,8 @@ def lock(box: Box) -> Finding:  # noqa: PLR0911
             **anew,
         )
     if software.lock != stack.lock:
-        return fine(f"torch {software.torch}, as in {stack.name} (not installed from its lock)")
+        how = "from another lock; make venv updates it" if software.lock else "not from its lock"
+        return fine(f"torch {software.torch}, as in {stack.name} (installed {how})")
     return fine(f"the packages are those of {stack.name}'s lock")
 
 
