@@ -281,6 +281,24 @@ def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
     assert "bad   disk.run" in done.stdout
 
 
+def test_a_folder_that_was_deleted_under_its_feet(tmp_path: Path) -> None:
+    script = f"mkdir d && cd d && rmdir ../d && exec {sys.executable} -m trainer doctor --json"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["sh", "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == ""
+    rows = {row["id"]: row for row in json.loads(done.stdout)}
+    assert rows["disk.run"]["status"] == "bad"
+    assert "No such file or directory" in rows["disk.run"]["finding"]
+
+
 # The command
 
 

@@ -75,7 +75,7 @@ def read_folder(
         known: Others: where one lies on the same file system, its speed is taken.
         speed: Whether to measure that.
     """
-    mount = read_mount(path, root)
+    mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
     found = within(_LONGEST, lambda: _folder(path, mount), late)
     if found.error or not speed or found.free < 64 * MIB:
@@ -93,8 +93,8 @@ def _nearest(path: Path) -> Path:
 
 
 def _folder(path: Path, mount: Mount) -> Folder:
-    there = _nearest(path)
     try:
+        there = _nearest(path)
         if kind_of(there) != "folder":
             return Folder(path, error=f"{there} is no folder", mount=mount)
         room = os.statvfs(there)
@@ -146,12 +146,12 @@ def read_data(path: str | None, root: Path = Path("/")) -> Data:
     """Reads at random in the files below a path, for a fifth of a second."""
     if path is None or "://" in path:
         return Data(path)
-    late = Data(path, error="no answer within a second", mount=read_mount(Path(path), root))
-    return within(1.0, lambda: _data(path, root), late)
+    mount = within(_LONGEST, lambda: read_mount(Path(path), root), Mount())
+    late = Data(path, error="no answer within a second", mount=mount)
+    return within(1.0, lambda: _data(path, mount), late)
 
 
-def _data(path: str, root: Path) -> Data:
-    mount = read_mount(Path(path), root)
+def _data(path: str, mount: Mount) -> Data:
     try:
         files = list(_files(Path(path)))
     except OSError as error:

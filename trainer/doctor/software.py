@@ -74,11 +74,18 @@ def read_software(
         lock=stamp.lock or "",
         changing=stamp.changing,
         leaked=tuple(leaked),
-        shadowed=tuple(_shadowed([*environ.get("PYTHONPATH", "").split(os.pathsep), str(Path.cwd())], torch)),
+        shadowed=tuple(_shadowed([*environ.get("PYTHONPATH", "").split(os.pathsep), _here()], torch)),
         searched=tuple(_searched(environ)),
         compiler=missing_compiler(gpu) or "",
         headers=missing_headers() or "",
     )
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was deleted
+        return ""
 
 
 def _distributions(folder: Path) -> list[tuple[str, str]]:
