@@ -34,7 +34,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
@@ -45,6 +45,10 @@ help: ## list the targets and variables
 train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch=64"
 	$(call script,runtime.py train --runtime $(RUNTIME) $(where) --venv $(VENV) $(if $(GPUS),--gpus $(GPUS)) \
 		-- $(RECIPE) $(if $(OUT),--out "$(OUT)") $(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
+
+doctor: ## say what is wrong with this machine, and with the image's container on it; ARGS="digits --json"
+	$(call bootstrap,--groups train)
+	$(call script,doctor.py $(where) --venv $(VENV) -- $(ARGS))
 
 image: ## build the images of STACK, train and dev
 	$(call script,image.py build --stack $(STACK) --target train $(ARGS))
@@ -144,6 +148,7 @@ lock: override VENV = build/lock
 lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels --pool FILE"
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
+	$(VENV)/bin/python scripts/stack_table.py
 
 audit sbom: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml

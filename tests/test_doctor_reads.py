@@ -1,6 +1,7 @@
 """Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.doctor_box import GIB, MIB
+from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.doctor import disks, network, session
 from trainer.doctor.command import judge, read_box
 from trainer.doctor.disks import cache_folders, read_data, read_folder, read_mount
@@ -151,8 +153,7 @@ V2 = {
     "sys/fs/cgroup/cpu.max": "400000 100000",
     "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_periods 200\nnr_throttled 50\nthrottled_usec 1",
     "sys/fs/cgroup/memory.max": str(8 * GIB),
-    "sys/fs/cgroup/memory.current": str(6 * GIB),
-    "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {2 * GIB}",
+    "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_unreclaimable 0",
     "sys/fs/cgroup/memory.events": "low 0\noom 4\noom_kill 3",
     "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-3,8\nMems_allowed_list:\t0",
     "sys/devices/system/node/node0/cpulist": "0-31",
@@ -183,8 +184,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
         {
             "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * GIB),
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(7 * GIB),
-            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB}",
+            "sys/fs/cgroup/memory/memory.stat": f"total_rss {5 * GIB}\ntotal_shmem {GIB}\ntotal_cache {GIB}",
             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
             "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
@@ -197,7 +197,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
 
 
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
-    found = judge(read_box(None, Read(), tmp_path / "runs", tmp_path, {}, nvml(init=12)))
+    found = judge(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
     assert len(found) >= 25
     assert found["cpu.set"].status == found["gpu.driver"].status == "not available"
     assert not any("can't be checked" in one.finding for one in found.values())
@@ -236,7 +236,10 @@ def test_mlock_is_tried_for_real() -> None:
 @IN_ROOT_ONLY
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
-    imports = "from trainer.cli import main\nimport trainer.doctor.command, pynvml"
+    imports = (
+        "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig, encodings.ascii"
+    )
+    imports += "\nsysconfig.get_config_vars()"
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
     rows = {row["id"]: row for row in json.loads(said)}
     assert rows["ulimit.nofile"]["finding"] == "open files: 200"
@@ -278,6 +281,7 @@ def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "not/yet/there")
     assert found.error == ""
     assert found.free > 0
+    assert found.speed is not None
     assert found.speed > 0
     assert abs(found.skew) < 1
     assert list(tmp_path.iterdir()) == []
@@ -310,6 +314,26 @@ def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     assert read_folder(tmp_path).error == "no answer within 0.05 s"
     assert time.monotonic() - began < 1
+
+
+def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "_LONGEST", 0.3)
+    monkeypatch.setattr(disks, "_write", lambda _: time.sleep(1))
+    found = read_folder(tmp_path)
+    assert (found.error, found.speed) == ("", 0.0)
+    assert read_folder(tmp_path, known=[found]).speed == 0.0  # and isn't waited for again
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def refuse(file: int, block: Any) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, block)
+
+    monkeypatch.setattr("os.write", refuse)
+    assert (read_folder(tmp_path).speed or 0) > 0
 
 
 def test_data_is_read_at_random(tmp_path: Path) -> None:
@@ -493,6 +517,8 @@ def test_the_defaults_are_those_of_a_recipe() -> None:
     whole, read = Recipe(epochs=1), Read()
     assert read.device == whole.device
     assert read.compile.mode == whole.compile.mode
+    names = type(read.data).model_fields["name"].annotation
+    assert names == type(whole.data).model_fields["name"].annotation
     for name in type(read.data).model_fields:
         assert getattr(read.data, name) == getattr(whole.data, name), name
 
@@ -511,7 +537,22 @@ def test_a_plan(tmp_path: Path) -> None:
     assert plan.ahead == 2 * 6 * 2 * plan.batch_bytes
     assert make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
     digits = make_plan("digits", read_keys("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
-    assert (digits.workers, digits.ahead) == (0, 0)
+    assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
+
+
+def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
+    """The rule of `auto`, on the bytes of the data set that would be trained on."""
+    file = tmp_path / "pets.yaml"
+    file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch: 128}\n")
+    limits = Limits(16, 64 * GIB, GIB, None)
+    plan = make_plan("pets.yaml", read_keys(str(file), []), limits, Gpus())
+    sample = 3 * 512 * 512
+    sizes = Sizes(sample, 128 * sample, 256 * sample)
+    chosen = by_rule("auto", "auto", sizes, limits, 1)
+    assert (plan.workers, plan.prefetch) == chosen == (12, 2)
+    assert plan.loader_bytes == bytes_needed(chosen, sizes)
+    tight = make_plan("pets.yaml", read_keys(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    assert tight.workers < 12
 
 
 def test_words() -> None:

@@ -90,10 +90,10 @@ class Machine:
         log = self.tools / f"{name}.log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    def run(self, *words: str, code: int = 0, **env: str) -> tuple[str, str]:
-        """Runs scripts/runtime.py; returns what it said on stdout and stderr."""
+    def run(self, *words: str, code: int = 0, script: str = "runtime", **env: str) -> tuple[str, str]:
+        """Runs a script; returns what it said on stdout and stderr."""
         done = subprocess.run(
-            [sys.executable, "scripts/runtime.py", *words],
+            [sys.executable, f"scripts/{script}.py", *words],
             cwd=self.root,
             env={**self.env, **env},
             capture_output=True,
@@ -117,7 +117,7 @@ class Machine:
 def machine(tmp_path: Path) -> Machine:
     root, tools = tmp_path / "project", tmp_path / "tools"
     tools.mkdir()
-    for name in ("runtime.py", "engine_checks.py"):
+    for name in ("runtime.py", "doctor.py", "engine_checks.py"):
         (root / "scripts").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
     (root / "trainer").mkdir()
@@ -737,3 +737,49 @@ def test_the_gpu_file() -> None:
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         assert service["environment"]["CUDA_VISIBLE_DEVICES"] is None
+
+
+# The doctor.
+
+
+def doctor(machine: Machine, *words: str, code: int) -> tuple[str, str]:
+    trainer = machine.root / ".venv/bin/trainer"
+    trainer.write_text('#!/bin/sh\necho "in .venv:" "$@"\nexit 1\n')
+    return machine.run(*words, code=code, script="doctor")
+
+
+def test_the_doctor_looks_at_the_machine_and_from_a_container(machine: Machine) -> None:
+    machine.engine()
+    out, _ = doctor(machine, "--", "digits", "--json", code=1)
+    assert "in .venv: doctor digits --json\n" in out
+    assert "runtime: from a container of trainer:torch2.9-cu128-train\n" in out
+    (ran,) = [words for words in machine.asked() if words[0] == "run"]
+    assert ran[-5:] == ["trainer:torch2.9-cu128-train", "trainer", "doctor", "digits", "--json"]
+    assert "--gpus" not in ran
+
+
+def test_the_doctor_in_a_container_sees_the_gpus_that_it_can(machine: Machine) -> None:
+    machine.engine(run_=(0, LISTED, ""), run___rm___pull_never=(0, LISTED, ""))
+    machine.gpus()
+    doctor(machine, code=1)
+    assert machine.asked()[-1][-5:-3] == ["--gpus", "all"]
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({"version": (1, "", "Cannot connect to the Docker daemon")}, "none is running"),
+        ({"image_inspect": (1, "", "No such image")}, "no image trainer:torch2.9-cu128-train; make image"),
+    ],
+)
+def test_the_doctor_without_a_container(machine: Machine, there: dict[str, Any], said: str) -> None:
+    machine.engine(**there)
+    out, _ = doctor(machine, code=1)
+    assert "runtime: not looked at from a container: " in out
+    assert said in out
+
+
+def test_the_doctor_of_no_stack(machine: Machine) -> None:
+    out, err = doctor(machine, "--stack", "torch2.9", code=2)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "did you mean" in err

@@ -12,6 +12,7 @@ from trainer.bench.commands import add_parser as bench_commands
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
 from trainer.redact import redact_text
+from trainer.threads import wait_passively
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,6 +225,7 @@ def _train(options: argparse.Namespace) -> int:
         from trainer.resume import has_checkpoint
 
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
+        wait_passively()
     from trainer.start import start
 
     return start(options)

@@ -48,18 +48,18 @@ def settle(
 
     Returns:
         The recipe to assemble with, the workers that its `data.workers=auto` stands for (of which the
-        evaluation takes two at most), and a line for people, if there are workers.
+        evaluation takes two at most), and a line for people, unless it was asked for no workers.
     """
     config = recipe.data
     if is_resident(config, task.train_data):
         return recipe, 0, []
     if task.train_data.in_process and config.workers == "auto":
         return recipe, 0, []
+    if config.workers == 0 and WORKERS_VARIABLE not in environ:
+        return recipe, 0, []
     source = environ.get(SOURCE_VARIABLE, RULE if to_choose(config, task) else "as configured")
     size, cheap = sizes(recipe, task), forked(config)
     setting = by_rule(config.workers, config.prefetch, size, limits, ranks, cheap)
-    if config.workers == 0:
-        return recipe, 0, []
     update: dict[str, object] = {"prefetch": setting.prefetch}
     if config.workers == "auto" or WORKERS_VARIABLE in environ:
         update["workers"] = "auto"

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.threads import wait_passively
+
 
 def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
     """Adds `bench` and what it can measure to the commands."""
@@ -88,6 +90,19 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
         help="whole runs in processes of their own: memory.allocator, parallel.*",
     )
     setting.set_defaults(run=_setting)
+    workers = benches.add_parser(
+        "workers",
+        help="workers and prefetch: the whole grid against what the search at a run's start takes",
+        allow_abbrev=False,
+    )
+    workers.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
+    workers.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    workers.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="interleaved turns of each setting (default: 5)"
+    )
+    workers.set_defaults(run=_workers)
     resume = benches.add_parser(
         "resume", help="a run gone on with against the one that wasn't cut", allow_abbrev=False
     )
@@ -143,6 +158,13 @@ def _setting(options: argparse.Namespace) -> int:
     return bench(
         options.recipe, options.settings, options.set, rounds=options.rounds, windows=options.windows
     )
+
+
+def _workers(options: argparse.Namespace) -> int:
+    wait_passively()
+    from trainer.bench.workers import bench_workers
+
+    return bench_workers(options.recipe, options.set, options.repeats)
 
 
 def _resume(options: argparse.Namespace) -> int:

@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.doctor import disks, gpu, limits as limit_checks, network, session, software, storage
-from trainer.doctor.facts import Box, Finding, Folder, Gpus, unavailable
+from trainer.doctor.facts import Box, Finding, Folder, Gpus, Plan, unavailable
 from trainer.doctor.helpers import kind_of, within
 from trainer.doctor.kernel import read_system
-from trainer.doctor.plan import Read, make_plan, read_keys
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.limits import read_limits
+from trainer.limits import Limits, read_limits
 from trainer.redact import redact_text
+
+if TYPE_CHECKING:
+    from trainer.doctor.plan import Read
 
 _RUNS = Path("runs")  # as in trainer.resume, which imports torch
 _NVML_SECONDS = 4.0
@@ -39,7 +41,13 @@ def doctor(options: argparse.Namespace) -> int:
         BadInputError: If the recipe, a setting or the folder isn't one.
     """
     began = time.monotonic()
-    keys = read_keys(options.recipe, options.set)
+    if options.set and options.recipe is None:
+        raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
+    keys = None
+    if options.recipe is not None:  # pydantic takes as long as all the rest
+        from trainer.doctor.plan import read_keys
+
+        keys = read_keys(options.recipe, options.set)
     if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, keys, options.out or _RUNS)
@@ -66,7 +74,7 @@ def judge(box: Box) -> dict[str, Finding]:
 
 def read_box(
     recipe: str | None,
-    keys: Read,
+    keys: Read | None,
     out: Path,
     root: Path = Path("/"),
     environ: Mapping[str, str] | None = None,
@@ -76,7 +84,7 @@ def read_box(
 
     Args:
         recipe: Its name, if one was given.
-        keys: What it says.
+        keys: What it says; None without one.
         out: The run folder, or that of all runs.
         root: Folder that stands for "/".
         environ: By default this process's.
@@ -86,7 +94,7 @@ def read_box(
     limits = read_limits(root)
     gpus = within(_NVML_SECONDS, lambda: _gpus(nvml, root, environ), _silent())
     caches = disks.cache_folders(environ)
-    cache = Path(keys.data.cache) if keys.data.cache else caches["XDG_CACHE_HOME"]
+    cache = Path(keys.data.cache) if keys and keys.data.cache else caches["XDG_CACHE_HOME"]
     paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
     folders: dict[str, Folder] = {}
     for role, path in paths.items():
@@ -98,12 +106,20 @@ def read_box(
         system=read_system(root, limits),
         folders=folders,
         caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
-        data=disks.read_data(keys.data.path, root),
+        data=disks.read_data(keys.data.path if keys else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
         network=network.read_network(root, environ),
         session=session.read_session(root, environ),
-        plan=make_plan(recipe, keys, limits, gpus),
+        plan=_plan(recipe, keys, limits, gpus),
     )
+
+
+def _plan(recipe: str | None, keys: Read | None, limits: Limits, gpus: Gpus) -> Plan:
+    if recipe is None or keys is None:
+        return Plan(ranks=max(1, len(gpus.cards)))
+    from trainer.doctor.plan import make_plan
+
+    return make_plan(recipe, keys, limits, gpus)
 
 
 def _gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:

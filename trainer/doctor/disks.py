@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import random
 import re
@@ -14,7 +16,7 @@ from pathlib import Path
 from trainer.doctor.facts import MIB, Data, Folder, Mount
 from trainer.doctor.helpers import kind_of, text_of, within
 
-_BLOCK, _MOST_WRITTEN = MIB, 16 * MIB
+_MOST_WRITTEN = 16 * MIB
 _READ = 64 << 10
 _WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
 _LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
@@ -75,15 +77,23 @@ def read_folder(
     """
     mount = read_mount(path, root)
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
-    same = [one.speed for one in known if one.mount == mount and one.speed]
-    found = within(_LONGEST, lambda: _folder(path, mount, speed and not same), late)
-    return replace(found, speed=same[0]) if same and not found.error else found
+    found = within(_LONGEST, lambda: _folder(path, mount), late)
+    if found.error or not speed or found.free < 64 * MIB:
+        return found
+    same = [one.speed for one in known if one.mount == mount and one.speed is not None]
+    measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
+    return replace(found, speed=measured)
 
 
-def _folder(path: Path, mount: Mount, speed: bool) -> Folder:
+def _nearest(path: Path) -> Path:
     there = path.absolute()
     while not kind_of(there) and there != there.parent:
         there = there.parent
+    return there
+
+
+def _folder(path: Path, mount: Mount) -> Folder:
+    there = _nearest(path)
     try:
         if kind_of(there) != "folder":
             return Folder(path, error=f"{there} is no folder", mount=mount)
@@ -94,22 +104,42 @@ def _folder(path: Path, mount: Mount, speed: bool) -> Folder:
             file.flush()
             made = os.fstat(file.fileno()).st_mtime
             ended = time.time()
-            rate = _write(file.fileno()) if speed and room.f_bavail * room.f_frsize > 64 * MIB else 0.0
     except OSError as error:
         return Folder(path, error=error.strerror or str(error), mount=mount)
-    # File systems stamp with the last tick of the clock, a hundredth of a second ago.
     skew = made - ended if made > ended else min(0.0, made - began)
     files = room.f_favail if room.f_files else -1
-    return Folder(path, "", room.f_bavail * room.f_frsize, files, rate, skew, mount)
+    return Folder(path, "", room.f_bavail * room.f_frsize, files, None, skew, mount)
 
 
-def _write(file: int) -> float:
-    """Bytes per second, with the sync at the end."""
-    block, written, began = os.urandom(_BLOCK), 0, time.monotonic()
-    while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:
-        written += os.write(file, block)
-    os.fsync(file)
-    return written / (time.monotonic() - began)
+def _write(folder: Path) -> float:
+    """Bytes per second of a few MiB, past the page cache.
+
+    Not by a sync at the end: that also waits for what others wrote, for seconds on a busy disk, in which
+    the process can't even be ended.
+    """
+    written = 0
+    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, MIB) as block:  # aligned, as O_DIRECT asks
+        block.write(os.urandom(MIB))
+        direct = _direct(file.fileno())
+        began = time.monotonic()
+        while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:
+            try:
+                written += os.write(file.fileno(), block)
+            except OSError:
+                if not direct:
+                    raise
+                direct = _direct(file.fileno(), False)
+        return written / (time.monotonic() - began)
+
+
+def _direct(file: int, on: bool = True) -> bool:
+    """Lets writes go past the page cache, or not; whether they do. tmpfs has nothing else."""
+    try:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except (OSError, AttributeError):
+        return False
+    return on
 
 
 def read_data(path: str | None, root: Path = Path("/")) -> Data:

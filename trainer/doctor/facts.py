@@ -172,7 +172,7 @@ class Folder:
         error: Why it can't be written; "".
         free: Bytes that are free for this user.
         files: Inodes that are free; -1 where there is no such number.
-        speed: Bytes per second of a short write that was synced; 0 if it wasn't measured.
+        speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
         skew: Seconds by which the file system's clock is ahead of this host's.
         mount: Its file system.
     """
@@ -181,7 +181,7 @@ class Folder:
     error: str = ""
     free: int = 0
     files: int = -1
-    speed: float = 0.0
+    speed: float | None = None
     skew: float = 0.0
     mount: Mount = Mount()
 
@@ -298,7 +298,8 @@ class Plan:
         recipe: Its name; "" if none was given.
         workers: Loader workers per rank.
         prefetch: Batches that each prepares ahead.
-        batch_bytes: Of a micro-batch, as bytes per sample in uint8.
+        batch_bytes: Of a micro-batch, in uint8.
+        loader_bytes: What the loaders of all ranks take of memory, processes included.
         compiles: Whether it uses torch.compile.
         ranks: Processes on this host.
     """
@@ -307,12 +308,13 @@ class Plan:
     workers: int = 0
     prefetch: int = 4
     batch_bytes: int = 0
+    loader_bytes: int = 0
     compiles: bool = False
     ranks: int = 1
 
     @property
     def ahead(self) -> int:
-        """Bytes that the workers of all ranks prepare ahead."""
+        """Bytes that the workers of all ranks prepare ahead: a plain DataLoader puts them into /dev/shm."""
         return self.ranks * self.workers * self.prefetch * self.batch_bytes
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from trainer.doctor.facts import MIB, System
 from trainer.doctor.helpers import text_of
 from trainer.limits import Limits, listed_cpus
+from trainer.tune.host_memory import read_room
 
 _MOST_LOCKED = 64 * MIB
 
@@ -25,7 +26,7 @@ def read_system(root: Path, limits: Limits) -> System:
     """
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text_of(root / "proc/meminfo"), re.MULTILINE))
     kib = {name: int(value) * 1024 for name, value in memory.items()}
-    available, kills = _room(root, limits, kib.get("MemAvailable", 0))
+    available = _room(root, kib.get("MemAvailable", 0))
     status = text_of(root / "proc/self/status")
     allowed = re.search(r"^Cpus_allowed_list:\s+(\S+)$", status, re.MULTILINE)
     nodes = {}
@@ -39,7 +40,7 @@ def read_system(root: Path, limits: Limits) -> System:
         nodes=nodes,
         throttled=_throttled(root, limits),
         available=available,
-        oom_kills=kills,
+        oom_kills=_kills(root, limits),
         swap_total=kib.get("SwapTotal", 0),
         swapped=kib.get("SwapTotal", 0) - kib.get("SwapFree", 0),
         overcommit=int(overcommit) if overcommit.isdecimal() else 0,
@@ -78,23 +79,20 @@ def lock(most: int) -> int | None:
     return count if count >= mmap.PAGESIZE else 0
 
 
-def _room(root: Path, limits: Limits, free: int) -> tuple[int, int]:
-    """Bytes that are left below the memory limit, and how many processes were killed for it so far."""
-    source = root / limits.sources.get("memory_bytes", "").lstrip("/")
-    folder = source.parent
-    if source.name in ("memory.max", "memory.high"):
-        used, kept = text_of(folder / "memory.current"), "inactive_file"
-        events = text_of(folder / "memory.events")
-    elif source.name in ("memory.limit_in_bytes", "memory.stat"):
-        used, kept = text_of(folder / "memory.usage_in_bytes"), "total_inactive_file"
-        events = text_of(folder / "memory.oom_control")
-    else:
-        return free or limits.memory_bytes, 0
-    kills = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
-    cached = re.search(rf"^{kept} (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
-    taken = (int(used) if used.isdecimal() else 0) - (int(cached[1]) if cached else 0)
-    left = max(0, limits.memory_bytes - max(0, taken))
-    return min(left, free or left), int(kills[1]) if kills else 0
+def _room(root: Path, free: int) -> int:
+    """Bytes that are left below the memory limit, and in the machine."""
+    room = read_room(root)
+    left = room.limit_bytes - room.others_bytes
+    return min(left, free or left)
+
+
+def _kills(root: Path, limits: Limits) -> int:
+    """How many processes of the cgroup that limits the memory were killed for it so far."""
+    folder = (root / limits.sources.get("memory_bytes", "").lstrip("/")).parent
+    for name in ("memory.events", "memory.oom_control"):  # of v2, of v1
+        if found := re.search(r"^oom_kill (\d+)$", text_of(folder / name), re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def _cpus(text: str) -> frozenset[int]:

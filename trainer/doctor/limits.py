@@ -18,17 +18,21 @@ def quota(box: Box) -> Finding:
     """The CPU quota against the planned ranks and workers, and whether it bites."""
     cpus, plan, limits = box.limits.cpus, box.plan, box.limits
     wanted = max(plan.ranks * (plan.workers + 1), 1)
-    remedy = {
-        "docker": f"docker run --cpus={wanted} …",
-        "compose": f"cpus: {wanted}",
-        "kubernetes": f'resources: {{requests: {{cpu: "{wanted}"}}, limits: {{cpu: "{wanted}"}}}}',
-        "slurm": f"#SBATCH --cpus-per-task={max(1, wanted // plan.ranks)}",
-        "host": f"--set data.workers={max(0, math.floor(cpus / plan.ranks) - 1)}",
-    }
+    remedy = {"host": f"--set data.workers={max(0, math.floor(cpus / plan.ranks) - 1)}"}
+    most = min(wanted, box.system.machine_cpus)
+    if most > cpus:
+        remedy |= {
+            "docker": f"docker run --cpus={most} …",
+            "compose": f"cpus: {most}",
+            "kubernetes": f'resources: {{requests: {{cpu: "{most}"}}, limits: {{cpu: "{most}"}}}}',
+            "slurm": f"#SBATCH --cpus-per-task={max(1, most // plan.ranks)}",
+        }
     said = f"{cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
     if cpus < plan.ranks:
         return warn(
-            f"{said} for {ranks(plan.ranks)}", "ranks take turns: steps are slow and uneven", **remedy
+            f"{said} for {ranks(plan.ranks)}",
+            "a rank has less than one CPU: steps are slow and uneven",
+            **remedy,
         )
     if cpus < wanted:
         return warn(
@@ -95,15 +99,15 @@ def memory(box: Box) -> Finding:
     if not limits.memory_bytes:
         return unavailable("the system doesn't tell its memory")
     # A rank that has imported torch takes about 0.5 GiB, one that trains 1 to 2.
-    wanted = plan.ahead + plan.ranks * GIB
+    wanted = plan.loader_bytes + plan.ranks * GIB
     source = limits.sources.get("memory_bytes", "unknown")
     said = f"{size(system.available)} of {size(limits.memory_bytes)} are free"
     if system.available < wanted:
-        ahead = f" and batches ahead take {size(plan.ahead)}" if plan.ahead else ""
+        loaders = f" and loaders of {size(plan.loader_bytes)}" if plan.loader_bytes else ""
         judge = bad if system.available < wanted / 2 else warn
         return judge(
             f"{said} ({source})",
-            f"{ranks(plan.ranks)} of about a GiB each{ahead}: the kernel kills what goes beyond",
+            f"{ranks(plan.ranks)} of about a GiB each{loaders}: the kernel kills what goes beyond",
             **_more_memory(source, wanted + limits.memory_bytes - system.available),
         )
     if system.oom_kills:
@@ -226,9 +230,10 @@ def pids(box: Box) -> Finding:
         return fine("processes aren't limited by a cgroup")
     wanted = plan.ranks * (_TASKS_PER_RANK + _TASKS_PER_WORKER * plan.workers)
     if most < wanted:
-        return bad(
+        judge = bad if most < wanted / 2 else warn
+        return judge(
             f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
-            f"{ranks(plan.ranks)} with {plan.workers} workers each want about {wanted}: threads fail",
+            f"{ranks(plan.ranks)} with {plan.workers} workers each take up to about {wanted}: the next fails",
             docker="docker run --pids-limit=4096 …",
             compose="pids_limit: 4096",
             kubernetes="kubelet: podPidsLimit: 4096   (of the node, not of the pod)",

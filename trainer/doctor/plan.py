@@ -7,22 +7,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from trainer.config import Section, override, read_recipe, recipe_names, validated
+from trainer.config import Section, override, read_recipe, validated
+from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.doctor.facts import Gpus, Plan
-from trainer.errors import BadInputError
-from trainer.limits import Limits, workers_per_rank
+from trainer.limits import Limits
 
 _IN_MEMORY = ("digits", "synthetic")
+_USUAL_BATCH = 64
 
 
 class _Data(Section):
     model_config = ConfigDict(extra="ignore")
-    name: str = "digits"
+    name: Literal["digits", "synthetic", "folder", "table", "shards", "pack"] = "digits"
     path: str | None = None
     cache: str | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = 4
+    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 64
+    evaluation_batch: int = Field(256, ge=1)
     image_size: int = Field(224, ge=8, le=4096)
 
 
@@ -43,22 +45,17 @@ class Read(Section):
 _KNOWN = {"device", "compile.mode", *(f"data.{name}" for name in _Data.model_fields)}
 
 
-def read_keys(recipe: str | None, settings: Sequence[str]) -> Read:
-    """Reads a recipe, and checks what was set as `trainer train` would.
+def read_keys(recipe: str, settings: Sequence[str]) -> Read:
+    """Reads a recipe, and checks the keys that the doctor looks at as `trainer train` would.
 
-    Keys that the doctor doesn't know are for the whole configuration to judge, which imports torch; with a
-    recipe of the package and keys that it does know that isn't needed.
+    Other keys of a recipe are left to that. What else was set is judged by the whole configuration, which
+    imports torch.
 
     Raises:
         BadInputError: For the first thing that is wrong.
     """
-    if recipe is None:
-        if settings:
-            raise BadInputError(f"--set {settings[0]}: name a recipe, such as trainer doctor digits --set …")
-        return Read()
     values = override(read_recipe(recipe), settings)
-    given = override({}, settings) if recipe in recipe_names() else values
-    if set(_dotted(given)) - _KNOWN or "data.name" in _dotted(given):
+    if set(_dotted(override({}, settings))) - _KNOWN:
         _check_all(recipe, settings)
     return validated(Read, values, recipe)
 
@@ -79,7 +76,7 @@ def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield f"{before}{name}"
 
 
-def make_plan(recipe: str | None, read: Read, limits: Limits, gpus: Gpus) -> Plan:
+def make_plan(recipe: str, read: Read, limits: Limits, gpus: Gpus) -> Plan:
     """What a run of it would want here.
 
     Args:
@@ -89,17 +86,19 @@ def make_plan(recipe: str | None, read: Read, limits: Limits, gpus: Gpus) -> Pla
         gpus: Which give the number of ranks.
     """
     ranks = max(1, len(gpus.cards)) if read.device != "cpu" else 1
-    if recipe is None:
-        return Plan(ranks=ranks)
-    data = read.data
-    files = data.name not in _IN_MEMORY
-    workers = data.workers if data.workers != "auto" else workers_per_rank(limits, ranks) if files else 0
-    batch = data.micro_batch if data.micro_batch != "auto" else 64
+    data, compiles = read.data, read.compile.mode != "none"
+    if data.name in _IN_MEMORY:
+        return Plan(recipe=recipe, compiles=compiles, ranks=ranks)
+    sample = 3 * data.image_size**2  # uint8, as it lies in the ring
+    batch = _USUAL_BATCH if data.micro_batch == "auto" else data.micro_batch
+    sizes = Sizes(sample, sample * batch, sample * data.evaluation_batch)
+    chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
     return Plan(
         recipe=recipe,
-        workers=workers,
-        prefetch=data.prefetch if data.prefetch != "auto" else 4,
-        batch_bytes=batch * 3 * data.image_size**2 if files else 0,
-        compiles=read.compile.mode != "none",
+        workers=chosen.workers,
+        prefetch=chosen.prefetch,
+        batch_bytes=sizes.batch,
+        loader_bytes=ranks * bytes_needed(chosen, sizes),
+        compiles=compiles,
         ranks=ranks,
     )

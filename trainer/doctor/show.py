@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trainer.doctor.facts import Finding
 from trainer.doctor.helpers import kind_of
@@ -24,6 +27,8 @@ _NAMES = {
 
 def show(found: Mapping[str, Finding], environ: Mapping[str, str], seconds: float) -> None:
     """Prints a table on a terminal, plain lines elsewhere."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale that has no … is among what is looked for
     console = Console()
     places = surroundings(environ)
     if console.is_terminal:
@@ -50,14 +55,14 @@ def surroundings(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[st
 def remedies(found: Finding, places: tuple[str, ...]) -> list[tuple[str, str]]:
     """Where to write what, and what: those of these surroundings, or else all that there are."""
     chosen = [place for place in places if place in found.remedy] or list(found.remedy)
-    return [(_NAMES.get(place, place), redact_text(found.remedy[place])) for place in chosen]
+    return [(_NAMES.get(place, place), _line(found.remedy[place])) for place in chosen]
 
 
 def plain(found: Mapping[str, Finding], places: tuple[str, ...]) -> Iterator[str]:
     """The problems as lines."""
     for name, one in _problems(found):
-        yield f"{one.status:<5} {name}: {redact_text(one.finding)}"
-        yield f"      cause: {redact_text(one.cause)}"
+        yield f"{one.status:<5} {name}: {_line(one.finding)}"
+        yield f"      cause: {_line(one.cause)}"
         for where, line in remedies(one, places):
             yield f"      {where}: {line}"
 
@@ -84,13 +89,23 @@ def _problems(found: Mapping[str, Finding]) -> list[tuple[str, Finding]]:
 
 
 def _table(console: Console, found: Mapping[str, Finding], places: tuple[str, ...]) -> None:
+    """What is wrong as a table; the remedies as lines below, whole, so that they can be copied."""
     if not _problems(found):
         return
-    table = Table(show_lines=True, title_justify="left", expand=False)
-    for heading in ("check", "finding and cause", "remedy"):
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "finding", "cause"):
         table.add_column(heading, overflow="fold")
     for name, one in _problems(found):
-        lines = "\n".join(f"{where}: {line}" for where, line in remedies(one, places))
-        what = f"{redact_text(one.finding)}\n{redact_text(one.cause)}"
-        table.add_row(name, what, lines, style=_COLOURS[one.status])
-    console.print(table, markup=False, highlight=False)
+        row = (one.status, name, _line(one.finding), _line(one.cause))
+        table.add_row(*(Text(cell) for cell in row), style=_COLOURS[one.status])
+    console.print(table)
+    console.print("\nto mend it:", style="bold")
+    for name, one in _problems(found):
+        for where, line in remedies(one, places):
+            console.print(Text(f"{name}  {where}: {line}"), soft_wrap=True)
+    console.print()
+
+
+def _line(text: str) -> str:
+    """One line, whatever a variable held that is told in it; without secrets."""
+    return redact_text(text).replace("\n", " ")

@@ -21,8 +21,8 @@ def _room(box: Box, role: str, what: str, remedy: dict[str, str]) -> Finding:  #
         judge = warn if role == "cache" else bad
         return judge(f"{where}: {folder.error}", "nothing can be written there", **remedy)
     said = f"{where}: {size(folder.free)} free on {folder.mount.kind or 'an unknown file system'}"
-    if folder.speed:
-        said += f", {folder.speed / 1e6:,.0f} MB/s"
+    if folder.speed is not None:
+        said += f", {folder.speed / 1e6:,.0f} MB/s" if folder.speed else ", a few MiB took too long to write"
     if folder.free < _LEAST or 0 <= folder.files < 1000:
         why = f"only {folder.files} more files fit" if 0 <= folder.files < 1000 else "checkpoints won't fit"
         return bad(said, why if role != "cache" else "compiled code and copies of data won't fit", **remedy)
@@ -32,8 +32,8 @@ def _room(box: Box, role: str, what: str, remedy: dict[str, str]) -> Finding:  #
         return warn(said, "it lies in memory: it counts against the limit, and is gone at the end", **remedy)
     if role == "run" and folder.mount.how == "container layer":
         return warn(said, "it lies in the container's own layer: slow, and gone with it", **remedy)
-    if 0 < folder.speed < _SLOW_WRITE:
-        return warn(said, "checkpoints and logs wait for the disk", **remedy)
+    if folder.speed is not None and folder.speed < _SLOW_WRITE:
+        return warn(said, "checkpoints and logs wait for it: a slow disk, or one that is busy now", **remedy)
     return fine(said)
 
 
@@ -86,7 +86,12 @@ def tmp_folder(box: Box) -> Finding:
 
 def caches(box: Box) -> Finding:
     """Whether every cache can be written, and is not another user's."""
-    broken = [f"{name}={folder.path}: {folder.error}" for name, folder in box.caches.items() if folder.error]
+    known = box.folders["cache"].path  # disk.cache tells of that one
+    broken = [
+        f"{name}={folder.path}: {folder.error}"
+        for name, folder in box.caches.items()
+        if folder.error and folder.path != known
+    ]
     if broken:
         name = broken[0].partition("=")[0]
         return warn(
@@ -112,7 +117,9 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
     """What the data lies on."""
     data = box.data
     if data.path is None:
-        return unavailable("no recipe with data.path was named: trainer doctor RECIPE")
+        named = box.plan.recipe
+        why = f"{named} reads no files" if named else "no recipe was named: trainer doctor RECIPE"
+        return unavailable(why)
     if "://" in data.path:
         return fine("the data comes through data.cache, which is looked at as a folder")
     if data.error:
@@ -142,7 +149,7 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
         return warn(said, "it was copied into the container: slow, and once for each", **pack)
     if kind in ("tmpfs", "ramfs"):
         return warn(said, "it lies in memory and counts against the limit", **pack)
-    if data.mount.rotational:
+    if data.mount.rotational and data.reads < 10 * _FEW_READS:  # virtual disks say that they turn
         return warn(said, "the disk turns: it makes about 100 random reads per second", **pack)
     return fine(said)
 

@@ -5,9 +5,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer.data.fit import Loading, by_rule, bytes_needed, fits
+from trainer.errors import BadInputError
 from trainer.limits import Limits, read_limits, threads_per_rank, workers_per_rank
 from trainer.loading import RULE, forked, sizes, to_choose, words
 from trainer.recipe import Recipe
@@ -29,10 +33,12 @@ from trainer.tune.loader_search import (
 
 _MOST_SECONDS = 30.0
 _SHARE_OF_RUN = 0.03
-# Below so many windows a search can't pay for itself: not looked at more closely. On a GPU the process that
-# measures has to import torch and to start CUDA, some seconds.
-_FEWEST_WINDOWS = {"cpu": 1000, "cuda": 5000}
+# What a run must be for a first look, which takes three seconds of imports; on a GPU with CUDA's start eight.
+_FEWEST_WINDOWS = 1000
+_LEAST_LOADING = {"cpu": 100.0, "cuda": 250.0}  # seconds
 _FIRST_LIMIT, _SHORTEST_TURN, _LONGEST_TURN = 2.0, 0.25, 1.0  # seconds
+
+_STRIDE = 7919  # a prime: samples from all over the data set
 
 Say = Callable[[str], None]
 
@@ -75,7 +81,7 @@ def for_ranks(
     environment: Mapping[str, str],
     stored: Stored | None = None,
     stop_after: int | None = None,
-    say: Say = print,
+    say: Say | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """What the launcher gives its ranks: settings for what is `auto`, and where they come from.
 
@@ -96,15 +102,27 @@ def for_ranks(
         setting, source = _as_before(stored, grid)
         return words(recipe.data, setting, source)
     windows = min(make_plan(recipe, task).windows, stop_after or math.inf)
-    if windows < _FEWEST_WINDOWS[device_kind(recipe)]:
+    if windows < _FEWEST_WINDOWS:
         return words(recipe.data, grid.start, f"{RULE}: {windows:,} windows are too few to search")
     threads = _threads(recipe, limits, ranks)
     folder, key = cache.cache_folder(os.environ), _key(recipe, limits, ranks, threads)
     kept = cache.read(folder, key)
     if kept is not None and grid.fits(kept.setting):
         return words(recipe.data, kept.setting, f"from the search of {kept.date}")
-    found, evidence = _measured(recipe, limits, grid, ranks, threads, int(windows), environment, say)
+    shards = windows * (recipe.data.global_batch // recipe.data.micro_batch)
+    loading = shards * seconds_to_read(recipe, task) / max(1.0, limits.cpus)
+    if loading < _LEAST_LOADING[device_kind(recipe)]:
+        source = f"{RULE}: all the loading is {loading:,.0f} s of these CPUs, too little to search"
+        return words(recipe.data, grid.start, source)
+    found, evidence = _measured(recipe, limits, grid, ranks, threads, int(windows), environment, say or _tell)
     return words(recipe.data, found.choice, evidence[-1])
+
+
+def search_now(
+    recipe: Recipe, limits: Limits, grid: Grid, ranks: int, threads: int
+) -> tuple[Found, list[str]]:
+    """Searches, for as long as a long run would; the last line of the evidence says how it went."""
+    return _measured(recipe, limits, grid, ranks, threads, None, {}, _quiet)
 
 
 def grid_of(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Grid:
@@ -119,6 +137,20 @@ def grid_of(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Grid:
         lambda setting: fits(setting, size, limits, ranks, cheap),
         lambda setting: bytes_needed(setting, size, cheap),
     )
+
+
+def seconds_to_read(recipe: Recipe, task: Task) -> float:
+    """What a micro-batch takes to read in this process: the second of two; 0 if it can't be read."""
+    dataset, count = task.train_data, recipe.data.micro_batch
+    out = {name: np.empty((count, *field.shape), field.dtype) for name, field in dataset.fields.items()}
+    random = np.full((count, dataset.uniforms), 0.5, np.float32)
+    seconds = 0.0
+    with suppress(BadInputError, OSError):  # a rank will say it
+        for first in (0, count):
+            began = time.perf_counter()
+            dataset.read(np.arange(first, first + count) * _STRIDE % len(dataset), random, out)
+            seconds = time.perf_counter() - began
+    return seconds
 
 
 def turn_for(setting: Loading, per_window: float, accumulation: int, seconds: float) -> Turn:
@@ -240,6 +272,11 @@ def _key(recipe: Recipe, limits: Limits, ranks: int, threads: int) -> dict[str, 
 def _threads(recipe: Recipe, limits: Limits, ranks: int) -> int:
     threads = recipe.parallel.threads
     return threads_per_rank(limits, ranks) if threads == "auto" else threads
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # nobody reads
+        print(text, flush=True)
 
 
 def _quiet(_: str) -> None:

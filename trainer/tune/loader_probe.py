@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from trainer.step import train_window
 _STARTS_WITHIN = 20.0  # seconds
 _MORE = 5.0  # seconds beyond its own limit after which a turn is taken to hang
 _MOST_WINDOWS = 1_000_000
+_WAITING = "OMP_WAIT_POLICY"
 
 
 class Turn(NamedTuple):
@@ -69,7 +71,13 @@ class Prober:
             # Nothing is in this process but what is timed: its loaders come with the turns.
             "data": recipe.data.model_copy(update={"workers": 0}),
         }
-        self._arguments = (recipe.model_copy(update={**length, **plain}), recipe, ranks, threads, environment)
+        self._arguments = (
+            recipe.model_copy(update={**length, **plain}),
+            recipe,
+            ranks,
+            threads,
+        )
+        self._environment = dict(environment)
         self._process: Any = None
         self._pipe: Connection | None = None
 
@@ -104,19 +112,27 @@ class Prober:
         return answer
 
     def _start(self) -> None:
-        # Forking takes no imports, but not after another thread or CUDA has begun.
-        cpu = device_kind(self._arguments[1]) == "cpu"
-        method = "fork" if cpu and hasattr(os, "fork") and threading.active_count() == 1 else "spawn"
-        context = multiprocessing.get_context(method)
+        recipe = self._arguments[1]
+        variables = {_WAITING: "PASSIVE", **self._environment}
+        # Forking takes no imports; but not after another thread or CUDA has begun, nor where OpenMP's threads
+        # would spin while they wait, as they don't in a rank: windows took 20 times as long.
+        quick = device_kind(recipe) == "cpu" and sys.platform == "linux" and threading.active_count() == 1
+        quick = quick and os.environ.get(_WAITING) == variables[_WAITING]
+        context = multiprocessing.get_context("fork" if quick else "spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_serve, args=(theirs, os.getpid(), *self._arguments), name="loader probe"
         )
+        own = dict(os.environ)
         # It must not take a signal with the handlers that it inherits.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
+            os.environ.update(variables)
             self._process.start()
         finally:
+            for name in variables.keys() - own.keys():
+                del os.environ[name]
+            os.environ.update(own)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
@@ -142,14 +158,12 @@ def _serve(
     recipe: Recipe,
     ranks: int,
     threads: int,
-    environment: Mapping[str, str],
 ) -> None:
     begin_worker(parent, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     nowhere = os.open(os.devnull, os.O_WRONLY)  # what torch warns of, the run itself will say
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    os.environ.update(environment)
     _take_share(ranks)
     torch.set_num_threads(threads)
     try:

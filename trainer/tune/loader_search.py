@@ -77,7 +77,7 @@ def worker_counts(most: int, start: int, given: bool) -> list[int]:
 
 
 def search(grid: Grid, measure: Callable[[Loading], float | None], most: int = MOST_SETTINGS) -> Found:
-    """Looks along the workers, then along the prefetch, then once more beside the best.
+    """Tries all of a small grid; else along the workers, then along the prefetch, then beside the best.
 
     Args:
         grid: What may be chosen.
@@ -87,7 +87,8 @@ def search(grid: Grid, measure: Callable[[Loading], float | None], most: int = M
     speeds: Speeds = {}
     failed: set[Loading] = set()
     best = grid.start
-    for axis in (_other_workers, _other_prefetches, _neighbours):
+    small = len(grid.all()) <= most
+    for axis in (_everything,) if small else (_other_workers, _other_prefetches, _neighbours):
         new = [s for s in sorted(axis(grid, best), key=grid.distance) if s not in speeds and grid.fits(s)]
         new = new[: most - len(speeds.keys() | failed | {best})]
         if not new or (not best.workers and axis is _other_prefetches):
@@ -143,8 +144,12 @@ def _take_turns(
     return speeds, True
 
 
+def _everything(grid: Grid, _: Loading) -> Collection[Loading]:
+    return grid.all()
+
+
 def _other_workers(grid: Grid, best: Loading) -> Collection[Loading]:
-    return [Loading(workers, best.prefetch) for workers in grid.workers]
+    return _with_room(grid, grid.workers, best.prefetch)
 
 
 def _other_prefetches(grid: Grid, best: Loading) -> Collection[Loading]:
@@ -154,4 +159,12 @@ def _other_prefetches(grid: Grid, best: Loading) -> Collection[Loading]:
 def _neighbours(grid: Grid, best: Loading) -> Collection[Loading]:
     at = grid.workers.index(best.workers)
     # Without workers every prefetch is the same, and was measured.
-    return [Loading(w, best.prefetch) for w in grid.workers[max(0, at - 1) : at + 2] if w]
+    beside = [workers for workers in grid.workers[max(0, at - 1) : at + 2] if workers]
+    return _with_room(grid, beside, best.prefetch)
+
+
+def _with_room(grid: Grid, counts: Sequence[int], prefetch: int) -> Collection[Loading]:
+    """Numbers of workers with that prefetch, or less where the box can't hold that."""
+    lower = [less for less in grid.prefetches if less <= prefetch]
+    settings = ([Loading(workers, less) for less in lower] for workers in counts)
+    return [max(room) for each in settings if (room := [setting for setting in each if grid.fits(setting)])]

@@ -1,0 +1,33 @@
+"""A folder of a few small pictures, and a recipe that trains on them for long."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from trainer.recipe import Recipe
+
+
+def write_pictures(root: Path) -> Path:
+    """Writes 24 pictures of two classes, 20 of them to train on; returns the folder."""
+    noise = np.random.default_rng(0)
+    for number in range(24):
+        file = root / ("val" if number % 6 == 5 else "train") / str(number // 6 % 2) / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (24, 24, 3), np.uint8)).save(file)
+    return root
+
+
+def recipe_of(pictures: Path, **data: Any) -> Recipe:
+    """A run of 500,000 windows; data: further keys."""
+    sizes = {"image_size": 16, "global_batch": 4, "micro_batch": 4, "evaluation_batch": 4}
+    values = {
+        "epochs": 100_000,
+        "evaluate_every": 0,
+        "data": {"name": "folder", "path": str(pictures), **sizes, **data},
+        "model": {"width": 4},
+        "parallel": {"threads": 1},
+        "log": {"sinks": []},
+    }
+    return Recipe.model_validate(values)
