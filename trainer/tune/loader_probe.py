@@ -22,7 +22,7 @@ from trainer.data.fit import Loading
 from trainer.data.loader import RingLoader, Source
 from trainer.data.workers import begin_worker
 from trainer.errors import BadInputError
-from trainer.limits import read_limits
+from trainer.limits import allowed_cpus, keep_to, read_limits
 from trainer.parallel import World
 from trainer.preempt import SIGNALS
 from trainer.recipe import Recipe
@@ -186,11 +186,10 @@ def _serve(
 
 def _take_share(ranks: int) -> None:
     """Leaves the other ranks' CPUs alone, which would be busy."""
-    if ranks == 1 or not hasattr(os, "sched_setaffinity"):
-        return
-    own = max(1, math.ceil(read_limits().cpus / ranks))
-    with suppress(OSError):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:own])
+    if ranks > 1:
+        own = max(1, math.ceil(read_limits().cpus / ranks))
+        with suppress(OSError):
+            keep_to(frozenset(sorted(allowed_cpus())[:own]))
 
 
 def _do(
