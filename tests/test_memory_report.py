@@ -214,7 +214,7 @@ def test_what_is_done_already_is_not_advised(tmp_path: Path) -> None:
 def test_fragments_and_others_are_told_apart(tmp_path: Path) -> None:
     text = explained(60.0, 17.0, tmp_path)
     assert "cached, in pieces that don't fit 17.00 GiB" in text
-    assert "CONF=expandable_segments:True" in text
+    assert "memory.allocator=expandable, which lets pieces be joined" in text
     assert "nvidia-smi" not in text
     text = explained(40.0, 0.5, tmp_path)
     assert "Held: other processes, CUDA itself 38.00 GiB" in text
