@@ -304,6 +304,14 @@ def test_check_tells_by_how_much(starts: Starts, capsys: pytest.CaptureFixture[s
     starts.probe = replace(FITS, fits=False, note="out of memory on cuda:0")
     assert main([*request, "--set", "data.micro_batch=32"]) == 1
     assert "(out of memory on cuda:0)" in capsys.readouterr().out
+    starts.probe = replace(
+        FITS, fits=False, peak_bytes=3 * GIB, note="more was wanted"
+    )  # it was stopped there
+    assert main(request) == 1
+    assert (
+        "of memory (planted), at least 205 MiB above the 95% that may be used (more was"
+        in capsys.readouterr().out
+    )
     assert not Path("tuned.yaml").exists()
 
 

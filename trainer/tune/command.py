@@ -80,7 +80,7 @@ def _check(job: Job) -> int:
         print(f"{KEY}={one.micro_batch} fits: {used(one)}{by}{'below' if by else ''}{_bound(by)}")
         return EXIT_DONE
     why = f" ({one.note})" if one.note else ""
-    over = f"{by}above{_bound(by)}" if spare < 0 else ""
+    over = f"{', at least' if one.note else ','}{by.removeprefix(',')}above{_bound(by)}" if spare < 0 else ""
     print(f"{KEY}={one.micro_batch} doesn't fit: {used(one)}{over}{why}; trainer tune finds one that does")
     return EXIT_FAILED
 

@@ -166,7 +166,7 @@ def _held(told: Sequence[Mapping[str, Any]]) -> str:
     held = {name: size for one in told for name, size in one.get("held", {}).items() if size >= MIB}
     names = sorted(held, key=lambda name: -held[name])
     shares = ", ".join(f"{name} {held[name] / MIB:,.0f} MiB" for name in names)
-    return f" (of it on each rank: {shares})" if shares else ""
+    return f"; each rank has {shares}" if shares else ""
 
 
 def _peaks(micro_batch: int, told: Sequence[Mapping[str, Any]], watch: Watch, room: Room) -> Iterator[Probe]:
