@@ -98,7 +98,8 @@ def slow(self, *arguments):
 ImageDataset.read = slow
 loader._MOST_SECONDS = 15
 from trainer.cli import main
-sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())
 """
 
 
