@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -142,6 +143,22 @@ def workers_per_rank(limits: Limits, local_world_size: int, quarters: int = 3) -
         return workers
     spare_tasks = limits.pids // local_world_size - _TASKS_PER_RANK
     return max(0, min(workers, spare_tasks // _TASKS_PER_WORKER))
+
+
+def keep_to_share(limits: Limits, local_world_size: int) -> None:
+    """Binds this process, and what it starts, to as many CPUs as one rank's share; does nothing for one rank.
+
+    For a process that measures what a rank would do, while the others aren't there.
+
+    Args:
+        limits: What the ranks share.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    if local_world_size == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    own = max(1, math.ceil(limits.cpus / local_world_size))
+    with suppress(OSError):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:own])
 
 
 def count_cpus(text: str) -> int | None:
