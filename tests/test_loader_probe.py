@@ -12,7 +12,7 @@ import pytest
 
 from tests.few_pictures import recipe_of, write_pictures
 from trainer.data.fit import Loading
-from trainer.limits import Limits, read_limits, workers_per_rank
+from trainer.limits import Limits, keep_to_share, read_limits, workers_per_rank
 from trainer.tune import loader_probe as probe
 from trainer.tune.loader_probe import Prober, Timed, Turn
 
@@ -68,13 +68,12 @@ def test_a_probe_trains_real_windows_and_says_what_is_wrong(
 
 
 def test_a_probe_leaves_the_cpus_of_other_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "read_limits", lambda: Limits(4, 0, 0, None))
     taken: list[list[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: taken.append(cpus))
-    probe._take_share(1)
-    probe._take_share(2)
-    assert taken == [[0, 1]]
+    for ranks in (1, 2, 3):
+        keep_to_share(Limits(4, 0, 0, None), ranks)
+    assert taken == [[0, 1], [0, 1]]
 
 
 RECIPE = """
@@ -98,7 +97,8 @@ def slow(self, *arguments):
 ImageDataset.read = slow
 loader._MOST_SECONDS = 15
 from trainer.cli import main
-sys.exit(main())
+if __name__ == '__main__':
+    sys.exit(main())
 """
 
 

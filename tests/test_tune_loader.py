@@ -159,6 +159,8 @@ def test_what_is_as_fast_is_left_at_the_rule() -> None:
         Loading(4, 3): [1.16, 1.2, 1.2],
     }
     assert choose(grid, slow) == (16, 3), "the rule's is outside the spread, 16 are nearer than 4"
+    wide = {Loading(12, 3): [1.0, 0.9, 0.9], Loading(16, 3): [0.5, 1.3, 1.2]}
+    assert choose(grid, wide) == (16, 3), "a spread so wide says nothing"
     two = make_grid(Loading(8, 2), cost=lambda s: s.prefetch)
     assert choose(two, {Loading(8, 4): [1.0, 1.1], Loading(8, 1): [1.0, 1.1]}) == (8, 1), "a tie: the cheaper"
 

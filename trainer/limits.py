@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -174,6 +175,21 @@ def keep_to(cpus: frozenset[int]) -> None:
 
 
 _before_binding: frozenset[int] | None = None
+
+
+def keep_to_share(limits: Limits, local_world_size: int) -> None:
+    """Binds this process, and what it starts, to as many CPUs as one rank's share; does nothing for one rank.
+
+    For a process that measures what a rank would do, while the others aren't there.
+
+    Args:
+        limits: What the ranks share.
+        local_world_size: Ranks in this container, at least 1.
+    """
+    if local_world_size > 1:
+        own = max(1, math.ceil(limits.cpus / local_world_size))
+        with suppress(OSError):
+            keep_to(frozenset(sorted(allowed_cpus())[:own]))
 
 
 def count_cpus(text: str) -> int | None:

@@ -1,8 +1,7 @@
 """Workers and prefetch: the whole grid against what the search at the start of a run would take."""
 
+import sys
 from collections.abc import Sequence
-
-from rich.progress import track
 
 from trainer.bench.conditions import conditions
 from trainer.bench.overhead import median_interval
@@ -82,7 +81,9 @@ def _grid_speeds(
     accumulation = recipe.data.global_batch // recipe.data.micro_batch
     per_window = dict.fromkeys(settings, 0.0)
     with Prober(recipe, 1, threads, {}) as prober:
-        for number in track(range(repeats + 1), "measuring", transient=True):  # the first is to size turns
+        for number in range(repeats + 1):  # the first is to size turns
+            # Not a progress bar: its thread would keep the probe from being forked.
+            print(f"round {number} of {repeats}", file=sys.stderr, flush=True)
             for offset in range(len(settings)):
                 setting = settings[(number + offset) % len(settings)]
                 if setting not in speeds:

@@ -4,7 +4,6 @@ The process assembles what a rank would, on that rank's share of the CPUs, witho
 other ranks. It ends with its parent, and its workers end with it.
 """
 
-import math
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,7 @@ from trainer.data.fit import Loading
 from trainer.data.loader import RingLoader, Source
 from trainer.data.workers import begin_worker
 from trainer.errors import BadInputError
-from trainer.limits import allowed_cpus, keep_to, read_limits
+from trainer.limits import keep_to_share, read_limits
 from trainer.parallel import World
 from trainer.preempt import SIGNALS
 from trainer.recipe import Recipe
@@ -164,7 +163,7 @@ def _serve(
     nowhere = os.open(os.devnull, os.O_WRONLY)  # what torch warns of, the run itself will say
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    _take_share(ranks)
+    keep_to_share(read_limits(), ranks)  # the other ranks' CPUs would be busy
     torch.set_num_threads(threads)
     try:
         task = make_task(plain)
@@ -182,14 +181,6 @@ def _serve(
     except BadInputError as error:
         with suppress(OSError):
             pipe.send(str(error))
-
-
-def _take_share(ranks: int) -> None:
-    """Leaves the other ranks' CPUs alone, which would be busy."""
-    if ranks > 1:
-        own = max(1, math.ceil(read_limits().cpus / ranks))
-        with suppress(OSError):
-            keep_to(frozenset(sorted(allowed_cpus())[:own]))
 
 
 def _do(

@@ -14,6 +14,8 @@ from trainer.data.fit import Loading
 MOST_SETTINGS = 8
 REPEATS = 3
 PREFETCHES = (1, 2, 4)
+# Where the machine is busy, the spread of three turns is wide enough for anything.
+_MOST_LOSS = 0.05
 
 Speeds = dict[Loading, list[float]]
 
@@ -112,8 +114,8 @@ def choose(grid: Grid, speeds: Mapping[Loading, Sequence[float]]) -> Loading:
 
 
 def within_spread(speeds: Mapping[Loading, Sequence[float]], fastest: Loading) -> list[Loading]:
-    """Settings whose median speed is one that the fastest had, too."""
-    floor = min(speeds[fastest])
+    """Settings whose median speed is one that the fastest had, too, and not much below its median."""
+    floor = max(min(speeds[fastest]), (1 - _MOST_LOSS) * statistics.median(speeds[fastest]))
     return [setting for setting, series in speeds.items() if statistics.median(series) >= floor]
 
 
