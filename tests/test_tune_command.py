@@ -241,6 +241,7 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> None:
 
 REFUSED: list[tuple[Callable[[dict[str, Any]], object], list[str], str]] = [
     (lambda _: None, ["--set", "model.width=64"], "another recipe, digits (model.width: 4, now 64)"),
+    (lambda _: None, ["--set", "memory.allocator=async"], 'memory.allocator: the default, now "async"'),
     (lambda _: None, ["--set", "optim.name=sgd"], 'optim.name: the default, now "sgd"'),
     (lambda _: None, ["--set", "data.global_batch=128"], "data.global_batch: the default, now 128"),
     (lambda _: None, ["--ranks", "2"], "was made for 1 ranks, and these are 2"),

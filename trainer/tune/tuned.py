@@ -21,7 +21,7 @@ _BYTES = 1 << 20
 _SHOWN = 3
 # What changes neither memory nor speed of a step, besides what may differ when a run goes on.
 _FREE = (
-    *FREE,
+    *(key for key in FREE if key != "memory.allocator"),
     "data.micro_batch",
     "seed",
     "epochs",
