@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.few_pictures import recipe_of, write_pictures
+from trainer import limits
 from trainer.data.fit import Loading
 from trainer.limits import Limits, keep_to_share, read_limits, workers_per_rank
 from trainer.tune import loader_probe as probe
@@ -68,12 +69,13 @@ def test_a_probe_trains_real_windows_and_says_what_is_wrong(
 
 
 def test_a_probe_leaves_the_cpus_of_other_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[list[int]] = []
+    taken: list[frozenset[int]] = []
+    monkeypatch.setattr(limits, "_before_binding", None)  # and as it was, afterwards
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: taken.append(cpus))
     for ranks in (1, 2, 3):
         keep_to_share(Limits(4, 0, 0, None), ranks)
-    assert taken == [[0, 1], [0, 1]]
+    assert taken == [{0, 1}, {0, 1}]
 
 
 RECIPE = """
