@@ -17,7 +17,6 @@ RECORDS = {kept.name: kept for kept in record.read_all()}
 WRONG = {
     "pack-to-list",
     "digits-pair-burners",
-    "digits-pair-quota",
     "healthy-digits-pair",
     "healthy-digits-tree",
     "healthy-pack-pair",
