@@ -10,7 +10,7 @@ import torch
 
 import trainer.local_ranks
 import trainer.start
-from trainer.affinity import cpus_text, shares_of
+from trainer.affinity import VARIABLE, cpus_text, shares_of
 from trainer.allocator import VARIABLES
 from trainer.cli import main
 from trainer.limits import Limits
@@ -56,7 +56,9 @@ def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> Non
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
-def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any]) -> None:
+def test_ranks_with_cores_of_their_own_have_their_threads(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = sorted(os.sched_getaffinity(0))
     assert train("parallel.cpu_binding=cores") == 0
     shares = shares_of(started["environment"])
@@ -65,9 +67,10 @@ def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any
         assert [cpus_text(share) for share in shares] == [str(cpu) for cpu in there]
     each = min(len(share) / shares.count(share) for share in shares)
     assert started["threads"] == max(1, min(6, int(each)))
+    monkeypatch.setenv(VARIABLE, started["environment"][VARIABLE])  # as inside such a rank
     started.clear()
     assert train("parallel.cpu_binding=none") == 0
-    assert not shares_of(started["environment"])
+    assert not shares_of({**os.environ, **started["environment"]})
 
 
 def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

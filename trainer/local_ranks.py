@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.affinity import Cpus, gpu_nodes, read_topology, share_cpus, variables as cpu_variables, within
+from trainer.affinity import (
+    VARIABLE as CPUS_VARIABLE,
+    Cpus,
+    gpu_nodes,
+    read_topology,
+    share_cpus,
+    variables as cpu_variables,
+    within,
+)
 from trainer.allocator import allocator_variables
 from trainer.errors import BadInputError
 from trainer.gpus import chosen_gpus
@@ -47,7 +55,8 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     count, environment = _devices(recipe, gpus, ranks)
     environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
     shares = _cpus(recipe, count, {**os.environ, **environment})
-    environment |= cpu_variables(recipe.parallel.cpu_binding, shares)
+    # Emptied where nobody is bound: this may run inside a rank that is.
+    environment |= cpu_variables(recipe.parallel.cpu_binding, shares) or {CPUS_VARIABLE: ""}
     limits = within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
