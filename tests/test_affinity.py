@@ -213,3 +213,50 @@ def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool) -> None:
     assert counted == read_limits().cpus  # the container's, for who looks at the machine
     assert all(set(one) <= set(there) for one in threads.values())
     assert pinned == any(len(one) == 1 for one in threads.values())
+
+
+def printed(program: str, environ: dict[str, str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+BOUND_TO_ONE = """
+import os
+from trainer.limits import keep_to, read_limits
+keep_to(frozenset([min(os.sched_getaffinity(0))]))
+print(len(os.sched_getaffinity(0)), read_limits().cpus)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_the_limits_stay_those_of_the_container() -> None:
+    assert printed(BOUND_TO_ONE, {}) == ["1", str(read_limits().cpus)]
+
+
+START_OF_A_RANK = """
+import os
+from trainer.affinity import bind
+bind()
+import trainer.attempt
+
+def looked_at():
+    print(len(os.sched_getaffinity(0)))
+    raise SystemExit
+
+trainer.attempt._is_first = looked_at
+trainer.attempt.train_rank(None, "", None)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_rank_frees_its_main_thread_before_it_starts_workers() -> None:
+    there = frozenset(sorted(os.sched_getaffinity(0))[:2])
+    environ = {"LOCAL_RANK": "0", "OMP_NUM_THREADS": "2", **variables("cores", [there])}
+    assert printed(START_OF_A_RANK, environ) == ["2"]
