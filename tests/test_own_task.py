@@ -85,6 +85,7 @@ def test_fit_in_this_process() -> None:
     run = trainer.fit(
         Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch": 64, "data.micro_batch": 32}
     )
+    assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.figures["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"
     assert [row["window"] for row in run.rows()] == sorted(row["window"] for row in run.rows())
@@ -92,7 +93,6 @@ def test_fit_in_this_process() -> None:
     labels = torch.from_numpy(Spirals().data()[1]["label"])
     right = (run.model()(points).argmax(1) == labels).float().mean()
     assert float(right) == pytest.approx(run.figures["accuracy"])
-    assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
 
 
 @pytest.mark.usefixtures("here")
