@@ -3,21 +3,7 @@
 import torch
 from torch import nn
 
-from trainer.errors import BadInputError
 from trainer.models import ModelConfig, ResidualBlock, make_norm
-
-
-def build_audio_model(config: ModelConfig, mels: int, classes: int) -> nn.Module:
-    """Builds the model that the configuration names.
-
-    Raises:
-        BadInputError: If it is none for audio.
-    """
-    if config.name not in ("auto", "audio_cnn"):
-        raise BadInputError(
-            f"model.name={config.name} is no model for task=audio; leave model.name out, or say audio_cnn"
-        )
-    return AudioCnn(config, mels, classes)
 
 
 class AudioCnn(nn.Module):

@@ -83,7 +83,7 @@ def bench_goertzel() -> int:
     assert arrays is not None
     sound, label = np.asarray(arrays[AUDIO], np.float64), np.asarray(arrays[LABEL])
     print(conditions())
-    print(f"{len(label)} test recordings of `dtmf`, 0 dB, offsets to 1.5 %, twist to {dtmf.TWIST:g} dB; keys right:")
+    print(f"{len(label)} test recordings of the recipe dtmf; keys that are right:")
     for name, detector in (
         (f"Goertzel, 8 frequencies, best window of {TEXTBOOK} samples", textbook),
         (f"Goertzel bank, {len(_OFFSETS)} offsets, windows of {_LENGTHS[0]} to {_LENGTHS[-1]}", bank),

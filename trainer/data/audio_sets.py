@@ -102,7 +102,7 @@ def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         raise BadInputError(
-            f"{file}: can't be read ({error.strerror}); both {VALIDATION} and {TESTING} are needed, or neither"
+            f"{file}: can't be read ({error.strerror}); both lists are needed, or neither"
         ) from error
     found = []
     for line, path in enumerate(lines, 1):

@@ -121,9 +121,7 @@ def readable(path: bytes) -> str:
     return path.decode("utf-8", "backslashreplace")
 
 
-def in_folder(
-    root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = ()
-) -> Files:
+def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = ()) -> Files:
     """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
 
     Args:

@@ -1,9 +1,9 @@
-"""Classification of recordings: log-mel features and SpecAugment on the device, a convolutional classifier."""
+"""Classification of recordings by log-mel features, made and masked on the device."""
 
+import copy
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import nn
@@ -15,7 +15,7 @@ from trainer.data.audio_sets import AudioData, load_audio
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.models import ModelConfig
-from trainer.models_audio import build_audio_model
+from trainer.models_audio import AudioCnn
 
 _FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
 Count = Annotated[int, Field(ge=0)]
@@ -38,7 +38,8 @@ class AudioConfig(Section):
     frequency_masks: Count = Field(0, description="SpecAugment: groups of bands masked in each recording")
     frequency_mask: Count = Field(8, description="SpecAugment: a group is smaller than so many bands")
     part: Literal["validation", "testing"] = Field(
-        "validation", description="what is measured on, of a folder with validation_list.txt, testing_list.txt"
+        "validation",
+        description="what is measured on, of a folder with validation_list.txt, testing_list.txt",
     )
 
     @model_validator(mode="after")
@@ -74,12 +75,22 @@ class Audio:
 
     def __init__(self, data: DataConfig, model: ModelConfig, audio: AudioConfig, seed: int) -> None:
         """Opens the data."""
-        self.audio: AudioData = load_audio(
-            data, audio.seconds, audio.sample_rate, audio.part, seed
-        )
+        self.audio: AudioData = load_audio(data, audio.seconds, audio.sample_rate, audio.part, seed)
         self.train_data = self.audio.train
         self.evaluation_data = self.audio.evaluation
         self._model, self._config = model, audio
+        # Here and not at the first batch: torch waits for the device while it makes the filters.
+        from torchaudio.transforms import MelSpectrogram
+
+        self._transform: nn.Module = MelSpectrogram(
+            audio.sample_rate,
+            n_fft=audio.bins,
+            win_length=audio.window_samples,
+            hop_length=round(audio.hop * audio.sample_rate),
+            f_min=audio.lowest,
+            f_max=audio.highest,
+            n_mels=audio.mels,
+        )
         self._there: dict[torch.device, nn.Module] = {}
 
     def describe(self) -> Mapping[str, Any]:
@@ -98,7 +109,7 @@ class Audio:
 
     def model(self) -> nn.Module:
         """A new model for these features."""
-        return build_audio_model(self._model, self._config.mels, len(self.audio.classes))
+        return AudioCnn(self._model, self._config.mels, len(self.audio.classes))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy, summed over the shard."""
@@ -111,10 +122,6 @@ class Audio:
         if batch.weight is not None:
             correct = correct & (batch.weight > 0)
         return {"loss": _cross_entropy(logits, batch), "accuracy": correct.sum()}
-
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:  # noqa: ARG002
-        """Nothing that a sum over the samples doesn't say."""
-        return {}
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Log-mel features, float32 (n, 1, mels, frames): the model itself is convolutional."""
@@ -129,6 +136,9 @@ class Audio:
         Returns:
             float32 (n, 1, mels, frames), a frame centred at each multiple of the hop; the ends are mirrored.
         """
+        if audio.is_meta:  # shapes alone: torch has no Fourier transform of them
+            frames = audio.shape[1] // round(self._config.hop * self._config.sample_rate) + 1
+            return torch.empty(len(audio), 1, self._config.mels, frames, device="meta")
         # float32 whatever autocast says: bf16 has less precision than a quiet band beside a loud one needs.
         with torch.autocast(audio.device.type, enabled=False):
             mel = self._mel(audio.device)(audio.float() / 32768)
@@ -138,19 +148,7 @@ class Audio:
 
     def _mel(self, device: torch.device) -> nn.Module:
         if device not in self._there:
-            from torchaudio.transforms import MelSpectrogram  # here: it takes a second
-
-            config = self._config
-            mel: nn.Module = MelSpectrogram(
-                config.sample_rate,
-                n_fft=config.bins,
-                win_length=config.window_samples,
-                hop_length=round(config.hop * config.sample_rate),
-                f_min=config.lowest,
-                f_max=config.highest,
-                n_mels=config.mels,
-            )
-            self._there[device] = mel.to(device)
+            self._there[device] = copy.deepcopy(self._transform).to(device)
         return self._there[device]
 
     def _masked(self, feature: torch.Tensor) -> torch.Tensor:
