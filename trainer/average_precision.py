@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, floa
 
 def _entries(
     boxes: Array, labels: Array, valid: Array, extra: str, values: Array
-) -> Iterable[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     image, place = np.nonzero(valid)
     box = boxes[image, place].astype(np.float64)
     box[:, 2:] -= box[:, :2]

@@ -1,4 +1,4 @@
-"""Images with boxes as COCO describes them: one JSON file of instances for each part, checked before training.
+"""Images with boxes as COCO describes them: a JSON file of instances, checked before training.
 
 See https://cocodataset.org/#format-data.
 """
@@ -164,9 +164,7 @@ def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tupl
         if not (_is_id(height) and _is_id(width) and height > 0 and width > 0):
             raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
         if name not in there and not (folder / name).is_file():
-            raise BadInputError(
-                f"{file}: image {number}: there is no {folder / name}; add it, or leave it out"
-            )
+            raise BadInputError(f"{file}: image {number}: there is no {folder / name}; add it")
         images[number] = (name, height, width)
     return images
 

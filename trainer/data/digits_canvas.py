@@ -1,6 +1,7 @@
 """Handwritten digits on a noisy canvas: the embedded data set for detection, drawn from keyed numbers."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ class DigitsCanvas:
     channels = 1
     most = MOST
     in_memory = True
-    classes = tuple("0123456789")
+    classes: Sequence[str] = tuple("0123456789")
 
     def __init__(self, part: int, count: int) -> None:
         """Draws them all."""

@@ -1,5 +1,7 @@
 """Random images with random boxes: for measuring speed and for trying a recipe out, not for learning."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from trainer.data.boxes import Picture
@@ -22,10 +24,10 @@ class SyntheticPictures:
 
     def __init__(self, size: int, classes: int, count: int, seed: int) -> None:
         """Draws the boxes, and noise that all images are cut from."""
-        self.classes = tuple(str(number) for number in range(classes))
+        self.classes: Sequence[str] = tuple(str(number) for number in range(classes))
         self._size, self._count = size, count
         random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
-        self._noise = np.frombuffer(random.bytes(size * size * 3 + count), np.uint8)
+        self._noise = np.frombuffer(random.bytes(size * size * 3 + count), np.uint8).copy()
         corners = np.sort(random.random((count, self.most, 2, 2)), 2)
         side = np.maximum(corners[:, :, 1] - corners[:, :, 0], 0.1)
         begin = corners[:, :, 0] * (1 - side)

@@ -141,10 +141,11 @@ class Audio:
             return torch.empty(len(audio), 1, self._config.mels, frames, device="meta")
         # float32 whatever autocast says: bf16 has less precision than a quiet band beside a loud one needs.
         with torch.autocast(audio.device.type, enabled=False):
-            mel = self._mel(audio.device)(audio.float() / 32768)
+            mel: torch.Tensor = self._mel(audio.device)(audio.float() / 32768)
             log = (mel + _FLOOR).log()
             deviation, mean = torch.std_mean(log, (1, 2), keepdim=True, correction=0)
-            return ((log - mean) / (deviation + 1e-5)).unsqueeze(1)
+            feature: torch.Tensor = (log - mean) / (deviation + 1e-5)
+            return feature.unsqueeze(1)
 
     def _mel(self, device: torch.device) -> nn.Module:
         if device not in self._there:

@@ -12,12 +12,17 @@ from trainer.augment import Normalisation
 from trainer.average_precision import average_precision
 from trainer.config import Section
 from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
+from trainer.data.dataset import Dataset
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig
 from trainer.models_detection import cell_middles, detections, make_detector, tiny_losses
 
+# Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
+_Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+_GREY: _Statistics = ((0.25,), (0.2,))
+_COLOUR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=10)]
 
@@ -40,9 +45,7 @@ class DetectionConfig(Section):
     @model_validator(mode="after")
     def _scales_rise(self) -> "DetectionConfig":
         if self.scale[0] > self.scale[1]:
-            raise ValueError(
-                "detection.scale is the smallest factor and then the largest, such as [0.8, 1.25]"
-            )
+            raise ValueError("detection.scale: the smallest factor, then the largest, such as [0.8, 1.25]")
         return self
 
 
@@ -64,16 +67,16 @@ class Detection:
         for pictures in (train, evaluation):
             if pictures.most > config.max_boxes:
                 raise BadInputError(
-                    f"an image has {pictures.most} boxes, and detection.max_boxes is {config.max_boxes}: raise it"
+                    f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
                 )
         augment = BoxAugment(config.flip, config.scale, config.mosaic)
         self._size = data.image_size
         self.classes, self.channels = tuple(train.classes), train.channels
-        self.train_data = BoxedImages(train, self._size, config.max_boxes, augment, data.on_corrupt)
-        self.evaluation_data = BoxedImages(evaluation, self._size, config.max_boxes, None, data.on_corrupt)
+        size, most, on_corrupt = self._size, config.max_boxes, data.on_corrupt
+        self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
+        self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
         self._model, self._config = model, config
-        grey = self.channels == 1
-        self._mean, self._std = ((0.25,), (0.2,)) if grey else ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        self._mean, self._std = _GREY if self.channels == 1 else _COLOUR
         # torchvision's models normalise by themselves.
         tiny = model.name in ("auto", "tiny_detector")
         self._normalise = Normalisation(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
@@ -101,7 +104,8 @@ class Detection:
         boxes, label, count = (batch.fields[name] for name in (BOXES, LABEL, COUNT))
         if self._model.name not in ("auto", "tiny_detector"):
             return _torchvision_loss(model, image, boxes, label, count, batch.weight)
-        each = self._losses(*model(image), boxes, label, count)
+        logits, places = model(image)
+        each = self._losses(logits, places, boxes, label, count)
         return (
             each.sum()
             if batch.weight is None
