@@ -63,8 +63,8 @@ def plain_log_mel(sound: Any, rate: int, window: int, hop: int, mels: int, low: 
     hann[begin : begin + window] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     frames = np.stack([padded[at : at + bins] * hann for at in range(0, len(sound) + 1, hop)])
     power = np.abs(np.fft.rfft(frames, axis=1)) ** 2
-    mel = lambda f: 2595 * np.log10(1 + f / 700)  # noqa: E731
-    edges = 700 * (10 ** (np.linspace(mel(low), mel(high), mels + 2) / 2595) - 1)
+    first, last = (2595 * math.log10(1 + edge / 700) for edge in (low, high))
+    edges = 700 * (10 ** (np.linspace(first, last, mels + 2) / 2595) - 1)
     hertz = np.linspace(0, rate / 2, bins // 2 + 1)
     rise = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
     fall = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]

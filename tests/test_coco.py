@@ -3,7 +3,7 @@ training, with the image's id.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_a_box_whose_middle_is_cropped_away_is_gone() -> None:
 class Listed:
     """Pictures in a list."""
 
-    classes = ("a", "b", "c")
+    classes: Sequence[str] = ("a", "b", "c")
     channels = 1
     in_memory = True
     most = 3

@@ -1,6 +1,7 @@
 """Promise: the embedded telephone tones are what ITU-T Q.23 and the data set's own description say."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from trainer.bench.goertzel import bank, energies, textbook
@@ -15,9 +16,10 @@ def made() -> dtmf.Recordings:
     return dtmf.synthesise(1, np.arange(512))
 
 
-def sounding(made: dtmf.Recordings) -> np.ndarray:  # type: ignore[type-arg]
+def sounding(made: dtmf.Recordings) -> npt.NDArray[np.bool_]:
     time = np.arange(dtmf.LENGTH)
-    return (time >= made.start[:, None]) & (time < (made.start + made.duration)[:, None])
+    sounds = (time >= made.start[:, None]) & (time < (made.start + made.duration)[:, None])
+    return np.asarray(sounds)
 
 
 def test_tone_and_noise_are_equally_strong(made: dtmf.Recordings) -> None:
