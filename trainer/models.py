@@ -88,7 +88,7 @@ class SmallResNet(nn.Module):
                 stages.append(ResidualBlock(width, target, stride, config.norm))
                 width = target
         self.blocks = nn.Sequential(*stages)
-        self.norm = _norm(config.norm, width)
+        self.norm = make_norm(config.norm, width)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(width, classes)
 
@@ -105,9 +105,9 @@ class ResidualBlock(nn.Module):
     def __init__(self, source: int, target: int, stride: int, norm: str) -> None:
         """The shortcut is the identity where the shapes allow it."""
         super().__init__()
-        self.norm1 = _norm(norm, source)
+        self.norm1 = make_norm(norm, source)
         self.conv1 = nn.Conv2d(source, target, 3, stride, padding=1, bias=False)
-        self.norm2 = _norm(norm, target)
+        self.norm2 = make_norm(norm, target)
         self.conv2 = nn.Conv2d(target, target, 3, padding=1, bias=False)
         same = source == target and stride == 1
         self.shortcut = nn.Identity() if same else nn.Conv2d(source, target, 1, stride, bias=False)
@@ -121,5 +121,6 @@ class ResidualBlock(nn.Module):
         return result
 
 
-def _norm(kind: str, width: int) -> nn.Module:
+def make_norm(kind: str, width: int) -> nn.Module:
+    """A normalisation of `width` channels: "batch" or "group"."""
     return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)

@@ -115,6 +115,19 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     )
     optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     optimizers.set_defaults(run=_optimizers)
+    _add_tasks(benches)
+
+
+def _add_tasks(benches: Any) -> None:
+    dtmf = benches.add_parser(
+        "dtmf", help="Goertzel's filters on the test set of the recipe dtmf", allow_abbrev=False
+    )
+    dtmf.set_defaults(run=_dtmf)
+    boxes = benches.add_parser(
+        "boxes", help="what augmenting an image with its boxes costs a worker", allow_abbrev=False
+    )
+    boxes.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    boxes.set_defaults(run=_boxes)
 
 
 # Commands import what they need when they run: torch alone takes two seconds.
@@ -177,3 +190,15 @@ def _optimizers(options: argparse.Namespace) -> int:
     from trainer.bench.optimizers import bench_optimizers
 
     return bench_optimizers(options.quick)
+
+
+def _dtmf(options: argparse.Namespace) -> int:  # noqa: ARG001
+    from trainer.bench.goertzel import bench_goertzel
+
+    return bench_goertzel()
+
+
+def _boxes(options: argparse.Namespace) -> int:
+    from trainer.bench.boxes import bench_boxes
+
+    return bench_boxes(options.rounds)

@@ -12,14 +12,14 @@ import numpy.typing as npt
 from trainer.checkpoint.files import read_at
 from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
-from trainer.data.files import in_folder, readable
+from trainer.data.files import Files, in_folder, readable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints
 
 AUDIO = "audio"
 LABEL = "label"
 
-_SUFFIXES = (".wav", ".flac")
+SUFFIXES = (".wav", ".flac")
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _CHUNKS = 64  # of a wav file that may come before its samples
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
@@ -40,13 +40,20 @@ class AudioFolder:
         sample_rate: In Hz; a file with another one is an error, not resampled and not corrupt.
         random_crop: True for training.
         on_corrupt: What to do about a file that can't be decoded.
+        files: Those below the root that are wanted (default: all).
 
     Raises:
         BadInputError: If the folder is missing or holds no recordings.
     """
 
     def __init__(
-        self, root: Path, seconds: float, sample_rate: int, random_crop: bool, on_corrupt: OnCorrupt
+        self,
+        root: Path,
+        seconds: float,
+        sample_rate: int,
+        random_crop: bool,
+        on_corrupt: OnCorrupt,
+        files: Files | None = None,
     ) -> None:
         """Lists the files."""
         length = round(seconds * sample_rate)
@@ -57,7 +64,7 @@ class AudioFolder:
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         self._root = os.fsencode(root)
-        self._files = in_folder(root, _SUFFIXES)
+        self._files = in_folder(root, SUFFIXES) if files is None else files
         self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
         self.units = 1
         self.uniforms = 1 if random_crop else 0

@@ -121,8 +121,13 @@ def readable(path: bytes) -> str:
     return path.decode("utf-8", "backslashreplace")
 
 
-def in_folder(root: Path, suffixes: Sequence[str] = IMAGES) -> Files:
+def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = ()) -> Files:
     """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
+
+    Args:
+        root: The folder.
+        suffixes: Of the files that count, in lower case.
+        leave_out: Folders below the root that are no classes.
 
     Raises:
         BadInputError: If the folder is missing or holds none.
@@ -130,7 +135,7 @@ def in_folder(root: Path, suffixes: Sequence[str] = IMAGES) -> Files:
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
     try:
-        folders = _in_order([entry.name for entry in root.iterdir() if entry.is_dir()])
+        folders = _in_order([f.name for f in root.iterdir() if f.is_dir() and f.name not in leave_out])
         found = [
             (number, os.fsencode(name) + b"/" + path)
             for number, name in enumerate(folders)

@@ -274,26 +274,37 @@ def _common_classes(path: Path | str, train: Sequence[str], evaluation: Sequence
     raise BadInputError(f"{path}: class '{odd[0]}' is in only one of train and val; add or remove it")
 
 
-def _digits() -> ImageData:
+def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """UCI's handwritten digits as scikit-learn ships them: 1797 images of 8 x 8, 17 grey levels.
 
     A fifth of them, 360 drawn at random once and for all (whatever the run's seed), is the test set.
     The file is sorted by writer: with its last 360 as the test set, all from writers that the model
     hasn't seen, the task is harder.
+
+    Returns:
+        Images, uint8 (n, 8, 8, 1), and labels, int64 (n,): for training, and for testing.
+
+    Raises:
+        BadInputError: If scikit-learn isn't there.
     """
     # The file itself, because importing scikit-learn takes longer than training an epoch.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise BadInputError("data.name=digits comes with scikit-learn, which isn't installed; run make venv")
+        raise BadInputError("these digits come with scikit-learn, which isn't installed; run make venv")
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     table = np.loadtxt(file, delimiter=",", dtype=np.int64)
     image = (table[:, :-1] * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
     label = table[:, -1].copy()
     drawn = np.argsort(keys(key(Purpose.SPLIT), np.arange(len(label))))
     train, test = np.sort(drawn[360:]), np.sort(drawn[:360])
+    return (image[train], label[train]), (image[test], label[test])
+
+
+def _digits() -> ImageData:
+    train, test = (ArrayDataset({IMAGE: image, LABEL: label}) for image, label in digits())
     return ImageData(
-        ArrayDataset({IMAGE: image[train], LABEL: label[train]}),
-        ArrayDataset({IMAGE: image[test], LABEL: label[test]}),
+        train,
+        test,
         tuple("0123456789"),
         channels=1,
         mean=(0.287,),

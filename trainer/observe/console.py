@@ -94,7 +94,11 @@ class Display:
 
 def _figures(row: Mapping[str, float | int | str]) -> list[str]:
     shown = {"samples_per_s": "{:,.0f} samples/s", "loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
-    return [text.format(row[name]) for name, text in shown.items() if name in row]
+    told = [text.format(row[name]) for name, text in shown.items() if name in row]
+    if row["kind"] == "evaluation":  # whatever else a task measures
+        known = {"kind", "window", "epoch", *shown}
+        told += [f"{name} {value:.4f}" for name, value in row.items() if name not in known]
+    return told
 
 
 def warn(line: str) -> None:

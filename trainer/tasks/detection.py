@@ -1,16 +1,207 @@
 """Detection: boxes and classes in images."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+
+from trainer.augment import Normalisation
+from trainer.average_precision import average_precision
 from trainer.config import Section
+from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
+from trainer.data.dataset import Dataset
+from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig
-from trainer.tasks import Task
+from trainer.models_detection import cell_middles, detections, make_detector, tiny_losses
+
+# Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
+_Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+_GREY: _Statistics = ((0.25,), (0.2,))
+_COLOUR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=0, le=10)]
 
 
 class DetectionConfig(Section):
-    """Keys of task=detection."""
+    """Images with boxes, and how they are augmented together."""
+
+    max_boxes: int = Field(100, ge=1, le=10_000, description="most boxes of an image")
+    detections: int = Field(100, ge=1, le=100, description="boxes of an image that mAP looks at")
+    flip: Share = Field(0.0, description="share of the images that are mirrored left to right")
+    scale: tuple[Factor, Factor] = Field(
+        (1.0, 1.0), description="smallest and largest factor of an image's size; above 1 it is cropped"
+    )
+    mosaic: Share = Field(0.0, description="share of the images that are put together with three others")
+    norm: Literal["batch", "frozen", "group"] = Field(
+        "batch",
+        description="in torchvision's models: batch, frozen (with model.init_from) or group normalisation",
+    )
+
+    @model_validator(mode="after")
+    def _scales_rise(self) -> "DetectionConfig":
+        if self.scale[0] > self.scale[1]:
+            raise ValueError("detection.scale: the smallest factor, then the largest, such as [0.8, 1.25]")
+        return self
 
 
-def Detection(data: DataConfig, model: ModelConfig, config: DetectionConfig, seed: int) -> Task:  # noqa: N802, ARG001
-    """Opens the data."""
-    raise BadInputError("task=detection: not there yet")
+class Detection:
+    """Images to boxes.
+
+    The losses of torchvision's models are means over what they look at in a micro-batch; multiplied by its
+    images they are not quite a sum over these, so another micro-batch trains slightly otherwise.
+    tiny_detector's loss is one of each image by itself, and adds up exactly.
+    """
+
+    metric = "map"
+    lower_is_better = False
+    uniforms = 0
+
+    def __init__(self, data: DataConfig, model: ModelConfig, config: DetectionConfig, seed: int) -> None:
+        """Opens the data."""
+        train, evaluation = _pictures(data, seed)
+        for pictures in (train, evaluation):
+            if pictures.most > config.max_boxes:
+                raise BadInputError(
+                    f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
+                )
+        augment = BoxAugment(config.flip, config.scale, config.mosaic)
+        self._size = data.image_size
+        self.classes, self.channels = tuple(train.classes), train.channels
+        size, most, on_corrupt = self._size, config.max_boxes, data.on_corrupt
+        self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
+        self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
+        self._model, self._config = model, config
+        self._mean, self._std = _GREY if self.channels == 1 else _COLOUR
+        # torchvision's models normalise by themselves.
+        tiny = model.name in ("auto", "tiny_detector")
+        self._normalise = Normalisation(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
+
+    def describe(self) -> Mapping[str, Any]:
+        """Classes, input shape, and normalisation of tiny_detector's input: (pixel / 255 - mean) / std."""
+        return {
+            "classes": self.classes,
+            "shape": (self.channels, self._size, self._size),
+            "mean": self._mean,
+            "std": self._std,
+        }
+
+    def model(self) -> nn.Module:
+        """A new detector for these images."""
+        return make_detector(self._model, self._config.norm, self._size, self.channels, len(self.classes))
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Images, float32 (n, channels, size, size): normalised, or in [0, 1] for torchvision's models."""
+        return (self._normalise(batch.fields[IMAGE], self._model.channels_last),)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Summed over the images."""
+        (image,) = self.inputs(batch)
+        boxes, label, count = (batch.fields[name] for name in (BOXES, LABEL, COUNT))
+        if self._model.name not in ("auto", "tiny_detector"):
+            return _torchvision_loss(model, image, boxes, label, count, batch.weight)
+        logits, places = model(image)
+        each = self._losses(logits, places, boxes, label, count)
+        return (
+            each.sum()
+            if batch.weight is None
+            else torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
+        )
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """What was found and what is there, a row for each image."""
+        (image,) = self.inputs(batch)
+        found = detections(model, image, self._config.detections)
+        most = self._config.detections
+        rows = {
+            "boxes": image.new_zeros((len(found), most, 4), dtype=torch.float32),
+            "scores": image.new_full((len(found), most), -1.0, dtype=torch.float32),
+            "labels": torch.zeros((len(found), most), dtype=torch.int64, device=image.device),
+        }
+        for index, each in enumerate(found):
+            for name, values in zip(rows, each, strict=True):
+                rows[name][index, : len(values)] = values
+        names = (("true_boxes", BOXES), ("true_labels", LABEL), ("true_crowd", CROWD))
+        rows |= {name: batch.fields[field] for name, field in names}
+        return {**rows, "true_count": batch.fields[COUNT][:, None]}
+
+    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """Mean average precision, see `average_precision`."""
+        arrays = {name: tensor.numpy() for name, tensor in rows.items()}
+        arrays["true_count"] = arrays["true_count"][:, 0]
+        return average_precision(arrays, len(self.classes))
+
+    def _losses(
+        self,
+        logits: torch.Tensor,
+        boxes: torch.Tensor,
+        true_boxes: torch.Tensor,
+        true_labels: torch.Tensor,
+        count: torch.Tensor,
+    ) -> torch.Tensor:
+        stride = 2 << len(self._model.blocks)
+        side = -(-self._size // stride)
+        cells = cell_middles(side, side, stride, true_boxes)
+        return tiny_losses(logits.float(), boxes, cells, stride, true_boxes, true_labels, count)
+
+
+def _torchvision_loss(
+    model: nn.Module,
+    image: torch.Tensor,
+    boxes: torch.Tensor,
+    label: torch.Tensor,
+    count: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sum of a model's losses, times the images of the micro-batch."""
+    image = image.expand(-1, 3, -1, -1)
+    counts = [boxes.shape[1]] * len(image) if image.is_meta else count.tolist()
+    real = [True] * len(image) if weight is None or image.is_meta else (weight > 0).tolist()
+    chosen = [index for index, there in enumerate(real) if there]
+    if not chosen:  # nothing but padding; every rank must still take part in the backward pass
+        return image.new_zeros(()) + sum((p.sum() * 0 for p in model.parameters()), image.new_zeros(()))
+    # Their label 0 is the background.
+    targets = [{"boxes": boxes[i, : counts[i]], "labels": label[i, : counts[i]] + 1} for i in chosen]
+    losses = model([image[i] for i in chosen], targets)
+    total: torch.Tensor = sum(losses.values()) * len(chosen)
+    return total
+
+
+def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
+    """Images for training and evaluation.
+
+    Raises:
+        BadInputError: If they aren't there or aren't what they should be.
+    """
+    if data.name == "digits-canvas":
+        from trainer.data import digits_canvas as canvas
+
+        if data.image_size != canvas.SIZE:
+            raise BadInputError(
+                f"data.name=digits-canvas draws {canvas.SIZE} pixels: set data.image_size={canvas.SIZE}"
+            )
+        return canvas.DigitsCanvas(0, canvas.TRAIN), canvas.DigitsCanvas(1, canvas.TEST)
+    if data.name == "synthetic":
+        from trainer.data.synthetic_boxes import SyntheticPictures
+
+        size, classes = data.image_size, data.classes
+        return (
+            SyntheticPictures(size, classes, data.samples, seed),
+            SyntheticPictures(size, classes, max(1, data.samples // 8), seed + 1),
+        )
+    if not isinstance(data.path, Path):
+        raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path=DIR")
+    from trainer.data.coco import CocoPictures
+
+    root = data.path.expanduser()
+    train, evaluation = (CocoPictures(root, part, data.on_corrupt) for part in ("train", "val"))
+    if train.categories != evaluation.categories:
+        odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))
+        raise BadInputError(
+            f"{root}: category {odd[0]} ('{odd[1]}') isn't the same in train and val: make the lists equal"
+        )
+    return train, evaluation

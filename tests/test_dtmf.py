@@ -1,0 +1,98 @@
+"""Promise: the embedded telephone tones are what ITU-T Q.23 and the data set's own description say."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from trainer.bench.goertzel import bank, energies, textbook
+from trainer.data import dtmf
+from trainer.data.audio import AUDIO, LABEL
+
+pytestmark = pytest.mark.compat
+
+
+@pytest.fixture(scope="module")
+def made() -> dtmf.Recordings:
+    return dtmf.synthesise(1, np.arange(512))
+
+
+def sounding(made: dtmf.Recordings) -> npt.NDArray[np.bool_]:
+    time = np.arange(dtmf.LENGTH)
+    sounds = (time >= made.start[:, None]) & (time < (made.start + made.duration)[:, None])
+    return np.asarray(sounds)
+
+
+def test_tone_and_noise_are_equally_strong(made: dtmf.Recordings) -> None:
+    while_it_sounds = sounding(made)
+    assert not made.tone[~while_it_sounds].any()
+    tone = (made.tone**2).sum(1) / made.duration
+    np.testing.assert_allclose(tone, 1)
+    noise = (made.noise**2)[while_it_sounds].mean()
+    assert abs(10 * np.log10(noise)) < 0.1
+    spectrum = (np.abs(np.fft.rfft(made.noise)) ** 2).mean(0)[1:-1] / dtmf.LENGTH
+    assert 0.7 < spectrum.min() < spectrum.max() < 1.3, "white"
+    assert abs((made.noise**4).mean() - 3) < 0.05, "Gaussian"
+
+
+def test_frequencies_twist_start_and_length_are_in_their_ranges(made: dtmf.Recordings) -> None:
+    nominal = np.stack((np.take(dtmf.LOW, made.key // 4), np.take(dtmf.HIGH, made.key % 4)), 1)
+    offset = made.frequency / nominal - 1
+    for low, high, values in (
+        (-0.015, 0.015, offset[:, 0]),
+        (-0.015, 0.015, offset[:, 1]),
+        (-6, 6, made.twist),
+        (320, 800, made.duration),
+        (0, 1, made.start / (dtmf.LENGTH - made.duration)),
+    ):
+        assert low <= values.min() < low + 0.03 * (high - low)
+        assert high - 0.03 * (high - low) < values.max() <= high
+    assert abs(np.corrcoef(offset.T)[0, 1]) < 0.15, "each on its own"
+
+
+def test_the_sound_has_the_two_frequencies_that_it_says(made: dtmf.Recordings) -> None:
+    for row in range(0, 64, 7):
+        tone = made.tone[row, made.start[row] : made.start[row] + made.duration[row]]
+        around = np.fft.rfft(tone * np.hanning(len(tone)), 1 << 16)
+        hertz = np.arange(len(around)) * dtmf.RATE / (1 << 16)
+        level = []
+        for expected in made.frequency[row]:
+            near = np.abs(hertz - expected) < 60
+            peak = np.abs(around) * near
+            assert abs(hertz[peak.argmax()] - expected) < 4
+            level.append(20 * np.log10(peak.max()))
+        assert abs(level[1] - level[0] - made.twist[row]) < 0.5
+
+
+def test_all_keys_are_equally_frequent_and_training_is_not_testing() -> None:
+    train, test = (dtmf.recordings(part, 256).arrays for part in (0, 1))
+    assert train is not None and test is not None
+    for arrays in (train, test):
+        assert np.bincount(arrays[LABEL].astype(int)).tolist() == [16] * 16
+        assert arrays[AUDIO].dtype == np.int16
+    assert not (train[AUDIO] == test[AUDIO]).all(1).any()
+    assert "".join(dtmf.KEYS[k] for k in (0, 3, 12, 14, 15)) == "1A*#D"
+
+
+def test_a_recording_depends_on_its_number_alone() -> None:
+    few, many = dtmf.recordings(0, 40), dtmf.recordings(0, 1100)
+    assert few.arrays is not None and many.arrays is not None
+    np.testing.assert_array_equal(few.arrays[AUDIO], many.arrays[AUDIO][:40])
+    one = dtmf.synthesise(0, np.array([39]))
+    expected = np.clip(np.rint((one.tone + one.noise) * one.gain[:, None]), -32768, 32767)
+    np.testing.assert_array_equal(few.arrays[AUDIO][39:], expected)
+
+
+def test_a_filters_energy_is_goertzels_recursion() -> None:
+    sound = np.random.default_rng(0).standard_normal((1, 205))
+    (given,) = energies(sound, [770.0], 205).ravel()
+    coefficient = 2 * np.cos(2 * np.pi * 770 / dtmf.RATE)
+    before = last = 0.0
+    for value in sound[0]:
+        before, last = last, value + coefficient * last - before
+    assert given == pytest.approx((last**2 + before**2 - coefficient * last * before) / 205)
+
+
+def test_both_baselines_read_clean_tones(made: dtmf.Recordings) -> None:
+    clean = made.tone[:64]
+    np.testing.assert_array_equal(textbook(clean), made.key[:64])
+    np.testing.assert_array_equal(bank(clean), made.key[:64])

@@ -1,0 +1,96 @@
+"""Mean average precision as COCO defines it, by pycocotools, from arrays in memory."""
+
+import contextlib
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class _Annotations:
+    """What pycocotools asks of its own class, without files and without its printing."""
+
+    def __init__(self, entries: Iterable[dict[str, Any]], images: int, classes: int) -> None:
+        self._entries = list(entries)
+        self._images, self._classes = list(range(images)), list(range(classes))
+
+    def getImgIds(self) -> list[int]:  # noqa: N802
+        return self._images
+
+    def getCatIds(self) -> list[int]:  # noqa: N802
+        return self._classes
+
+    def getAnnIds(self, imgIds: Collection[int], catIds: Collection[int]) -> list[int]:  # noqa: N802, N803, ARG002
+        return list(range(len(self._entries)))
+
+    def loadAnns(self, ids: Collection[int]) -> list[dict[str, Any]]:  # noqa: N802, ARG002
+        return self._entries
+
+
+def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, float]:
+    """Mean over the classes that there are boxes of; 0 where there are none at all.
+
+    Args:
+        rows: For each image `boxes` (n, d, 4), `scores` (n, d), below 0 where there is no box, and `labels`
+            (n, d) of what was found, at most 100; `true_boxes` (n, m, 4), `true_labels` (n, m), `true_crowd`
+            (n, m) and `true_count` (n,) of what is there. Crowds match any number of boxes, and count
+            neither for nor against them.
+        classes: Their number.
+
+    Returns:
+        `map`, the mean over the overlaps 0.5, 0.55 to 0.95, and `map_50`, at 0.5.
+    """
+    from pycocotools.cocoeval import COCOeval
+
+    n = len(rows["scores"])
+    valid = np.arange(rows["true_labels"].shape[1]) < rows["true_count"][:, None]
+    true = _Annotations(
+        _entries(rows["true_boxes"], rows["true_labels"], valid, "iscrowd", rows["true_crowd"]), n, classes
+    )
+    found = _Annotations(
+        _entries(rows["boxes"], rows["labels"], rows["scores"] >= 0, "score", rows["scores"]), n, classes
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluation = COCOeval(true, found, "bbox")
+        evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
+        evaluation.params.maxDets = [100]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    precision = evaluation.eval["precision"][:, :, :, 0, 0]  # (overlaps, recalls, classes), -1: nothing there
+    return {name: _mean(part) for name, part in (("map", precision), ("map_50", precision[:1]))}
+
+
+def _entries(
+    boxes: Array, labels: Array, valid: Array, extra: str, values: Array
+) -> Iterator[dict[str, Any]]:
+    image, place = np.nonzero(valid)
+    box = boxes[image, place].astype(np.float64)
+    box[:, 2:] -= box[:, :2]
+    # From 1: an id of 0 means to pycocotools that nothing matched.
+    for number, (i, b, label, value) in enumerate(
+        zip(
+            image.tolist(),
+            box.tolist(),
+            labels[image, place].tolist(),
+            values[image, place].tolist(),
+            strict=True,
+        ),
+        1,
+    ):
+        yield {
+            "id": number,
+            "image_id": i,
+            "category_id": label,
+            "bbox": b,
+            "area": b[2] * b[3],
+            extra: value,
+        }
+
+
+def _mean(precision: Array) -> float:
+    there = precision[precision > -1]
+    return float(there.mean()) if there.size else 0.0

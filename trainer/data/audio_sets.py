@@ -1,0 +1,134 @@
+"""Recordings by name: embedded telephone tones, synthetic noise, and folders."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.data import dtmf
+from trainer.data.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.files import Files, in_folder
+from trainer.data.sources import DataConfig
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Purpose, key
+
+# Of Speech Commands (Warden, 2018): paths below its folder, of what isn't for training.
+VALIDATION, TESTING = "validation_list.txt", "testing_list.txt"
+_NOISE = "_background_noise_"  # its folder of long recordings, which is no class
+
+
+class AudioData(NamedTuple):
+    """Recordings for training and evaluation: fields audio, int16 (samples,), and label, int64 ()."""
+
+    train: Dataset
+    evaluation: Dataset
+    classes: tuple[str, ...]
+
+
+def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, seed: int) -> AudioData:
+    """Opens the data set that the configuration names.
+
+    Args:
+        config: Names it.
+        seconds: Length of a cut.
+        sample_rate: In Hz.
+        part: "validation" or "testing": what is measured on where lists say which files these are.
+        seed: For synthetic noise.
+
+    Raises:
+        BadInputError: If it isn't there or isn't what it should be.
+    """
+    length = round(seconds * sample_rate)
+    if config.name == "dtmf":
+        if (sample_rate, length) != (dtmf.RATE, dtmf.LENGTH):
+            raise BadInputError(
+                f"data.name=dtmf is synthesised at {dtmf.RATE} Hz, {dtmf.LENGTH / dtmf.RATE} s long: set "
+                f"audio.sample_rate={dtmf.RATE} and audio.seconds={dtmf.LENGTH / dtmf.RATE}"
+            )
+        train, test = dtmf.recordings(0, dtmf.TRAIN), dtmf.recordings(1, dtmf.TEST)
+        return AudioData(train, test, tuple(dtmf.KEYS))
+    if config.name == "synthetic":
+        return _synthetic(config, length, seed)
+    if not isinstance(config.path, Path):
+        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
+    return _folders(config.path.expanduser(), seconds, sample_rate, part, config)
+
+
+def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: DataConfig) -> AudioData:
+    """`train/` and `val/` by class, or one folder by class with the lists of Speech Commands."""
+    if (root / VALIDATION).exists() or (root / TESTING).exists():
+        train, evaluation = listed(root, part)
+        roots = (root, root)
+    else:
+        roots = (root / "train", root / "val")
+        train, evaluation = (in_folder(folder, SUFFIXES) for folder in roots)
+    if tuple(train.classes) != tuple(evaluation.classes):
+        odd = sorted(set(train.classes) ^ set(evaluation.classes))
+        raise BadInputError(f"{root}: class '{odd[0]}' is in only one of train and val; add or remove it")
+    found = np.bincount(train.labels, minlength=len(train.classes))
+    if not found.all():
+        empty = train.classes[int(found.argmin())]
+        raise BadInputError(
+            f"{roots[0]}: class '{empty}' holds no recordings to train on; add some, or remove its folder"
+        )
+    return AudioData(
+        AudioFolder(roots[0], seconds, sample_rate, True, config.on_corrupt, train),
+        AudioFolder(roots[1], seconds, sample_rate, False, config.on_corrupt, evaluation),
+        tuple(train.classes),
+    )
+
+
+def listed(root: Path, part: str) -> tuple[Files, Files]:
+    """Splits one folder of classes by its lists: what is in neither of them, and what is in that of `part`.
+
+    Raises:
+        BadInputError: If a list is missing, names what isn't there, or leaves nothing.
+    """
+    files = in_folder(root, SUFFIXES, leave_out=(_NOISE,))
+    number = {files.file_name(sample): sample for sample in range(len(files))}
+    lists = {name: _samples(root / name, number) for name in (VALIDATION, TESTING)}
+    wanted = lists[VALIDATION if part == "validation" else TESTING]
+    held_out = set(lists[VALIDATION]) | set(lists[TESTING])
+    rest = [sample for sample in range(len(files)) if sample not in held_out]
+    if not rest or not wanted:
+        raise BadInputError(f"{root}: its lists leave nothing {'to measure on' if rest else 'to train on'}")
+    return _chosen(root, files, rest), _chosen(root, files, sorted(wanted))
+
+
+def _samples(file: Path, number: dict[bytes, int]) -> list[int]:
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise BadInputError(
+            f"{file}: can't be read ({error.strerror}); both lists are needed, or neither"
+        ) from error
+    found = []
+    for line, path in enumerate(lines, 1):
+        if not path.strip():
+            continue
+        if path.strip() not in number:
+            shown = path.strip().decode("utf-8", "backslashreplace")
+            raise BadInputError(f"{file}: line {line}: no recording '{shown}' below this folder")
+        found.append(number[path.strip()])
+    return found
+
+
+def _chosen(root: Path, files: Files, samples: Sequence[int]) -> Files:
+    names = [files.file_name(sample) for sample in samples]
+    return Files(root, names, files.labels[np.asarray(samples)].tolist(), files.classes)
+
+
+def _synthetic(config: DataConfig, length: int, seed: int) -> AudioData:
+    """White noise with random labels: for measuring speed, not for learning."""
+    random = np.random.Generator(np.random.Philox(key(seed, Purpose.DATA)))
+
+    def recordings(count: int) -> ArrayDataset:
+        # A prime number of random values, repeated: quick to make, and no two recordings are the same.
+        noise: Any = np.frombuffer(random.bytes(2 * 524_287), np.int16)
+        label = random.integers(0, config.classes, count, dtype=np.int64)
+        return ArrayDataset({AUDIO: np.resize(noise, (count, length)), LABEL: label})
+
+    classes = tuple(str(number) for number in range(config.classes))
+    return AudioData(recordings(config.samples), recordings(max(1, config.samples // 8)), classes)
