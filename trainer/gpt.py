@@ -24,7 +24,9 @@ class GPTConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention, residuals and embeddings")
     positions: Literal["rotary", "learned"] = Field("rotary", description="how places are told apart")
     norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
-    mlp: Literal["swiglu", "gelu"] = Field("swiglu", description="swiglu (8/3 of the width) or gelu (4 times)")
+    mlp: Literal["swiglu", "gelu"] = Field(
+        "swiglu", description="swiglu (8/3 of the width) or gelu (4 times)"
+    )
     bias: bool = Field(False, description="biases in linear layers and LayerNorm, as GPT-2 has them")
 
     @model_validator(mode="after")
@@ -53,6 +55,7 @@ class GPT(nn.Module):
         """Weights are normal with 0.02; what adds to the residual stream less, by the root of the additions."""
         super().__init__()
         self.sequence_length = config.sequence_length
+        self.head_width = config.width // config.heads
         self.embedding = nn.Embedding(vocabulary, config.width)
         self.positions = None
         if config.positions == "learned":
@@ -93,8 +96,11 @@ class GPT(nn.Module):
         if self.positions is not None:
             hidden = hidden + self.positions(place)
         hidden = self.dropout(hidden)
+        turn = None
+        if self.positions is None:
+            turn = turns(place, self.head_width, torch.promote_types(hidden.dtype, torch.float32))
         for block in self.blocks:
-            hidden = block(hidden, place, mask)
+            hidden = block(hidden, turn, mask)
         logits: torch.Tensor = self.head(self.norm(hidden), self.embedding.weight)
         return logits
 
@@ -130,9 +136,11 @@ class Block(nn.Module):
         self.norm2 = _norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: torch.Tensor, place: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Float (n, length, width) to the same."""
-        hidden = hidden + self.attention(self.norm1(hidden), place, mask)
+    def forward(
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Float (n, length, width) to the same; see `Attention`."""
+        hidden = hidden + self.attention(self.norm1(hidden), turn, mask)
         result: torch.Tensor = hidden + self.mlp(self.norm2(hidden))
         return result
 
@@ -143,19 +151,36 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         """Queries, keys and values are one matrix."""
         super().__init__()
-        self.heads, self.rotary, self.rate = config.heads, config.positions == "rotary", config.dropout
+        self.heads, self.rate = config.heads, config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: torch.Tensor, place: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Float (n, length, width); places (length,) or (n, length); mask bool (n, 1, length, length)."""
+    def forward(
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Mixes places with those before them.
+
+        Args:
+            hidden: Float (n, length, width).
+            turn: From `turns`, for rotary positions.
+            mask: bool (n, 1, length, length), which place sees which; None: all before it.
+
+        Returns:
+            Float (n, length, width).
+        """
         n, length, width = hidden.shape
-        query, key, value = self.qkv(hidden).view(n, length, 3, self.heads, -1).transpose(1, 3).unbind(2)
-        if self.rotary:
-            query, key = rotated(query, key, place)
+        qk, value = self.qkv(hidden).view(n, length, 3 * self.heads, -1).tensor_split([2 * self.heads], 2)
+        if turn is not None:
+            qk = turned(qk, turn)
+        query, key = qk.chunk(2, 2)
         mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, self.rate if self.training else 0.0, is_causal=mask is None
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            self.rate if self.training else 0.0,
+            is_causal=mask is None,
         )
         result: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
         return result
@@ -185,31 +210,36 @@ class MLP(nn.Module):
         return result
 
 
-def rotated(
-    query: torch.Tensor, key: torch.Tensor, place: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns pairs of channels by an angle that grows with the place: what remains of two is their distance.
+def turns(place: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines and sines of the angles by which pairs of channels are turned, which grow with the place.
 
     Args:
-        query: (n, heads, length, channels); channel i and i + channels / 2 are a pair.
-        key: The same.
         place: Integers (length,) or (n, length).
+        channels: Of a head; channel i and i + channels / 2 are a pair.
+        dtype: Of the result.
 
     Returns:
-        Both, in their dtype.
+        (2, 1 or n, length, 1, channels).
     """
-    half = query.shape[-1] // 2
-    # In float32 under autocast too: in bfloat16 places from 256 on would be rounded.
-    exact = torch.promote_types(query.dtype, torch.float32)
-    speed = _ROTARY_BASE ** (-torch.arange(half, device=query.device, dtype=exact) / half)
-    angle = (place[..., None].to(exact) * speed).unsqueeze(-3)  # (1 or n, 1, length, half)
+    half = channels // 2
+    speed = _ROTARY_BASE ** (-torch.arange(half, device=place.device, dtype=dtype) / half)
+    angle = place.view(-1, place.shape[-1], 1, 1).to(dtype) * speed
     cos, sin = angle.cos(), angle.sin()
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        return (x * cos + x.roll(half, -1) * sin).to(x.dtype)
 
-    return turned(query), turned(key)
+def turned(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Turns queries or keys: what remains of two places in their product is the distance.
+
+    Args:
+        heads: (n, length, heads, channels).
+        turn: From `turns`; float32 at least: in bfloat16 places from 256 on would be rounded.
+
+    Returns:
+        Shape and dtype of `heads`.
+    """
+    exact = heads.to(turn.dtype)
+    return torch.addcmul(exact * turn[0], exact.roll(exact.shape[-1] // 2, -1), turn[1]).to(heads.dtype)
 
 
 def place_in_segment(segment: torch.Tensor) -> torch.Tensor:

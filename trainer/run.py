@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.batchnorm import WindowStatistics
 from trainer.data.corrupt import Quarantine
+from trainer.data.dataset import Dataset
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.data.sources import order_of
 from trainer.errors import BadInputError
@@ -67,8 +68,15 @@ def data_of(task: Task) -> dict[str, str]:
         **({"task": source} if source else {}),
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
-        "order": f"shuffled within {together} pieces" if together else "shuffled",
+        "order": _order(task.train_data, together),
     }
+
+
+def _order(dataset: Dataset, together: int) -> str:
+    buckets = getattr(dataset, "buckets", ())
+    if buckets:
+        return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
+    return f"shuffled within {together} pieces" if together else "shuffled"
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
@@ -84,6 +92,7 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         max_windows=recipe.max_windows,
         pieces=pieces,
         together=together,
+        buckets=getattr(task.train_data, "buckets", ()),
     )
 
 
@@ -212,7 +221,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
         held,
         prepared.compiled,
-        prepared.notes,
+        [*getattr(task, "notes", ()), *prepared.notes],
     )
 
 
