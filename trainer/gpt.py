@@ -37,8 +37,8 @@ class GPTConfig(Section):
             )
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise ValueError(
-                f"language.positions=rotary turns pairs of channels, and a head has {self.width // self.heads} "
-                "of them: choose a width whose heads are even, or positions=learned"
+                f"language.positions=rotary turns pairs of channels, and a head has "
+                f"{self.width // self.heads} of them: choose an even number, or positions=learned"
             )
         return self
 
@@ -52,27 +52,27 @@ class GPT(nn.Module):
     """
 
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
-        """Weights are normal with 0.02; what adds to the residual stream less, by the root of the additions."""
+        """Weights are normal with 0.02; with less where they add to the residual stream."""
         super().__init__()
         self.sequence_length = config.sequence_length
         self.head_width = config.width // config.heads
-        self.embedding = nn.Embedding(vocabulary, config.width)
+        self.embedding = _embedding(vocabulary, config.width)
         self.positions = None
         if config.positions == "learned":
-            self.positions = nn.Embedding(config.sequence_length, config.width)
+            self.positions = _embedding(config.sequence_length, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = TiedHead()
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and module is not self.head:
-                nn.init.normal_(module.weight, std=_STD)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            for linear in (block.attention.out, block.mlp.out):
-                nn.init.normal_(linear.weight, std=_STD / math.sqrt(2 * config.layers))
+        if not self.embedding.weight.is_meta:  # where drawing numbers would import for seconds
+            self._draw(_STD / math.sqrt(2 * config.layers))
+
+    def _draw(self, residual: float) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=residual if name.endswith(".out.weight") else _STD)
 
     def forward(self, tokens: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor:
         """Predicts the token after each.
@@ -114,9 +114,10 @@ class TiedHead(nn.Linear):
     def __init__(self) -> None:
         """Has no parameters."""
         nn.Module.__init__(self)
-        self.bias = None
 
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
         """Float (..., width) and (vocabulary, width) to (..., vocabulary)."""
         return F.linear(hidden, weight)
 
@@ -248,6 +249,11 @@ def place_in_segment(segment: torch.Tensor) -> torch.Tensor:
     begins = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0), value=True)
     first: torch.Tensor = torch.where(begins, place, 0).cummax(1).values
     return place - first
+
+
+def _embedding(count: int, width: int) -> nn.Embedding:
+    """Without numbers, which `_draw` draws."""
+    return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)  # type: ignore[no-any-return]
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -115,6 +115,22 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     )
     optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     optimizers.set_defaults(run=_optimizers)
+    compression = benches.add_parser(
+        "compression",
+        help="gzip and xz on the text that gpt-stdlib is measured on, and a run beside them",
+        allow_abbrev=False,
+    )
+    compression.add_argument(
+        "run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a finished run of gpt-stdlib"
+    )
+    compression.add_argument(
+        "--target",
+        type=float,
+        default=2.3,
+        metavar="BITS",
+        help="most bits per byte (default: 2.3)",
+    )
+    compression.set_defaults(run=_compression)
 
 
 # Commands import what they need when they run: torch alone takes two seconds.
@@ -177,3 +193,9 @@ def _optimizers(options: argparse.Namespace) -> int:
     from trainer.bench.optimizers import bench_optimizers
 
     return bench_optimizers(options.quick)
+
+
+def _compression(options: argparse.Namespace) -> int:
+    from trainer.bench.compression import bench_compression
+
+    return bench_compression(options.run_folder, options.target)

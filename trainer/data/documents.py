@@ -6,6 +6,7 @@ target exactly once. A document longer than a sample is cut; a later part is giv
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -48,13 +49,14 @@ class StreamDataset:
             )
         self.arrays: Arrays | None = None
         self.uniforms, self.in_process, self.units = 0, True, length
-        self.fields = {TOKENS: Field((length + 1,), tokens.dtype)}
+        fields = {TOKENS: Field((length + 1,), tokens.dtype)}
         self._samples = (targets - length) // step + 1 if targets >= length else 0
         if whole:
             self._samples = -(-targets // length)
-            self.fields[UNITS] = Field((), np.dtype(np.int64))
+            fields[UNITS] = Field((), np.dtype(np.int64))
             rest = self._samples * length - targets
             tokens = np.concatenate((tokens, np.zeros(rest, tokens.dtype)))
+        self.fields: Mapping[str, Field] = fields
         self._tokens, self._targets, self._length, self._step = tokens, targets, length, step
 
     def __len__(self) -> int:
@@ -80,11 +82,11 @@ class Pieces(NamedTuple):
 
     Attributes:
         first: int64 (n,), where the first target stands in the text.
-        count: int64 (n,), number of targets.
+        targets: int64 (n,), how many there are.
     """
 
     first: Ints
-    count: Ints
+    targets: Ints
 
 
 def pieces_of(text: Text, length: int) -> Pieces:
@@ -115,7 +117,7 @@ def padded(text: Text, length: int) -> ArrayDataset:
     what is behind these is padding.
     """
     pieces = pieces_of(text, length)
-    order = np.argsort(pieces.count, kind="stable")
+    order = np.argsort(pieces.targets, kind="stable")
     places = np.arange(len(order))
     return ArrayDataset(_filled(text, length, Pieces(*(part[order] for part in pieces)), places, places * 0))
 
@@ -123,17 +125,17 @@ def padded(text: Text, length: int) -> ArrayDataset:
 def packed(text: Text, length: int) -> ArrayDataset:
     """As many pieces in each sample as fit, best fit with the longest first.
 
-    Fields as those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the sample
-    from 1 on, 0 for padding.
+    Fields as those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the
+    sample from 1 on, 0 for padding.
     """
     pieces = pieces_of(text, length)
-    order = np.argsort(-pieces.count, kind="stable")
-    sample, start = _best_fit(pieces.count[order], length)
+    order = np.argsort(-pieces.targets, kind="stable")
+    sample, start = _best_fit(pieces.targets[order], length)
     ordered = Pieces(*(part[order] for part in pieces))
     arrays = dict(_filled(text, length, ordered, sample, start))
     segment = np.zeros((len(arrays[UNITS]), length), np.int16 if length < 1 << 15 else np.int32)
     number = np.zeros(len(segment), np.int64)
-    for row, begin, count in zip(sample.tolist(), start.tolist(), ordered.count.tolist(), strict=True):
+    for row, begin, count in zip(sample.tolist(), start.tolist(), ordered.targets.tolist(), strict=True):
         number[row] += 1
         segment[row, begin : begin + count] = number[row]
     return ArrayDataset(arrays | {SEGMENT: segment})
@@ -146,11 +148,11 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
     # An end before all: what the first token of the text is predicted from.
     given = np.concatenate((np.array([text.end], text.tokens.dtype), text.tokens))
     tokens, targets = (np.zeros((count, length), given.dtype) for _ in range(2))
-    places = zip(pieces.first.tolist(), pieces.count.tolist(), sample.tolist(), start.tolist(), strict=True)
+    places = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
     for first, size, row, begin in places:
         tokens[row, begin : begin + size] = given[first : first + size]
         targets[row, begin : begin + size] = text.tokens[first : first + size]
-    units = np.bincount(sample, pieces.count, count).astype(np.int64)
+    units = np.bincount(sample, pieces.targets, count).astype(np.int64)
     return {TOKENS: tokens, TARGETS: targets, UNITS: units}
 
 

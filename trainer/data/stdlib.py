@@ -55,8 +55,8 @@ def read_modules(folder: Path | None = None) -> dict[str, bytes]:
                 modules[name.as_posix()] = text
     if not any(map(is_held_out, modules)) or all(map(is_held_out, modules)):
         raise BadInputError(
-            f"data.name=stdlib: {root} holds {len(modules)} modules as source text, too few to hold some out; "
-            "use a Python whose library isn't compiled or zipped, or data.name=tokens"
+            f"data.name=stdlib: {root} holds {len(modules)} modules as source text, too few to hold some "
+            "out; use a Python whose library isn't compiled or zipped, or data.name=tokens"
         )
     return dict(sorted(modules.items()))
 

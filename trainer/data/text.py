@@ -107,7 +107,7 @@ def random_text(vocabulary: int, tokens: int, seed: int, longest: int = 0) -> Te
     return Text(found, vocabulary, vocabulary - 1 if longest else None, "random")
 
 
-def check_tokens(path: Path, length: int, dtype: str, vocabulary: int, end: int | None = None) -> None:
+def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
     """Looks for a token that the model doesn't know, in a file of any size.
 
     Args:
@@ -115,7 +115,6 @@ def check_tokens(path: Path, length: int, dtype: str, vocabulary: int, end: int 
         length: Tokens that a sample predicts, for the sample's number.
         dtype: Of the file.
         vocabulary: Every token must be below it.
-        end: One token that is above it on purpose.
 
     Raises:
         BadInputError: Names the first one and its sample.

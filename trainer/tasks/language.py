@@ -79,8 +79,8 @@ class Language:
             self._about = learned
             if learned.vocabulary > (config.vocabulary or learned.vocabulary):
                 raise BadInputError(
-                    f"language.vocabulary={config.vocabulary}, but this text has {learned.vocabulary} tokens: "
-                    "leave it out, or make it larger"
+                    f"language.vocabulary={config.vocabulary}, but this text has {learned.vocabulary} "
+                    "tokens: leave it out, or make it larger"
                 )
             self.train_data = self._samples(learned, measured=False)
             self.evaluation_data = self._samples(held, measured=True)
@@ -123,7 +123,7 @@ class Language:
         )
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss in nats, of bytes in bits too, summed over the tokens; and places of padding beside each token."""
+        """Loss in nats, of bytes in bits too, summed over the tokens; and how many places these took."""
         loss = self.loss(model, batch)
         figures = {"loss": loss}
         if self._bytes:
