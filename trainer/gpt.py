@@ -240,7 +240,10 @@ def turned(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         Shape and dtype of `heads`.
     """
     exact = heads.to(turn.dtype)
-    return torch.addcmul(exact * turn[0], exact.roll(exact.shape[-1] // 2, -1), turn[1]).to(heads.dtype)
+    first, second = exact.chunk(2, -1)
+    # Not roll(): Inductor of torch 2.9 makes C++ of it that some shapes don't compile with.
+    swapped = torch.cat((second, first), -1)
+    return torch.addcmul(exact * turn[0], swapped, turn[1]).to(heads.dtype)
 
 
 def place_in_segment(segment: torch.Tensor) -> torch.Tensor:
