@@ -424,7 +424,16 @@ def test_a_token_above_the_vocabulary_is_found_before_the_start(tmp_path: Path, 
     tokens[26] = 300
     tokens.tofile(folder / "train.bin")
     with pytest.raises(BadInputError, match=r"train\.bin: sample 2 holds token 300, .* vocabulary is 257"):
-        run_of(folder, text=way)
+        check_request(*run_of(folder, text=way), 1)
+
+
+def test_a_token_above_the_vocabulary_is_found_without_a_launcher_too(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    _, task = run_of(tmp_path, dtype="uint16", vocabulary=90)
+    out = {TOKENS: np.zeros((2, 13), np.uint16)}
+    with pytest.raises(BadInputError, match="sample 7 holds token 96, but the vocabulary is 90"):
+        task.train_data.read(np.array([1, 7]), None, out)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -432,7 +441,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="too few for a sample of 99"):
         run_of(folder, sequence_length=99)
     with pytest.raises(BadInputError, match=r"sample 0 holds token 116, .* raise language\.vocabulary"):
-        run_of(folder, vocabulary=100)
+        check_request(*run_of(folder, vocabulary=100), 1)
     with pytest.raises(BadInputError, match=r"language\.stride is for"):
         run_of(folder, stride=2)
     (folder / "val.bin.json").unlink()

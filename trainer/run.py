@@ -24,8 +24,7 @@ from trainer.prepare import blank_batch, prepare_model
 from trainer.rank import is_rank
 from trainer.recipe import Recipe
 from trainer.step import Training
-from trainer.tasks import Task
-from trainer.tasks.own import OwnTask
+from trainer.tasks import Checked, Task
 from trainer.tree import TreeReduction, shares_a_tree
 from trainer.weights import load_initial
 
@@ -102,7 +101,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    if isinstance(task, OwnTask) and not is_rank(os.environ):
+    if isinstance(task, Checked) and not is_rank(os.environ):
         task.check()  # once, in the launcher
     plan = make_plan(recipe, task)
     if world_size > plan.samples:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.checkpoint.files import read_at
-from trainer.data.tokens import TokenFile, read_about
+from trainer.data.tokens import TokenFile, read_about, unknown_token
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 
@@ -133,14 +133,6 @@ def check_tokens(path: Path, length: int, dtype: str, vocabulary: int) -> None:
                 at += len(tokens)
     except OSError as error:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); check the disk") from error
-
-
-def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadInputError:
-    """What is said of a token above the vocabulary."""
-    return BadInputError(
-        f"{path}: sample {sample} holds token {token}, but the model's vocabulary is {vocabulary} (0 to "
-        f"{vocabulary - 1}); tokenize again with the right tokenizer, or raise language.vocabulary"
-    )
 
 
 def encode(text: str, tokenizer: str, characters: str = "") -> list[int]:

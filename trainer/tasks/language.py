@@ -1,6 +1,7 @@
 """Language: text as tokens, each predicted from those before it."""
 
 import math
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,7 @@ class Language:
                 "language.stride is for language.text=stream of what is held in memory; leave it out"
             )
         path = _path(data)
+        self._files: list[tuple[Path, str]] = []
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         else:
@@ -88,7 +90,16 @@ class Language:
         self._bytes = self._about.tokenizer == "bytes"
         self.metric = "bits_per_byte" if self._bytes else "loss"
         self.padding = self._padding(data, seed)
-        self.notes = self._notes()
+        self.notes = self._notes(data.name)
+
+    def check(self) -> None:
+        """Looks for tokens that the model doesn't know, in files that aren't held in memory.
+
+        Raises:
+            BadInputError: Names the first one and its sample.
+        """
+        for file, dtype in self._files:
+            check_tokens(file, self._config.sequence_length, dtype, self._vocabulary)
 
     def describe(self) -> Mapping[str, Any]:
         """Vocabulary, tokenizer and longest text of the model; and what share of training is padding."""
@@ -184,8 +195,9 @@ class Language:
         ]
         about = abouts[0]
         vocabulary = config.vocabulary or (about.vocabulary if about else 0)
-        for file, one in zip(files, abouts, strict=True):
-            check_tokens(file, length, one.dtype if one else str(config.dtype), vocabulary)
+        for dataset, file in zip(datasets, files, strict=True):
+            dataset.vocabulary = vocabulary  # it looks at what it reads, for who didn't look before
+            self._files.append((file, str(dataset.fields[TOKENS].dtype)))
         self.train_data, self.evaluation_data = datasets
         nothing = np.empty(0, np.uint16)
         if about is None:
@@ -208,16 +220,19 @@ class Language:
             places = sum(_cut(int(longest), self._config) * shard for longest in of_shards.max(1))
         return round(1 - float(units.sum()) / places, 6)
 
-    def _notes(self) -> tuple[str, ...]:
+    def _notes(self, name: str) -> tuple[str, ...]:
+        text: tuple[str, ...] = ()
+        if name == "stdlib":
+            text = (f"text: the standard library of Python {platform.python_version()}, by bytes",)
         if self._config.text == "stream":
-            return ()
+            return text
         arrays = self.train_data.arrays
         assert arrays is not None
         full = 1 - float(arrays[UNITS].sum()) / (len(self.train_data) * self._config.sequence_length)
         line = f"text {self._config.text}: {self.padding:.1%} of the places are padding"
         if self._config.text == "padded":
             line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"
-        return (line,)
+        return (*text, line)
 
 
 def _cut(longest: int, config: LanguageConfig) -> int:
