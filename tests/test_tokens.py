@@ -221,5 +221,5 @@ def test_a_token_beyond_the_vocabulary_is_one_line(tmp_path: Path) -> None:
     data = TokenDataset(path, 7)
     assert data.vocabulary == 100
     assert rows(data, [0]).max() == 7
-    with pytest.raises(BadInputError, match=r"token 100, but train.bin.json says that there are 100"):
+    with pytest.raises(BadInputError, match="sample 4 holds token 100, but the vocabulary is 100"):
         rows(data)

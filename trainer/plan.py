@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from trainer.bucket_order import in_buckets
 from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints, permuted
@@ -59,6 +60,7 @@ class Plan:
         shuffle: False leaves the samples in their order (evaluation).
         pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
         together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
+        buckets: Samples of each bucket, where a shard's are to be of one bucket (see `bucket_order`).
 
     Raises:
         BadInputError: If the batch doesn't divide or there would be no window at all.
@@ -74,6 +76,7 @@ class Plan:
     shuffle: bool = True
     pieces: tuple[int, ...] = ()
     together: int = 0
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -165,6 +168,9 @@ class Plan:
             return position
         if self.together:
             return in_windows(self.seed, epoch, position, self.pieces, self.together)
+        if self.buckets:
+            cross = self.last == "cross"
+            return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch, cross)
         return permuted(self.seed, epoch, position, self.samples)
 
 

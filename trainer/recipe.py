@@ -30,7 +30,7 @@ _TASKS = {
         "small_resnet",
         ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10"),
     ),
-    "language": ("gpt", ("stdlib", "tokens", "synthetic")),
+    "language": ("gpt", ("stdlib", "tokens", "text", "synthetic")),
     "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
     "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
 }

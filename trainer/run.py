@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.batchnorm import WindowStatistics
 from trainer.data.corrupt import Quarantine
+from trainer.data.dataset import Dataset
 from trainer.data.loader import Loader, Source, make_loader
 from trainer.data.sources import order_of
 from trainer.errors import BadInputError
@@ -23,8 +24,7 @@ from trainer.prepare import blank_batch, prepare_model
 from trainer.rank import is_rank
 from trainer.recipe import Recipe
 from trainer.step import Training
-from trainer.tasks import Task
-from trainer.tasks.own import OwnTask
+from trainer.tasks import Checked, Task
 from trainer.tree import TreeReduction, shares_a_tree
 from trainer.weights import load_initial
 
@@ -67,8 +67,15 @@ def data_of(task: Task) -> dict[str, str]:
         **({"task": source} if source else {}),
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
-        "order": f"shuffled within {together} pieces" if together else "shuffled",
+        "order": _order(task.train_data, together),
     }
+
+
+def _order(dataset: Dataset, together: int) -> str:
+    buckets = getattr(dataset, "buckets", ())
+    if buckets:
+        return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
+    return f"shuffled within {together} pieces" if together else "shuffled"
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
@@ -84,6 +91,7 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         max_windows=recipe.max_windows,
         pieces=pieces,
         together=together,
+        buckets=getattr(task.train_data, "buckets", ()),
     )
 
 
@@ -93,7 +101,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    if isinstance(task, OwnTask) and not is_rank(os.environ):
+    if isinstance(task, Checked) and not is_rank(os.environ):
         task.check()  # once, in the launcher
     plan = make_plan(recipe, task)
     if world_size > plan.samples:
@@ -129,8 +137,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"parallel.static_graph doesn't go with gradient accumulation (here {plan.shards // world_size} "
             "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
         )
-    if recipe.model.name in ("small_resnet", "own"):
-        return  # takes any image; and the imports behind the next lines take three seconds
+    if recipe.model.name in ("small_resnet", "own", "gpt"):
+        return  # take any of their data; and the imports behind the next lines take three seconds
     try:
         task.loss(model, blank_batch(task, plan.micro_batch, torch.device("meta")))
     except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
@@ -212,7 +220,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
         held,
         prepared.compiled,
-        prepared.notes,
+        [*getattr(task, "notes", ()), *prepared.notes],
     )
 
 

@@ -128,6 +128,22 @@ def _add_tasks(benches: Any) -> None:
     )
     boxes.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
     boxes.set_defaults(run=_boxes)
+    compression = benches.add_parser(
+        "compression",
+        help="gzip and xz on the text that gpt-stdlib is measured on, and a run beside them",
+        allow_abbrev=False,
+    )
+    compression.add_argument(
+        "run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a finished run of gpt-stdlib"
+    )
+    compression.add_argument(
+        "--target",
+        type=float,
+        default=2.3,
+        metavar="BITS",
+        help="most bits per byte (default: 2.3)",
+    )
+    compression.set_defaults(run=_compression)
 
 
 # Commands import what they need when they run: torch alone takes two seconds.
@@ -202,3 +218,9 @@ def _boxes(options: argparse.Namespace) -> int:
     from trainer.bench.boxes import bench_boxes
 
     return bench_boxes(options.rounds)
+
+
+def _compression(options: argparse.Namespace) -> int:
+    from trainer.bench.compression import bench_compression
+
+    return bench_compression(options.run_folder, options.target)

@@ -36,6 +36,9 @@ class Dataset(Protocol):
             then live on the device.
         in_process: True where a batch costs less than handing it over between processes: read it where it
             is used, without workers.
+
+    A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
+    samples have consecutive numbers: then those of a shard are of one bucket.
     """
 
     fields: Mapping[str, Field]
@@ -76,6 +79,7 @@ class ArrayDataset:
         self._arrays = arrays
         self.uniforms = 0
         self.in_process = True
+        self.buckets: tuple[int, ...] = ()
         self.units = int(arrays[UNITS].max()) if UNITS in arrays else 1
         self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
 

@@ -2,17 +2,20 @@
 
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 
 from trainer.pulse import PULSE, mark
 
+Units = TypeVar("Units")
+
 _BATCHES_AHEAD = 4
 
 
 def copied_ahead(
-    slots: Iterator[tuple[torch.Tensor, int]], device: torch.device, staged: bool
-) -> Iterator[tuple[torch.Tensor, int]]:
+    slots: Iterator[tuple[torch.Tensor, Units]], device: torch.device, staged: bool
+) -> Iterator[tuple[torch.Tensor, Units]]:
     """Copies slots to a CUDA device while the batch before is being computed.
 
     Before the next slot is asked for, the copy of the last but one has completed: from then on its slot
@@ -31,7 +34,7 @@ def copied_ahead(
     under_way: deque[torch.cuda.Event] = deque()
     in_use: deque[torch.cuda.Event] = deque()
     buffers: list[torch.Tensor] = []
-    ready: tuple[torch.Tensor, int, torch.cuda.Event] | None = None
+    ready: tuple[torch.Tensor, Units, torch.cuda.Event] | None = None
     while True:
         while len(under_way) > 1:
             under_way.popleft().synchronize()

@@ -69,12 +69,21 @@ class Batch(NamedTuple):
         uniform: float32 (micro_batch, n) in [0, 1), keyed by sample and epoch, for the augmentation;
             None where none was asked for.
         units: What the loss of this shard is a sum over: samples, or valid tokens.
+        longest: Units of the sample that has most; known to the host, as `units` is. 0: not known.
     """
 
     fields: Mapping[str, torch.Tensor]
     weight: torch.Tensor | None
     uniform: torch.Tensor | None
     units: int
+    longest: int = 0
+
+
+class Units(NamedTuple):
+    """Units of a shard, and of the sample of it that has most."""
+
+    all: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -112,9 +121,9 @@ class Source:
             for index, number in enumerate(numbers):
                 yield number, sample[index], {name: array[index] for name, array in extras.items()}
 
-    def batch(self, fields: dict[str, torch.Tensor], units: int) -> Batch:
+    def batch(self, fields: dict[str, torch.Tensor], units: "Units") -> Batch:
         """Sorts what travelled together into a batch."""
-        return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), units)
+        return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), *units)
 
 
 class ResidentLoader:
@@ -151,11 +160,11 @@ class ResidentLoader:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True).unbind(0)
 
-    def _count(self, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> list[int]:
+    def _count(self, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> list[Units]:
         units: npt.NDArray[Any] = np.full(sample.shape, self._source.dataset.units)
         if self._units is not None:
             units = self._units[sample]
-        return [int(row) for row in (units * extras.get(_WEIGHT, np.float32(1))).sum(1)]
+        return [_units(row) for row in units * extras.get(_WEIGHT, np.float32(1))]
 
     def take_work(self) -> dict[str, float]:
         """Nothing was filled: the data is there."""
@@ -172,7 +181,7 @@ class _Filled(NamedTuple):
     """
 
     number: int
-    units: int
+    units: Units
     replaced: Sequence[Bad] = ()
     failed: str = ""
     work: Work = NO_WORK
@@ -206,12 +215,13 @@ class _Filler(TorchDataset[_Filled]):
         try:
             replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), out)
         except BadInputError as error:
-            return _Filled(batch, 0, failed=str(error))
+            return _Filled(batch, Units(0, 0), failed=str(error))
         if data.UNITS not in out and _WEIGHT not in extras:
-            return _Filled(batch, self._source.dataset.units * len(sample), replaced or ())
+            most = self._source.dataset.units
+            return _Filled(batch, Units(most * len(sample), most), replaced or ())
         weight = extras.get(_WEIGHT, np.float32(1))
         units = out.get(data.UNITS, np.full(len(sample), self._source.dataset.units))
-        return _Filled(batch, int((units * weight).sum()), replaced or ())
+        return _Filled(batch, _units(units * weight), replaced or ())
 
 
 class RingLoader:
@@ -290,7 +300,7 @@ class RingLoader:
         work, self._work = self._work, NO_WORK
         return work.figures(self._workers)
 
-    def _checked(self, filled: _Filled) -> tuple[int, int]:
+    def _checked(self, filled: _Filled) -> tuple[int, Units]:
         if filled.failed:
             raise BadInputError(filled.failed)
         if filled.replaced:
@@ -310,6 +320,10 @@ class RingLoader:
             self._ring.unpin()
             self._pinned = False
         self._ring.close()
+
+
+def _units(each: npt.NDArray[Any]) -> Units:
+    return Units(int(each.sum()), int(each.max()))
 
 
 Loader = ResidentLoader | RingLoader

@@ -50,6 +50,7 @@ class DataConfig(LoaderConfig):
         "cifar10",
         "stdlib",
         "tokens",
+        "text",
         "dtmf",
         "digits-canvas",
         "coco",
@@ -60,7 +61,8 @@ class DataConfig(LoaderConfig):
         "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
         "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
         "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
-        "(train.bin and val.bin, by `trainer data tokenize`); coco; own: what a task in a file brings",
+        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; own: what "
+        "a task in a file brings",
     )
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,

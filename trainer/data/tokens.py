@@ -55,7 +55,7 @@ class TokenDataset:
         dtype: uint16 or uint32; None to go by the JSON file beside it.
 
     Attributes:
-        vocabulary: Every token is below it; None where no JSON file says so.
+        vocabulary: Every token is below it, which is looked at; None where no JSON file says so.
 
     Raises:
         BadInputError: If the file isn't there, isn't what the JSON file says, or holds no sample.
@@ -140,10 +140,8 @@ class TokenDataset:
         except OSError as error:
             raise self._unreadable(error) from error
         if self.vocabulary is not None and (largest := int(np.max(out[TOKENS]))) >= self.vocabulary:
-            raise BadInputError(
-                f"{self._path}: token {largest}, but {about_path(self._path).name} says that there are "
-                f"{self.vocabulary}; tokenize again"
-            )
+            sample = int(samples[int(np.argmax(np.max(out[TOKENS], axis=1)))])
+            raise unknown_token(self._path, sample, largest, self.vocabulary)
 
     def _read_rest(self, into: memoryview, start: int) -> None:
         """Goes on where a network file system gave less than it was asked for."""
@@ -167,6 +165,14 @@ class TokenDataset:
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork: sends the name, not the content."""
         return self.__dict__ | {"_file": -1}
+
+
+def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadInputError:
+    """What is said of a token that the model doesn't know."""
+    return BadInputError(
+        f"{path}: sample {sample} holds token {token}, but the vocabulary is {vocabulary} (0 to "
+        f"{vocabulary - 1}); tokenize again with the right tokenizer, or raise language.vocabulary"
+    )
 
 
 def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

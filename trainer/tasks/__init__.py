@@ -1,7 +1,7 @@
 """What is learned. A task says what the model is, what its loss is, and what is measured."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -55,6 +55,15 @@ class Summarising(Task, Protocol):
 
     def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Figures of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A task with more to look at before there are ranks than opening its data does."""
+
+    def check(self) -> None:
+        """Raises BadInputError, naming what is wrong."""
         ...
 
 

@@ -1,16 +1,292 @@
-"""Language: text as tokens, the next one predicted."""
+"""Language: text as tokens, each predicted from those before it."""
 
-from trainer.config import Section
+import math
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
+from trainer.data.stdlib import stdlib_text
+from trainer.data.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.errors import BadInputError
+from trainer.gpt import GPT, GPTConfig
 from trainer.models import ModelConfig
-from trainer.tasks import Task
+from trainer.plan import Plan
+
+_IGNORED = -100  # cross_entropy leaves such targets out
+_RANDOM_VOCABULARY = 256
 
 
-class LanguageConfig(Section):
-    """Keys of task=language."""
+class LanguageConfig(GPTConfig):
+    """Keys of task=language: the model, and how text becomes samples."""
+
+    text: Literal["stream", "packed", "padded"] = Field(
+        "stream",
+        description="stream (cut at equal lengths), packed (whole documents side by side in a sample, none "
+        "seeing another) or padded (a document in a sample; batches of similar lengths, cut to the longest)",
+    )
+    buckets: int = Field(
+        8, ge=1, le=64, description="lengths that a batch is cut to, equally far apart (padded)"
+    )
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="tokens from the start of a training sample to that of the next (stream; not tokens); "
+        "default: the sequence length, so that each token is a target once an epoch",
+    )
+    vocabulary: int | None = Field(
+        None, ge=2, le=1 << 24, description="size of the embedding; default: what the text needs"
+    )
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        None, description="of token files without a JSON file beside them, such as nanoGPT's"
+    )
 
 
-def Language(data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> Task:  # noqa: N802, ARG001
-    """Opens the data."""
-    raise BadInputError("task=language: not there yet")
+class Language:
+    """The next token, by cross entropy."""
+
+    uniforms = 0
+    lower_is_better = True
+
+    def __init__(self, data: DataConfig, model: ModelConfig, config: LanguageConfig, seed: int) -> None:  # noqa: ARG002
+        """Opens the text.
+
+        Raises:
+            BadInputError: If it isn't there, or holds a token that the model doesn't know.
+        """
+        self._config = config
+        self.train_data: Dataset
+        self.evaluation_data: Dataset
+        if config.stride is not None and (config.text != "stream" or data.name == "tokens"):
+            raise BadInputError(
+                "language.stride is for language.text=stream of what is held in memory; leave it out"
+            )
+        path = _path(data)
+        self._files: list[tuple[Path, str]] = []
+        if data.name == "tokens" and config.text == "stream":
+            self._about = self._open_files(path)
+        else:
+            learned, held = _texts(data, path, config, seed)
+            self._about = learned
+            if learned.vocabulary > (config.vocabulary or learned.vocabulary):
+                raise BadInputError(
+                    f"language.vocabulary={config.vocabulary}, but this text has {learned.vocabulary} "
+                    "tokens: leave it out, or make it larger"
+                )
+            self.train_data = self._samples(learned, measured=False)
+            self.evaluation_data = self._samples(held, measured=True)
+        self._vocabulary = config.vocabulary or self._about.vocabulary
+        self._bytes = self._about.tokenizer == "bytes"
+        self.metric = "bits_per_byte" if self._bytes else "loss"
+        self.padding = self._padding(data, seed)
+        self.notes = self._notes(data.name)
+
+    def check(self) -> None:
+        """Looks for tokens that the model doesn't know, in files that aren't held in memory.
+
+        Raises:
+            BadInputError: Names the first one and its sample.
+        """
+        for file, dtype in self._files:
+            check_tokens(file, self._config.sequence_length, dtype, self._vocabulary)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Vocabulary, tokenizer and longest text of the model; and what share of training is padding."""
+        about = self._about
+        return {
+            "vocabulary": self._vocabulary,
+            "sequence_length": self._config.sequence_length,
+            "tokenizer": about.tokenizer,
+            "characters": about.characters,
+            "end_of_document": about.end,
+            "text": self._config.text,
+            "padding": self.padding,
+        }
+
+    def model(self) -> nn.Module:
+        """A new model."""
+        return GPT(self._config, self._vocabulary)
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Tokens int64 (n, length), and for packed text the documents' numbers."""
+        tokens, _, segment = self._given(batch)
+        return (tokens,) if segment is None else (tokens, segment)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross entropy in nats, summed over the valid tokens of the shard."""
+        tokens, targets, segment = self._given(batch)
+        logits = model(tokens) if segment is None else model(tokens, segment)
+        # In float32 under autocast too: a sum of exponentials over a vocabulary.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=_IGNORED
+        )
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Loss in nats, of bytes in bits too, summed over the tokens; and how many places these took."""
+        loss = self.loss(model, batch)
+        figures = {"loss": loss}
+        if self._bytes:
+            figures["bits_per_byte"] = loss / math.log(2)
+        if self._config.text != "stream":
+            places = self._given(batch)[0].shape[1]
+            slots = torch.full((len(batch.fields[TOKENS]),), places, device=loss.device)
+            figures["places"] = slots
+            figures["tokens"] = batch.fields[UNITS]
+        return figures
+
+    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """The share of the evaluation's places that are padding."""
+        return {"padding": 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())}
+
+    def _given(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens and targets, int64 (n, length), targets that don't count being -100; and segments."""
+        fields = batch.fields
+        if TARGETS not in fields:
+            tokens, targets = inputs_and_targets(fields[TOKENS])
+        else:
+            length = _cut(batch.longest, self._config)
+            tokens, targets = (fields[name][:, :length].to(torch.int64) for name in (TOKENS, TARGETS))
+        valid = None
+        if UNITS in fields:
+            valid = torch.arange(tokens.shape[1], device=tokens.device) < fields[UNITS][:, None]
+        if batch.weight is not None:
+            real = (batch.weight > 0)[:, None]
+            valid = real if valid is None else valid & real
+        if valid is not None:
+            targets = torch.where(valid, targets, _IGNORED)
+        return tokens, targets, fields.get(SEGMENT)
+
+    def _samples(self, text: Text, measured: bool) -> Dataset:
+        config, length = self._config, self._config.sequence_length
+        if config.text == "stream":
+            stride = None if measured else config.stride
+            return StreamDataset(text.tokens, length, stride, whole=measured)
+        if config.text == "packed":
+            return packed(text, length)
+        dataset = padded(text, length)
+        assert dataset.arrays is not None
+        lengths = np.asarray(dataset.arrays[UNITS])
+        cuts = sorted({_cut(length, config) for length in range(1, config.sequence_length + 1)})
+        last = np.searchsorted(lengths, cuts, "right")
+        dataset.buckets = tuple(int(n) for n in np.diff(last, prepend=0) if n)
+        return dataset
+
+    def _open_files(self, folder: Path) -> Text:
+        """Token files, read as they are needed; what they hold, without the tokens."""
+        length, config = self._config.sequence_length, self._config
+        files = [folder / "train.bin", folder / "val.bin"]
+        abouts = [about_or(file, config.dtype, config.vocabulary) for file in files]
+        _same_tokenizer(files, abouts)
+        datasets = [
+            TokenDataset(file, length, None if about else config.dtype)
+            for file, about in zip(files, abouts, strict=True)
+        ]
+        about = abouts[0]
+        vocabulary = config.vocabulary or (about.vocabulary if about else 0)
+        for dataset, file in zip(datasets, files, strict=True):
+            dataset.vocabulary = vocabulary  # it looks at what it reads, for who didn't look before
+            self._files.append((file, str(dataset.fields[TOKENS].dtype)))
+        self.train_data, self.evaluation_data = datasets
+        nothing = np.empty(0, np.uint16)
+        if about is None:
+            return Text(nothing, vocabulary, None, "unknown")
+        return Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
+
+    def _padding(self, data: DataConfig, seed: int) -> float:
+        """The share of the places in the first epoch's batches that hold no token to be predicted."""
+        arrays, length = self.train_data.arrays, self._config.sequence_length
+        if self._config.text == "stream" or arrays is None:
+            return 0.0
+        units = np.asarray(arrays[UNITS])
+        places = len(units) * length
+        if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
+            shard = min(data.micro_batch, len(units))
+            buckets = self.train_data.buckets
+            plan = Plan(len(units), shard, shard, 1, "cross", seed, buckets=buckets)
+            of_shards = units[plan.read(np.arange(len(units) // shard)).sample]
+            units = of_shards
+            places = sum(_cut(int(longest), self._config) * shard for longest in of_shards.max(1))
+        return round(1 - float(units.sum()) / places, 6)
+
+    def _notes(self, name: str) -> tuple[str, ...]:
+        text: tuple[str, ...] = ()
+        if name == "stdlib":
+            text = (f"text: the standard library of Python {platform.python_version()}, by bytes",)
+        if self._config.text == "stream":
+            return text
+        arrays = self.train_data.arrays
+        assert arrays is not None
+        full = 1 - float(arrays[UNITS].sum()) / (len(self.train_data) * self._config.sequence_length)
+        line = f"text {self._config.text}: {self.padding:.1%} of the places are padding"
+        if self._config.text == "padded":
+            line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"
+        return (*text, line)
+
+
+def _cut(longest: int, config: LanguageConfig) -> int:
+    """The length that a batch is cut to: the next of `buckets` equally spaced ones; all of it if unknown."""
+    whole = config.sequence_length
+    if config.text != "padded" or not longest:
+        return whole
+    step = -(-whole // config.buckets)
+    return min(whole, -(-longest // step) * step)
+
+
+def _path(data: DataConfig) -> Path:
+    if data.name in ("stdlib", "synthetic"):
+        return Path()
+    if not isinstance(data.path, Path):
+        what = "FOLDER, with train.bin and val.bin" if data.name == "tokens" else "FILE, a text"
+        raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
+    try:
+        return data.path.expanduser()
+    except RuntimeError as error:
+        raise BadInputError(f"data.path={data.path}: there is no such user; write the path out") from error
+
+
+def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> tuple[Text, Text]:
+    """What is learned from and what is measured on, in memory."""
+    if data.name == "stdlib":
+        return stdlib_text()
+    if data.name == "text":
+        return character_text(path)
+    length, vocabulary = config.sequence_length, config.vocabulary or _RANDOM_VOCABULARY
+    if data.name == "synthetic":
+        longest = 0 if config.text == "stream" else length
+        samples = (data.samples, max(1, data.samples // 8))
+        learned, held = (random_text(vocabulary, n * length + 1, seed, longest) for n in samples)
+        return learned, held
+    files = [path / "train.bin", path / "val.bin"]
+    texts, abouts = [], []
+    for file in files:
+        about = about_or(file, None, None)
+        assert about is not None
+        vocabulary = config.vocabulary or about.vocabulary
+        check_tokens(file, length, about.dtype, vocabulary)
+        texts.append(file_text(file, about))
+        abouts.append(about)
+    _same_tokenizer(files, abouts)
+    return texts[0], texts[1]
+
+
+def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:
+    learned, held = abouts
+    if learned and held:
+        names = ("tokenizer", "tokenizer_sha256", "vocabulary", "end_of_document")
+        if odd := [name for name in names if getattr(learned, name) != getattr(held, name)]:
+            raise BadInputError(
+                f"{files[0]} and {files[1]} are of different tokenizers ({odd[0]} "
+                f"{getattr(learned, odd[0])} and {getattr(held, odd[0])}): tokenize both with the same"
+            )
