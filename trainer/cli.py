@@ -134,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_tune(commands)
     _add_doctor(commands)
+    _add_export(commands)
+    _add_predict(commands)
     data_commands(commands, _Parser)
 
     bench_commands(commands, _Parser)
@@ -212,6 +214,60 @@ def _add_doctor(commands: Any) -> None:
     doctor.set_defaults(run=_doctor)
 
 
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it isn't the same",
+        allow_abbrev=False,
+    )
+    export.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("torch-export", "onnx", "torchscript", "safetensors"),
+        help="the format; safetensors holds weights only",
+    )
+    export.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    export.add_argument(
+        "--with-normalisation",
+        action="store_true",
+        help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",
+    )
+    export.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)"
+    )
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    _add_where_data_lies(export)
+    export.set_defaults(run=_export)
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="what a run's model says of files; without any, of its evaluation data",
+        allow_abbrev=False,
+    )
+    predict.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images, for example")
+    predict.add_argument("--out", type=Path, metavar="FILE", help="write a grid of pictures (.png)")
+    predict.add_argument("--top", type=int, default=3, metavar="N", help="classes to name (default: 3)")
+    predict.add_argument(
+        "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
+    )
+    _add_where_data_lies(predict)
+    predict.set_defaults(run=_predict)
+
+
+def _add_where_data_lies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where the data lies now, such as data.path; repeatable",
+    )
+
+
 # Commands import what they need when they run: torch alone takes two seconds.
 
 
@@ -267,3 +323,15 @@ def _doctor(options: argparse.Namespace) -> int:
     from trainer.doctor.command import doctor
 
     return doctor(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trainer.export.command import export
+
+    return export(options)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from trainer.predict.command import predict
+
+    return predict(options)
