@@ -34,6 +34,7 @@ class TokenTask:
 
     uniforms = 0
     metric = "loss"
+    lower_is_better = True
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ def train_rank(
     mode: Mode = "auto",
     stop_after: int | None = None,
     profile: Kind | None = None,
+    task: Task | None = None,
 ) -> int:
     """What each rank does.
 
@@ -65,6 +66,7 @@ def train_rank(
         mode: Whether a changed configuration may go on.
         stop_after: The window after which to stop with a checkpoint, or None.
         profile: Whether to look at some windows, and how.
+        task: What is learned; None: what the recipe names.
 
     Returns:
         0 done, 75 stopped, by a signal or as asked for, with a checkpoint to go on from.
@@ -79,7 +81,7 @@ def train_rank(
         lock(folder)  # until this process ends
     # Before the ranks meet, and so before rank 0 writes the manifest anew.
     stored = read_stored(folder)
-    kind, task = device_kind(recipe), make_task(recipe)
+    kind, task = device_kind(recipe), task or make_task(recipe)
     data = data_of(task)
     if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
         return code

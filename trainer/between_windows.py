@@ -123,7 +123,7 @@ class BetweenWindows:
         progress = self._progress
         progress.figures = figures
         metric = figures[t.task.metric]
-        score = -metric if t.task.metric == "loss" else metric
+        score = -metric if t.task.lower_is_better else metric
         self._is_best = math.isfinite(score) and (progress.best is None or score > progress.best[0])
         if self._is_best:
             progress.best = (score, done)

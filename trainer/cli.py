@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train a recipe", allow_abbrev=False)
     train.add_argument(
-        "recipe", metavar="RECIPE", help="name of a recipe (trainer recipes) or path of a YAML file"
+        "recipe",
+        metavar="RECIPE",
+        help="name of a recipe (trainer recipes), or path of a YAML file or of a Python file with a task",
     )
     train.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
@@ -111,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_train)
+
+    new = commands.add_parser("new", help="begin a file with a task of one's own", allow_abbrev=False)
+    new.add_argument("file", type=Path, metavar="FILE.py", help="what to write; it trains as it is")
+    new.set_defaults(run=_new)
 
     recipes = commands.add_parser("recipes", help="list the recipes", allow_abbrev=False)
     recipes.set_defaults(run=_recipes)
@@ -285,6 +291,12 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.start import start
 
     return start(options)
+
+
+def _new(options: argparse.Namespace) -> int:
+    from trainer.new import new
+
+    return new(options)
 
 
 def _recipes(_: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 
 from trainer.errors import BadInputError
+from trainer.own_file import own_recipe
 from trainer.redact import redact, redact_text
 from trainer.suggest import nearest
 from trainer.yaml_text import parse_yaml
@@ -52,10 +53,13 @@ def read_recipe(name: str) -> dict[str, Any]:
         text = (importlib.resources.files("trainer") / "recipes" / f"{name}.yaml").read_text("utf-8")
         return parse_recipe(text, name)
     path = Path(name)
+    if path.suffix == ".py":
+        return own_recipe(path)
     if path.suffix not in (".yaml", ".yml"):
         known = recipe_names()
         raise BadInputError(
-            f"no recipe '{name}'{nearest(name, known)} (there are: {', '.join(known)}, or a .yaml file)"
+            f"no recipe '{name}'{nearest(name, known)} (there are: {', '.join(known)}, a .yaml "
+            "file, or a .py file with a task)"
         )
     try:
         if path.stat().st_size > _FILE_BYTES:

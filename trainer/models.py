@@ -16,7 +16,11 @@ from trainer.suggest import nearest
 class ModelConfig(Section):
     """What is trained."""
 
-    name: str = Field("small_resnet", description="small_resnet, or any torchvision model by its name")
+    name: str = Field(
+        "auto",
+        description="small_resnet (images), gpt (language), audio_cnn (audio), tiny_detector (detection), or "
+        "torchvision's models of images and of detection by their names; auto: the first for the task",
+    )
     width: int = Field(32, ge=1, description="channels of the first stage (small_resnet)")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
         (1, 1), min_length=1, description="residual blocks in each stage (small_resnet)"
@@ -42,7 +46,7 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     Raises:
         BadInputError: If torchvision has no such model.
     """
-    if config.name == "small_resnet":
+    if config.name in ("auto", "small_resnet"):
         return SmallResNet(config, channels, classes)
     # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
     from torchvision import models as torchvision_models

@@ -1,5 +1,6 @@
 """A recipe: everything that decides what a run trains, put together from its parts."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -18,13 +19,31 @@ from trainer.parallel import ParallelConfig
 from trainer.plan import WindowConfig
 from trainer.precision import PrecisionConfig
 from trainer.resume import CheckpointConfig
+from trainer.suggest import nearest
+from trainer.tasks.audio import AudioConfig
+from trainer.tasks.detection import DetectionConfig
+from trainer.tasks.language import LanguageConfig
+
+# Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
+_TASKS = {
+    "classification": (
+        "small_resnet",
+        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10"),
+    ),
+    "language": ("gpt", ("stdlib", "tokens", "synthetic")),
+    "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
+    "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
+}
 
 
 class Recipe(Section):
     """The configuration of a run. Unknown keys are errors."""
 
     about: str = Field("", description="one line that `trainer recipes` shows")
-    task: Literal["classification"] = Field("classification", description="what is learned")
+    task: str = Field(
+        "classification",
+        description="what is learned: classification, language, audio, detection, or one's own: a .py file",
+    )
     seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
     epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
     max_windows: int | None = Field(None, ge=1, description="stop after this many windows (optimiser steps)")
@@ -40,6 +59,9 @@ class Recipe(Section):
     model: ModelConfig = ModelConfig()
     window: WindowConfig = WindowConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    language: LanguageConfig = LanguageConfig()
+    audio: AudioConfig = AudioConfig()
+    detection: DetectionConfig = DetectionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: CompileConfig = CompileConfig()
     optim: OptimConfig = OptimConfig()
@@ -49,6 +71,31 @@ class Recipe(Section):
     guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _task_with_its_data_and_model(self) -> "Recipe":
+        own = self.task == "own" or Path(self.task).suffix == ".py"
+        if not own and self.task not in _TASKS:
+            raise ValueError(
+                f"task={self.task}: no such task{nearest(self.task, list(_TASKS))} (there are: "
+                f"{', '.join(_TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
+            )
+        model, names = ("own", ("own",)) if own else _TASKS[self.task]
+        only = own or self.task in ("language", "audio")
+        if "name" not in self.data.model_fields_set:
+            self.data.name = names[0]  # type: ignore[assignment]
+        if self.data.name not in names:
+            raise ValueError(
+                f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
+                f"{', '.join(names)}"
+            )
+        if self.model.name == "auto":
+            self.model.name = model
+        if only and self.model.name != model:
+            raise ValueError(
+                f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "Recipe":

@@ -20,23 +20,51 @@ from trainer.parallel import World, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
 from trainer.prepare import blank_batch, prepare_model
+from trainer.rank import is_rank
 from trainer.recipe import Recipe
 from trainer.step import Training
 from trainer.tasks import Task
-from trainer.tasks.classification import Classification
+from trainer.tasks.own import OwnTask
 from trainer.tree import TreeReduction, shares_a_tree
 from trainer.weights import load_initial
 
 
 def make_task(recipe: Recipe) -> Task:
-    """Opens the data and makes the task that a recipe names."""
-    return Classification(recipe.data, recipe.model, recipe.regularization, recipe.seed)
+    """Opens the data and makes the task that a recipe names.
+
+    Raises:
+        BadInputError: If the data isn't there or isn't what it should be.
+    """
+    data, model, seed = recipe.data, recipe.model, recipe.seed
+    if recipe.task == "classification":
+        from trainer.tasks.classification import Classification
+
+        return Classification(data, model, recipe.regularization, seed)
+    if recipe.task == "language":
+        from trainer.tasks.language import Language
+
+        return Language(data, model, recipe.language, seed)
+    if recipe.task == "audio":
+        from trainer.tasks.audio import Audio
+
+        return Audio(data, model, recipe.audio, seed)
+    if recipe.task == "detection":
+        from trainer.tasks.detection import Detection
+
+        return Detection(data, model, recipe.detection, seed)
+    if recipe.task == "own":
+        raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
+    from trainer.tasks.own import own_task
+
+    return own_task(Path(recipe.task))
 
 
 def data_of(task: Task) -> dict[str, str]:
     """What the data is and how it is shuffled, for comparison with that of another attempt."""
     _, together = order_of(task.train_data)
+    source = getattr(task, "source_hash", None)
     return {
+        **({"task": source} if source else {}),
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
         "order": f"shuffled within {together} pieces" if together else "shuffled",
@@ -65,6 +93,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
+    if isinstance(task, OwnTask) and not is_rank(os.environ):
+        task.check()  # once, in the launcher
     plan = make_plan(recipe, task)
     if world_size > plan.samples:
         raise BadInputError(
@@ -99,7 +129,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"parallel.static_graph doesn't go with gradient accumulation (here {plan.shards // world_size} "
             "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
         )
-    if recipe.model.name == "small_resnet":
+    if recipe.model.name in ("small_resnet", "own"):
         return  # takes any image; and the imports behind the next lines take three seconds
     try:
         task.loss(model, blank_batch(task, plan.micro_batch, torch.device("meta")))

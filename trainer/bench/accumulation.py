@@ -167,6 +167,7 @@ class _TokenTask:
 
     uniforms = 0
     metric = "loss"
+    lower_is_better = True
 
     def __init__(self, case: Case, recorded: Recorded) -> None:
         self._recorded = recorded

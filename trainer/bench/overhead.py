@@ -55,6 +55,7 @@ class TinyTask:
 
     uniforms = 0
     metric = "loss"
+    lower_is_better = True
 
     def __init__(self) -> None:
         random = np.random.Generator(np.random.Philox(0))

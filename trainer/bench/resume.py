@@ -36,6 +36,7 @@ class _Task:
 
     uniforms = FEATURES
     metric = "loss"
+    lower_is_better = True
 
     def __init__(self) -> None:
         data = ArrayDataset({name: array.numpy() for name, array in arrays().items()})

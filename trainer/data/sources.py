@@ -25,6 +25,8 @@ from trainer.sizes import parse_size
 IMAGE = "image"
 LABEL = "label"
 
+EMBEDDED = ("digits", "synthetic", "stdlib", "dtmf", "digits-canvas", "own")  # nothing is read from data.path
+
 
 def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
@@ -37,11 +39,27 @@ def _as_path(value: Any) -> Any:
 class DataConfig(LoaderConfig):
     """What is trained on, in batches of which size."""
 
-    name: Literal["digits", "synthetic", "folder", "table", "shards", "pack"] = Field(
+    name: Literal[
         "digits",
-        description="digits (embedded), synthetic (no data needed), or images below data.path: folder "
-        "(train/ and val/ by class), table (train.csv and val.csv, or .parquet, with path and label), shards "
-        "(tar, after `trainer data index`) or pack (made by `trainer data pack`)",
+        "synthetic",
+        "folder",
+        "table",
+        "shards",
+        "pack",
+        "cifar10",
+        "stdlib",
+        "tokens",
+        "dtmf",
+        "digits-canvas",
+        "coco",
+        "own",
+    ] = Field(
+        "digits",
+        description="synthetic (random, no data needed); embedded: digits, stdlib (language), dtmf (audio), "
+        "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
+        "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
+        "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
+        "(train.bin and val.bin, by `trainer data tokenize`); coco; own: what a task in a file brings",
     )
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
         None,
@@ -75,7 +93,7 @@ class DataConfig(LoaderConfig):
     )
     image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
-    samples: int = Field(1024, ge=1, le=1 << 20, description="number of training images (synthetic)")
+    samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
     augment: Literal["none", "flip", "affine"] = Field(
         "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
     )
@@ -96,7 +114,7 @@ class DataConfig(LoaderConfig):
 
     @model_validator(mode="after")
     def _path_belongs_to_images(self) -> "DataConfig":
-        if self.path is not None and self.name in ("digits", "synthetic"):
+        if self.path is not None and self.name in EMBEDDED:
             raise ValueError(
                 f"data.path is set but data.name={self.name} doesn't read it; "
                 "add data.name=folder, or table, shards, pack"

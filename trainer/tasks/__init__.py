@@ -19,12 +19,14 @@ class Task(Protocol):
         uniforms: Random numbers that `loss` wants for each sample, for augmentation on the device;
             they are the last columns of `Batch.uniform`.
         metric: Name of the figure, among those of `measure`, that says how good the model is.
+        lower_is_better: Whether a lower metric is the better one.
     """
 
     train_data: Dataset
     evaluation_data: Dataset
     uniforms: int
     metric: str
+    lower_is_better: bool
 
     def describe(self) -> Mapping[str, Any]:
         """What somebody who uses the weights must know of the data: for the manifest, so JSON."""
@@ -39,5 +41,26 @@ class Task(Protocol):
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Weighted sums over the samples of a shard, each (); divided by the units of the whole set."""
+        """What is measured on a shard of n samples.
+
+        Returns:
+            By name, weighted sums over the samples, each (), which are divided by the units of the whole
+            set; or a row for each sample, (n, ...), which `summarise` sees all of.
+        """
+        ...
+
+
+class Summarising(Task, Protocol):
+    """A task whose `measure` gives rows."""
+
+    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """Figures of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
+        ...
+
+
+class Exportable(Task, Protocol):
+    """A task whose model can be called without it."""
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """What the model is called with in evaluation: for export, prediction and latency."""
         ...

@@ -21,6 +21,7 @@ class Classification:
     """Images to classes, by cross entropy."""
 
     metric = "accuracy"
+    lower_is_better = False
 
     def __init__(
         self, data: DataConfig, model: ModelConfig, regularization: RegularizationConfig, seed: int
@@ -73,6 +74,10 @@ class Classification:
             correct = correct & (batch.weight > 0)
         loss = _cross_entropy(logits, batch.fields[LABEL], batch, 0.0)
         return {"loss": loss, "accuracy": correct.sum()}
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Normalised images: float (n, channels, height, width)."""
+        return (self._pixels(batch, train=False),)
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
         """Bytes (n, h, w, c) to normalised floats (n, c, h, w), augmented, in the model's memory format."""

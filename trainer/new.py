@@ -1,0 +1,28 @@
+"""`trainer new`: begins a file with a task of one's own."""
+
+import argparse
+import importlib.resources
+from pathlib import Path
+
+from trainer.errors import EXIT_DONE, BadInputError
+
+
+def new(options: argparse.Namespace) -> int:
+    """Writes a file that trains as it is; an existing one is left alone.
+
+    Raises:
+        BadInputError: If it can't be written, is there already, or isn't named .py.
+    """
+    path: Path = options.file
+    if path.suffix != ".py":
+        raise BadInputError(f"{path}: a task is a Python file; name it {path.stem or 'my_task'}.py")
+    text = (importlib.resources.files("trainer") / "tasks" / "example.py").read_text("utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise BadInputError(f"{path}: is there already, and stays as it is; give another name") from error
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be written ({error.strerror}); give another place") from error
+    print(f"{path}: a task that trains as it is\n  next  trainer train {path}")
+    return EXIT_DONE

@@ -1,0 +1,55 @@
+"""A task of one's own: two spirals told apart. Put your data, model and loss in their place.
+
+`trainer train FILE.py` trains it as it is; `--help-config` shows every key that RECIPE and --set may change.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE: dict[str, Any] = {
+    "about": "two spirals",
+    "epochs": 30,
+    "evaluate_every": 5,
+    "data": {"global_batch": 64, "micro_batch": 32},
+    "optim": {"name": "adamw", "lr": 0.01, "schedule": "cosine"},
+}
+
+
+class Spirals:
+    """What is learned."""
+
+    metric = "accuracy"  # of what `measure` gives: the checkpoint where it is highest is kept
+
+    def data(self) -> Any:
+        """Samples to learn from and to measure on: arrays (samples, …) by name, or trainer's data sets."""
+        random = np.random.default_rng(0)
+        label = random.integers(0, 2, 2000)
+        radius = np.sqrt(random.random(2000)) * 3
+        angle = 2 * radius + np.pi * label
+        point = np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1) + random.normal(
+            0, 0.1, (2000, 2)
+        )
+        both: dict[str, Any] = {"point": point.astype(np.float32), "label": label}
+        return {n: a[:1600] for n, a in both.items()}, {n: a[1600:] for n, a in both.items()}
+
+    def model(self) -> nn.Module:
+        """A new model, on the CPU: the trainer moves it."""
+        return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def inputs(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """What the model is called with; `trainer export` and `trainer predict` ask for it."""
+        return (batch.fields["point"],)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The sum over the samples of a micro-batch, never their mean: the trainer divides."""
+        return F.cross_entropy(model(*self.inputs(batch)), batch.fields["label"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Sums over samples of the second part of the data."""
+        logits, label = model(*self.inputs(batch)), batch.fields["label"]
+        right = (logits.argmax(1) == label).sum()
+        return {"loss": F.cross_entropy(logits, label, reduction="sum"), "accuracy": right}
