@@ -17,7 +17,7 @@ from trainer.export.check import BATCHES, LIMITS, NotTheSame, in_fresh_process, 
 from trainer.export.fold import Folded, fold_batchnorm
 from trainer.export.formats import INSTALL_ONNX, WRITERS, Tensors, input_names, missing_packages, output_names
 from trainer.export.interface import FromPixels, InLowPrecision, leaves
-from trainer.export.model_of_run import OpenedRun, open_run, read_samples, some_samples
+from trainer.export.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.manifest import file_hash
 from trainer.redact import redact_text
 from trainer.run_folder import shown, write_json
@@ -108,7 +108,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
         batches.append(read_samples(dataset, samples[:size]))
         samples = samples[size:]
     reference: nn.Module = run.model
-    model_inputs = [run.task.inputs(batch) for batch in batches]
+    model_inputs = [inputs_of(run, batch) for batch in batches]
     inputs = model_inputs
     if options.with_normalisation:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]

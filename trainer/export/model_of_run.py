@@ -145,6 +145,22 @@ def _checkpointed(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torc
     return found.tensors["model"], found.tensors.get("ema", {}), source
 
 
+def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """What the run's model is called with for a batch.
+
+    Raises:
+        BadInputError: If the run's task doesn't say.
+    """
+    make = getattr(run.task, "inputs", None)
+    if make is None:
+        raise BadInputError(
+            f"{run.folder}: task={run.recipe.task} has no method inputs(batch), which says what its model is "
+            "called with; add one"
+        )
+    inputs: tuple[torch.Tensor, ...] = make(batch)
+    return inputs
+
+
 def read_samples(dataset: Dataset, samples: Ints) -> Batch:
     """Reads samples of evaluation data into a batch on the CPU.
 

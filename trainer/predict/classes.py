@@ -1,0 +1,102 @@
+"""Classes with their probabilities, as a table."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.data.loader import Batch
+from trainer.export.model_of_run import OpenedRun, inputs_of
+from trainer.report.text import plain
+from trainer.run import device_kind
+
+_TOGETHER = 64
+_WIDTH = 160  # of a table that goes to a file or a pipe
+
+
+class Guess(NamedTuple):
+    """What the model says of one thing.
+
+    Attributes:
+        name: Of the file or the sample.
+        classes: The likeliest first.
+        probabilities: Of these.
+        truth: The right class, where it is known.
+    """
+
+    name: str
+    classes: list[str]
+    probabilities: list[float]
+    truth: str | None = None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether the right class is known and another."""
+        return self.truth is not None and self.truth != self.classes[0]
+
+
+def probabilities(run: OpenedRun, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Probabilities of every class, float32 (n, classes), in float32 on the GPU if there is one.
+
+    Args:
+        run: Whose model returns logits.
+        fields: As its data set gives them, (n, ...) each, on the CPU.
+    """
+    device = torch.device(device_kind(run.recipe))
+    model = run.model.to(device)
+    count = len(next(iter(fields.values())))
+    parts = list[torch.Tensor]()
+    with torch.inference_mode():
+        for start in range(0, count, _TOGETHER):
+            part = {name: field[start : start + _TOGETHER].to(device) for name, field in fields.items()}
+            batch = Batch(part, None, None, min(_TOGETHER, count - start))
+            parts.append(model(*inputs_of(run, batch)).float().softmax(1).cpu())
+    return torch.cat(parts)
+
+
+def guesses(
+    names: Sequence[str],
+    found: torch.Tensor,
+    classes: Sequence[str],
+    top: int,
+    truth: Sequence[int] | None = None,
+) -> list[Guess]:
+    """The likeliest classes of each thing.
+
+    Args:
+        names: Of the things.
+        found: Probabilities (n, classes).
+        classes: Names of the classes.
+        top: How many to name, at most.
+        truth: The right classes, where they are known.
+    """
+    values, order = found.topk(min(top, len(classes)), dim=1)
+    right = [None] * len(names) if truth is None else [classes[number] for number in truth]
+    return [
+        Guess(name, [classes[number] for number in numbers], shares, known)
+        for name, numbers, shares, known in zip(names, order.tolist(), values.tolist(), right, strict=True)
+    ]
+
+
+def show_table(what: str, found: Sequence[Guess]) -> None:
+    """Prints a row for each thing: its class and probability, the right one if it is known, and the runners-up."""
+    known = any(guess.truth is not None for guess in found)
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in (what, "class", "probability", *(["truth"] if known else []), "then"):
+        table.add_column(title, justify="right" if title == "probability" else "left", overflow="fold")
+    for guess in found:
+        others = zip(guess.classes[1:], guess.probabilities[1:], strict=True)
+        then = ", ".join(f"{name} {share:.1%}" for name, share in others)
+        right = [_text(guess.truth or "", guess.mistaken)] if known else []
+        likeliest = _text(guess.classes[0], guess.mistaken)
+        table.add_row(_text(guess.name), likeliest, f"{guess.probabilities[0]:.1%}", *right, _text(then))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def _text(words: str, bad: bool = False) -> Text:
+    # Not a string: rich would take [brackets] in a file's name for its markup.
+    return Text(plain(words, 200), style="red" if bad else "")
