@@ -233,7 +233,9 @@ def _add_export(commands: Any) -> None:
         choices=("torch-export", "onnx", "torchscript", "safetensors"),
         help="the format; safetensors holds weights only",
     )
-    export.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
     export.add_argument(
         "--with-normalisation",
         action="store_true",

@@ -92,7 +92,9 @@ def bench_inference(
     device = "GPU" if device_kind(run.recipe) == "cuda" else f"CPU, {threads} threads"
     title = f"{run.folder.resolve().name}, {run.weights}, {device}"
     if as_json:
-        print(json.dumps({"conditions": conditions(), "what": title, "figures": [f._asdict() for f in figures]}))
+        print(
+            json.dumps({"conditions": conditions(), "what": title, "figures": [f._asdict() for f in figures]})
+        )
     else:
         print(f"{conditions()}\n{title}: {_ROUNDS} interleaved rounds, {seconds:g} s for each way and batch")
         print(_table(figures))
@@ -175,7 +177,10 @@ def _wait(inputs: Tensors) -> None:
 
 
 def _table(figures: Sequence[Figure]) -> str:
-    rows = ["| way | batch | p50 ms | p99 ms | samples/s | of eager | error |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| way | batch | p50 ms | p99 ms | samples/s | of eager | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     eager = {figure.batch: figure.samples_per_s for figure in figures if figure.way == "eager"}
     for figure in figures:
         if figure.why:

@@ -172,7 +172,9 @@ def chosen_ways(names: str) -> list[str]:
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(WAYS)
     for name in wanted:
         if name not in WAYS:
-            raise BadInputError(f"--ways: no way '{name}'{nearest(name, list(WAYS))} (there are: {', '.join(WAYS)})")
+            raise BadInputError(
+                f"--ways: no way '{name}'{nearest(name, list(WAYS))} (there are: {', '.join(WAYS)})"
+            )
     return list(dict.fromkeys(["eager", *wanted]))
 
 

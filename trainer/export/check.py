@@ -33,7 +33,9 @@ def relative_error(wanted: Outputs, given: Outputs) -> float:
     """
     if [one.shape for one in wanted] != [one.shape for one in given]:
         return float("inf")
-    return max((_error(one.double(), other.double()) for one, other in zip(wanted, given, strict=True)), default=0.0)
+    return max(
+        (_error(one.double(), other.double()) for one, other in zip(wanted, given, strict=True)), default=0.0
+    )
 
 
 def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
@@ -42,10 +44,18 @@ def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
     difference = float((wanted - given).abs().max())
     largest = float(wanted.abs().max())
     # Not `difference > …`: a NaN is no agreement.
-    return difference / largest if difference < float("inf") and largest > 0 else 0.0 if difference == 0 else float("inf")
+    return (
+        difference / largest
+        if difference < float("inf") and largest > 0
+        else 0.0
+        if difference == 0
+        else float("inf")
+    )
 
 
-def in_fresh_process(file: Path, batches: Sequence[Outputs], run: Sequence[str] = ()) -> list[list[torch.Tensor]]:
+def in_fresh_process(
+    file: Path, batches: Sequence[Outputs], run: Sequence[str] = ()
+) -> list[list[torch.Tensor]]:
     """What a file computes, read by a process of its own.
 
     Args:

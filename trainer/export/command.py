@@ -192,7 +192,11 @@ def about(
 
 def _described(names: Sequence[str], tensors: Tensors) -> list[dict[str, Any]]:
     return [
-        {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
+        {
+            "name": name,
+            "shape": ["batch", *tensor.shape[1:]],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
         for name, tensor in zip(names, tensors, strict=True)
     ]
 

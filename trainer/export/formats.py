@@ -35,6 +35,8 @@ def output_names(outputs: Tensors) -> list[str]:
 def exported_program(model: nn.Module, inputs: Tensors) -> Any:
     """torch.export of a model whose inputs share their first dimension, which stays open."""
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
+    if len(inputs[0]) == 1:  # which would be taken for a constant
+        inputs = [torch.cat([value, value]) for value in inputs]
     # Not strict: torch reads no bytecode then, which takes longer and fails more often.
     return torch.export.export(
         model, tuple(inputs), dynamic_shapes=_shapes(model, inputs, {0: batch}), strict=False

@@ -102,7 +102,11 @@ def _load_weights(model: nn.Module, folder: Path, manifest: Manifest, averaged: 
     """Puts the weights into a model, in place; returns where they come from."""
     name = "ema.safetensors" if averaged else "model.safetensors"
     if name in manifest.weights:
-        state, average, source = _final(folder / name, manifest.weights[name]), dict[str, torch.Tensor](), name
+        state, average, source = (
+            _final(folder / name, manifest.weights[name]),
+            dict[str, torch.Tensor](),
+            name,
+        )
     else:
         state, average, source = _checkpointed(folder)
     try:

@@ -35,7 +35,9 @@ def write_grid(out: Path, images: Sequence[npt.NDArray[np.uint8]], captions: Seq
     picture = grid(images[:_MOST], captions[:_MOST])
     try:
         with written_whole(out) as beside:
-            picture.save(beside, format={".jpg": "JPEG", ".jpeg": "JPEG"}.get(out.suffix.lower(), out.suffix[1:]))
+            picture.save(
+                beside, format={".jpg": "JPEG", ".jpeg": "JPEG"}.get(out.suffix.lower(), out.suffix[1:])
+            )
     except OSError as error:
         raise BadInputError(f"--out {out}: can't be written ({error.strerror}); give another") from error
     left = f"; the first {_MOST} of {len(images):,}" if len(images) > _MOST else ""

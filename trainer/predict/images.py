@@ -47,7 +47,9 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
     show_table("file", found)
     if run.recipe.data.name == "digits":
-        print("each was made 8 x 8 grey with 17 levels, light on dark, as the digits are: best of one that fills it")
+        print(
+            "each was made 8 x 8 grey with 17 levels, light on dark, as the digits are: best of one that fills it"
+        )
     _draw(options.out, images, found)
     return EXIT_FAILED if unread else EXIT_DONE
 
