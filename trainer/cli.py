@@ -223,7 +223,7 @@ def _add_doctor(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
-        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it isn't the same",
+        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it differs",
         allow_abbrev=False,
     )
     export.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")

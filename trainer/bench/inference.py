@@ -188,7 +188,8 @@ def _table(figures: Sequence[Figure]) -> str:
             continue
         rows.append(
             f"| {figure.way} | {figure.batch} | {figure.p50 * 1e3:.3f} | {figure.p99 * 1e3:.3f} | "
-            f"{figure.samples_per_s:,.0f} | {figure.samples_per_s / eager[figure.batch]:.2f} x | {figure.error:.0e} |"
+            f"{figure.samples_per_s:,.0f} | {figure.samples_per_s / eager[figure.batch]:.2f} x | "
+            f"{figure.error:.0e} |"
         )
     return "\n".join(rows)
 

@@ -17,7 +17,7 @@ _STYLE = (
 
 
 def chart(title: str, figures: Sequence["Figure"]) -> str:
-    """A row for each way: samples/s on the left, p50 and p99 on the right; each batch size has its own scale."""
+    """Samples/s on the left, p50 and p99 on the right; each batch size has a scale of its own."""
     parts, y = list[str](), 44
     for batch in dict.fromkeys(figure.batch for figure in figures):
         shown = [figure for figure in figures if figure.batch == batch and not figure.why]
@@ -52,5 +52,6 @@ def _row(figure: "Figure", y: int, fastest: float, slowest: float) -> str:
         f'<text x="{_NAMES + speed + 5:.1f}" y="{y}">{scaled(figure.samples_per_s)}</text>'
         f'<rect class="{look}" x="{_right()}" y="{y - 11}" width="{p50 - _right():.1f}" height="13"/>'
         f'<path class="late" d="M{p99:.1f},{y - 12}v15"/>'
-        f'<text x="{p99 + 5:.1f}" y="{y}">{number(figure.p50 * 1e3, 3)} / {number(figure.p99 * 1e3, 3)}</text>'
+        f'<text x="{p99 + 5:.1f}" y="{y}">'
+        f"{number(figure.p50 * 1e3, 3)} / {number(figure.p99 * 1e3, 3)}</text>"
     )

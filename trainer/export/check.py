@@ -1,5 +1,6 @@
 """Whether an exported file computes what the trained model does: in a fresh process, on real samples."""
 
+import math
 import os
 import subprocess
 import sys
@@ -25,32 +26,26 @@ class NotTheSame(Exception):  # noqa: N818  (the outcome of a check)
 
 
 def relative_error(wanted: Outputs, given: Outputs) -> float:
-    """The largest difference over the largest value wanted, of the worst output; infinite if one isn't comparable.
+    """The largest difference over the largest value wanted, of the worst output.
 
     Args:
         wanted: What the trained model gives.
         given: What the file gives.
+
+    Returns:
+        Infinity if the two can't be compared: other shapes, or a NaN on either side.
     """
     if [one.shape for one in wanted] != [one.shape for one in given]:
-        return float("inf")
-    return max(
-        (_error(one.double(), other.double()) for one, other in zip(wanted, given, strict=True)), default=0.0
-    )
+        return math.inf
+    pairs = zip(wanted, given, strict=True)
+    return max((_error(one.double(), other.double()) for one, other in pairs), default=0.0)
 
 
 def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
-    if not wanted.numel():
+    if torch.equal(wanted, given):
         return 0.0
-    difference = float((wanted - given).abs().max())
-    largest = float(wanted.abs().max())
-    # Not `difference > …`: a NaN is no agreement.
-    return (
-        difference / largest
-        if difference < float("inf") and largest > 0
-        else 0.0
-        if difference == 0
-        else float("inf")
-    )
+    difference, largest = float((wanted - given).abs().max()), float(wanted.abs().max())
+    return difference / largest if difference < math.inf and 0 < largest < math.inf else math.inf
 
 
 def in_fresh_process(

@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
     model: nn.Module
     fold: Folded
-    inputs: list[Tensors]
+    inputs: Sequence[Tensors]
     wanted: list[list[torch.Tensor]]
 
 
@@ -77,8 +77,8 @@ def export(options: argparse.Namespace) -> int:
 def _check_request(options: argparse.Namespace) -> None:
     if options.to == "onnx" and options.dtype == "bf16":
         raise BadInputError(
-            "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so that nothing could be "
-            "checked; use fp32, and convert it where it will run"
+            "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
+            "be checked; use fp32, and convert it where it will run"
         )
     if options.to == "safetensors" and options.with_normalisation:
         raise BadInputError("--with-normalisation: safetensors holds weights only; use another format")
@@ -152,8 +152,8 @@ def _write(
     if not error_of <= limit:
         remedy = "; --dtype fp32 is exact" if options.dtype == "bf16" else ""
         raise NotTheSame(
-            f"its outputs differ from the trained model's by {error_of:.1e} of the largest, more than {limit:g}"
-            f"{remedy}"
+            f"its outputs differ from the trained model's by {error_of:.1e} of the largest, more than "
+            f"{limit:g}{remedy}"
         )
     return file, error_of
 

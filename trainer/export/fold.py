@@ -36,7 +36,7 @@ class Folded(NamedTuple):
 
 
 def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
-    """Folds every BatchNorm that directly follows a convolution or linear layer whose output nobody else takes.
+    """Folds each BatchNorm that directly follows a convolution or linear layer whose output it alone takes.
 
     Who takes what is seen by tracing the model with torch.fx; what that can't trace stays as it is.
 
@@ -47,7 +47,7 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
     model = copy.deepcopy(model)
     try:
         traced = fx.symbolic_trace(model)
-        ShapeProp(traced).propagate(*inputs)  # type: ignore[no-untyped-call]
+        ShapeProp(traced).propagate(*inputs)
     except Exception as error:  # whatever the model's own Python does with symbols instead of tensors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Folded(model, (), _norms_in(model), f"torch.fx can't trace the model ({why})")
@@ -62,7 +62,7 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
         alone = uses[id(modules[layer])] == uses[id(modules[norm])] == 1
         if not alone or any(name.startswith((f"{layer}.", f"{norm}.")) for name in read):
             continue
-        _replace(model, layer, folded(modules[layer], modules[norm]))  # type: ignore[arg-type]
+        _replace(model, layer, folded(modules[layer], modules[norm]))
         _replace(model, norm, nn.Identity())
         names.append(norm)
     return Folded(model, tuple(names), _norms_in(model))

@@ -17,7 +17,7 @@ from trainer.run_folder import save_weights
 
 Tensors = Sequence[torch.Tensor]
 
-INSTALL_ONNX = "pip install onnx onnxscript onnxruntime, or make venv GROUPS='train export'"
+INSTALL_ONNX = "pip install onnx onnxscript onnxruntime, or make venv GROUPS='train dev'"
 # Protocol buffers end at 2 GiB.
 _LARGEST_ONNX = (1 << 31) - (64 << 20)
 

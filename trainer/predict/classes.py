@@ -83,7 +83,7 @@ def guesses(
 
 
 def show_table(what: str, found: Sequence[Guess]) -> None:
-    """Prints a row for each thing: its class and probability, the right one if it is known, and the runners-up."""
+    """Prints a row for each thing: its class, how sure, the right one if it is known, and the runners-up."""
     known = any(guess.truth is not None for guess in found)
     table = Table(box=None, header_style="dim", pad_edge=False)
     for title in (what, "class", "probability", *(["truth"] if known else []), "then"):

@@ -9,10 +9,13 @@ from trainer.export.model_of_run import OpenedRun, open_run
 
 
 def predict(options: argparse.Namespace) -> int:
-    """Does what `trainer predict` was asked for; returns the exit code: 1 if some files couldn't be read, 2 if none.
+    """Does what `trainer predict` was asked for.
 
-    A task in a file of one's own may have a method `predict(model, options)`, with the model in evaluation mode
-    and the options of the command line, that prints and returns the exit code.
+    A task in a file of one's own may have a method `predict(model, options)`, with the model in evaluation
+    mode and the options of the command line, that prints and returns the exit code.
+
+    Returns:
+        0, 1 if some of the files couldn't be read, 2 if none could.
 
     Raises:
         BadInputError: If the run can't be opened, an option is wrong, or its task has nothing to show.

@@ -16,6 +16,7 @@ _LINE = 14
 _GAP = 12
 _MOST = 400  # pictures
 _LETTERS = 20  # of a caption's line
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _INK, _FAINT, _BAD = (17, 17, 17), (110, 110, 110), (190, 40, 40)
 
 Caption = tuple[str, str, bool]
@@ -35,9 +36,7 @@ def write_grid(out: Path, images: Sequence[npt.NDArray[np.uint8]], captions: Seq
     picture = grid(images[:_MOST], captions[:_MOST])
     try:
         with written_whole(out) as beside:
-            picture.save(
-                beside, format={".jpg": "JPEG", ".jpeg": "JPEG"}.get(out.suffix.lower(), out.suffix[1:])
-            )
+            picture.save(beside, format=_FORMATS[out.suffix.lower()])
     except OSError as error:
         raise BadInputError(f"--out {out}: can't be written ({error.strerror}); give another") from error
     left = f"; the first {_MOST} of {len(images):,}" if len(images) > _MOST else ""

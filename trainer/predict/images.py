@@ -47,9 +47,7 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
     show_table("file", found)
     if run.recipe.data.name == "digits":
-        print(
-            "each was made 8 x 8 grey with 17 levels, light on dark, as the digits are: best of one that fills it"
-        )
+        print("each was made 8 x 8 grey with 17 levels, light on dark; the digit should fill its image")
     _draw(options.out, images, found)
     return EXIT_FAILED if unread else EXIT_DONE
 
@@ -124,7 +122,7 @@ def _draw(out: Path | None, images: list[Pixels], found: list[Guess]) -> None:
         return
     captions = [
         (
-            f"{guess.classes[0]} {guess.probabilities[0]:.0%}",
+            f"{guess.classes[0]}  {guess.probabilities[0]:.0%}",
             Path(guess.name).name if guess.truth is None else f"is {guess.truth}",
             guess.mistaken,
         )
