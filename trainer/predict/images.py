@@ -40,14 +40,15 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
             names.append(str(path))
         except Corrupt as error:
             unread += 1
-            print(f"trainer: {plain(redact_text(f'{path}: {error}'), 400)}", file=sys.stderr)
+            line = " ".join(redact_text(f"{path}: {error}").split())
+            print(f"trainer: {plain(line, 400)}", file=sys.stderr)
     if not images:
         return EXIT_BAD_INPUT
     fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: torch.zeros(len(images), dtype=torch.int64)}
     found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
     show_table("file", found)
     if run.recipe.data.name == "digits":
-        print("each was made 8 x 8 grey with 17 levels, light on dark; the digit should fill its image")
+        print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
     _draw(options.out, images, found)
     return EXIT_FAILED if unread else EXIT_DONE
 
@@ -96,16 +97,18 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
 
 
 def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
-    """The means of as many fields, light on dark, in steps of 15: what the digits' file holds, times 15."""
+    """The means of as many fields, from 0 for the ground to 240 for ink in steps of 15, as the digits have them."""
     from PIL import Image
 
     picture = Image.fromarray(image[0].permute(1, 2, 0).contiguous().numpy()).convert("L")
     grey: npt.NDArray[Any] = np.asarray(picture, np.float32)
     border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
-    if border.mean() > 127.5:  # ink on paper
-        picture = Image.fromarray((255 - grey).astype(np.uint8))
-    small = np.asarray(picture.resize((width, height), Image.Resampling.BOX), np.float32)
-    return (np.round(small / 255 * 16) * 15).astype(np.uint8)[:, :, None]
+    low, high = float(grey.min()), float(grey.max())
+    if border.mean() > (low + high) / 2:  # ink on paper
+        low, high = high, low
+    ink = Image.fromarray((grey - low) / ((high - low) or 1.0))
+    small = np.asarray(ink.resize((width, height), Image.Resampling.BOX))
+    return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
 
 
 def _whole(height: int, width: int) -> Box:
