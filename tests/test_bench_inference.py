@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trained import train_digits
 from trainer.bench.inference import Figure
 from trainer.bench.inference_chart import chart
 from trainer.bench.inference_ways import WAYS, Unavailable, Way, make_way
@@ -17,9 +16,9 @@ from trainer.cli import main
 from trainer.export.model_of_run import inputs_of, open_run, read_samples, some_samples
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(tmp_path_factory.mktemp("runs") / "digits")
+@pytest.fixture
+def run(digits_run: Path) -> Path:
+    return digits_run
 
 
 def bench(run: Path, *words: str, code: int = 0) -> None:

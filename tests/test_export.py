@@ -33,9 +33,9 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(tmp_path_factory.mktemp("runs") / "digits")
+@pytest.fixture
+def run(digits_run: Path) -> Path:
+    return digits_run
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.trained import train_digits
 from trainer.cli import main
 from trainer.data.sources import IMAGE, LABEL
 from trainer.export.model_of_run import open_run
@@ -17,15 +16,15 @@ from trainer.predict.grid import grid
 from trainer.predict.images import as_evaluated
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(tmp_path_factory.mktemp("runs") / "digits")
+@pytest.fixture
+def run(digits_run: Path) -> Path:
+    return digits_run
 
 
 @pytest.fixture(scope="module")
-def digits(run: Path) -> tuple[Any, Any]:
+def digits(digits_run: Path) -> tuple[Any, Any]:
     """The evaluation data: uint8 (360, 8, 8, 1), and its labels."""
-    arrays = open_run(run).task.evaluation_data.arrays
+    arrays = open_run(digits_run).task.evaluation_data.arrays
     assert arrays is not None
     return arrays[IMAGE], arrays[LABEL]
 

@@ -97,7 +97,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
 
 
 def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
-    """The means of as many fields, from 0 for the ground to 240 for ink in steps of 15, as the digits have them."""
+    """The means of as many fields, in steps of 15 from 0 (ground) to 240 (ink), as the digits have them."""
     from PIL import Image
 
     picture = Image.fromarray(image[0].permute(1, 2, 0).contiguous().numpy()).convert("L")
