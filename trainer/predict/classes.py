@@ -1,7 +1,9 @@
 """Classes with their probabilities, as a table."""
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,12 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.data.dataset import spread
 from trainer.data.loader import Batch
-from trainer.export.model_of_run import OpenedRun, inputs_of
+from trainer.data.sources import LABEL
+from trainer.export.model_of_run import OpenedRun, inputs_of, read_samples
+from trainer.redact import redact_text
 from trainer.report.text import plain
 from trainer.run import device_kind
 
 _TOGETHER = 64
+_LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
 _WIDTH = 160  # of a table that goes to a file or a pipe
 
 
@@ -82,6 +88,35 @@ def guesses(
     ]
 
 
+def of_evaluation(
+    run: OpenedRun, options: argparse.Namespace
+) -> tuple[Mapping[str, torch.Tensor], list[int], list[Guess]]:
+    """Prints what the model takes evaluation samples for, those first of which it is wrong and sure.
+
+    Returns:
+        The fields of all samples that were looked at, which of these are shown, and what is said of them.
+    """
+    dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
+    samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
+    fields: Mapping[str, torch.Tensor] = read_samples(dataset, samples).fields
+    names = [f"sample {number}" for number in samples.tolist()]
+    told = guesses(names, probabilities(run, fields), classes, options.top, fields[LABEL].tolist())
+    order = sorted(range(len(told)), key=lambda n: (not told[n].mistaken, -told[n].probabilities[0]))
+    wrong = sum(guess.mistaken for guess in told)
+    # After the mistakes those from all over, not the surest alone.
+    rest, room = order[wrong:], max(0, options.samples - wrong)
+    shown = [*order[:wrong][: options.samples], *(rest[n] for n in spread(len(rest), room).tolist())]
+    show_table("evaluation data", [told[n] for n in shown])
+    print(f"{len(told) - wrong:,} of {len(told):,} samples looked at are right ({1 - wrong / len(told):.2%})")
+    return fields, shown, [told[n] for n in shown]
+
+
+def say_unread(path: Path, why: Exception) -> None:
+    """Names a file that can't be read, in one line on standard error."""
+    line = " ".join(redact_text(f"{path}: {why}").split())
+    print(f"trainer: {plain(line, 400)}", file=sys.stderr)
+
+
 def show_table(what: str, found: Sequence[Guess]) -> None:
     """Prints a row for each thing: its class, how sure, the right one if it is known, and the runners-up."""
     known = any(guess.truth is not None for guess in found)
@@ -94,6 +129,14 @@ def show_table(what: str, found: Sequence[Guess]) -> None:
         right = [_text(guess.truth or "", guess.mistaken)] if known else []
         likeliest = _text(guess.classes[0], guess.mistaken)
         table.add_row(_text(guess.name), likeliest, f"{guess.probabilities[0]:.1%}", *right, _text(then))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def show_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of plain text."""
+    table = Table(*titles, box=None, header_style="dim", pad_edge=False)
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row))
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 

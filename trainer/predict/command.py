@@ -23,6 +23,8 @@ def predict(options: argparse.Namespace) -> int:
     if options.samples < 1 or options.top < 1:
         raise BadInputError("--samples and --top: give a number from 1 on")
     run = open_run(options.folder, options.set)
+    if options.prompt is not None and run.recipe.task != "language":
+        raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
     return _show(run)(run, options)
 
 
@@ -32,6 +34,18 @@ def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
         from trainer.predict.images import show_images
 
         return show_images
+    if task == "audio":
+        from trainer.predict.sounds import show_sounds
+
+        return show_sounds
+    if task == "detection":
+        from trainer.predict.boxes import show_boxes
+
+        return show_boxes
+    if task == "language":
+        from trainer.predict.text import show_text
+
+        return show_text
     own = getattr(run.task, "predict", None)
     if own is None:
         raise BadInputError(f"{run.folder}: task={task} has nothing that predict could show")

@@ -1,8 +1,6 @@
 """Images to classes: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +10,25 @@ import torch
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.crop import Box, central_cut
-from trainer.data.dataset import spread
 from trainer.data.images import ImageDataset
 from trainer.data.sources import IMAGE, LABEL
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from trainer.export.model_of_run import OpenedRun, read_samples
-from trainer.predict.classes import Guess, guesses, probabilities, show_table
+from trainer.export.model_of_run import OpenedRun
+from trainer.predict.classes import Guess, guesses, of_evaluation, probabilities, say_unread, show_table
 from trainer.predict.command import check_picture
 from trainer.predict.grid import write_grid
-from trainer.redact import redact_text
-from trainer.report.text import plain
 
 Pixels = npt.NDArray[np.uint8]
-
-_LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
 
 
 def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints what the model takes images for, and draws them; returns the exit code."""
     check_picture(options.out)
     if not options.files:
-        return _of_evaluation(run, options)
+        fields, shown, found = of_evaluation(run, options)
+        pixels = fields[IMAGE].numpy()
+        _draw(options.out, [pixels[n] for n in shown], found)
+        return EXIT_DONE
     images, names, unread = list[Pixels](), list[str](), 0
     for path in options.files:
         try:
@@ -40,8 +36,7 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
             names.append(str(path))
         except Corrupt as error:
             unread += 1
-            line = " ".join(redact_text(f"{path}: {error}").split())
-            print(f"trainer: {plain(line, 400)}", file=sys.stderr)
+            say_unread(path, error)
     if not images:
         return EXIT_BAD_INPUT
     fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: torch.zeros(len(images), dtype=torch.int64)}
@@ -51,28 +46,6 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
         print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
     _draw(options.out, images, found)
     return EXIT_FAILED if unread else EXIT_DONE
-
-
-def _of_evaluation(run: OpenedRun, options: argparse.Namespace) -> int:
-    """Samples from all over the evaluation data, those first of which the model is wrong and sure."""
-    dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
-    samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
-    fields: Mapping[str, torch.Tensor] = read_samples(dataset, samples).fields
-    found = probabilities(run, fields)
-    label = fields[LABEL]
-    names = [f"sample {number}" for number in samples.tolist()]
-    told = guesses(names, found, classes, options.top, label.tolist())
-    order = sorted(range(len(told)), key=lambda n: (not told[n].mistaken, -told[n].probabilities[0]))
-    wrong = sum(guess.mistaken for guess in told)
-    # After the mistakes those from all over, not the surest alone.
-    rest = order[wrong:]
-    room = max(0, options.samples - wrong)
-    order = [*order[:wrong][: options.samples], *(rest[place] for place in spread(len(rest), room).tolist())]
-    show_table("evaluation data", [told[n] for n in order])
-    print(f"{len(told) - wrong:,} of {len(told):,} samples looked at are right ({1 - wrong / len(told):.2%})")
-    pixels = fields[IMAGE].numpy()
-    _draw(options.out, [pixels[n] for n in order], [told[n] for n in order])
-    return EXIT_DONE
 
 
 def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
@@ -89,7 +62,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     except OSError as error:
         raise Corrupt(f"can't be read ({error.strerror})") from error
     if channels == 1:
-        return _as_digit(cut_out(data, _whole), height, width)
+        return _as_digit(cut_out(data, whole), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
     cut = central_cut if isinstance(run.task.evaluation_data, ImageDataset) else _square
     pixels = resize(cut_out(data, cut, height), height, width)
@@ -111,7 +84,8 @@ def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
     return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
 
 
-def _whole(height: int, width: int) -> Box:
+def whole(height: int, width: int) -> Box:
+    """All of an image."""
     return Box(0, 0, height, width)
 
 
