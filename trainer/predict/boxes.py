@@ -63,23 +63,19 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     order = sorted(range(len(seen)), key=lambda n: not _mistaken(seen[n], found[n]))
     seen, found = [seen[n] for n in order], [found[n] for n in order]
     classes: Sequence[str] = run.task.describe()["classes"]
+    pairs = list(zip(seen, found, strict=True))
     show_rows(
         ("file" if options.files else "evaluation data", "boxes", "best (left, top, right, bottom)"),
-        [
-            (one.name, _count(one, boxes), _best(one, boxes, classes, options.top))
-            for one, boxes in zip(seen, found, strict=True)
-        ],
+        [(one.name, _count(one, boxes), _best(one, boxes, classes, options.top)) for one, boxes in pairs],
     )
     if options.out is not None:
-        pictures = [drawn(one, boxes, classes) for one, boxes in zip(seen, found, strict=True)]
         captions: list[Caption] = [
-            (_count(one, boxes), Path(one.name).name, _mistaken(one, boxes))
-            for one, boxes in zip(seen, found, strict=True)
+            (f"{_count(one, boxes)} boxes", Path(one.name).name, _mistaken(one, boxes))
+            for one, boxes in pairs
         ]
-        write_grid(options.out, pictures, captions, _SIDE)
-        print(
-            "orange: found, with a score of at least", options.score, "" if options.files else "; green: true"
-        )
+        write_grid(options.out, [drawn(one, boxes, classes) for one, boxes in pairs], captions, _SIDE)
+        true = "" if options.files else "; green: what is there"
+        print(f"orange: found, with a score of at least {options.score:g}{true}")
     return EXIT_FAILED if unread else EXIT_DONE
 
 
@@ -155,9 +151,8 @@ def drawn(one: Seen, found: Found, classes: Sequence[str]) -> Pixels:
     from PIL import Image, ImageDraw, ImageFont
 
     pixels = one.pixels
-    picture = fitted(Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), _SIDE).convert(
-        "RGB"
-    )
+    small = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    picture = fitted(small, _SIDE).convert("RGB")
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
     factor = _SIDE / max(pixels.shape[:2])
     for box in one.truth[0] if one.truth else ():

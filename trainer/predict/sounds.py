@@ -31,9 +31,8 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
     if not sounds:
         return EXIT_BAD_INPUT
     fields = {AUDIO: torch.stack(sounds), LABEL: torch.zeros(len(sounds), dtype=torch.int64)}
-    show_table(
-        "file", guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
-    )
+    classes = run.task.describe()["classes"]
+    show_table("file", guesses(names, probabilities(run, fields), classes, options.top))
     return EXIT_FAILED if len(sounds) < len(options.files) else EXIT_DONE
 
 
