@@ -77,7 +77,7 @@ def _bf16(model: nn.Module, inputs: Tensors) -> Call:
 def _folded(model: nn.Module, inputs: Tensors) -> Call:
     fold = fold_batchnorm(model, inputs)
     if not fold.names:
-        raise Unavailable(fold.why or "no BatchNorm follows a layer of its own")
+        raise Unavailable(fold.why.removeprefix("stays: ") or "no BatchNorm follows a layer of its own")
     return fold.model
 
 

@@ -217,8 +217,8 @@ def _tell(
 ) -> None:
     file, fold = target / name, subject.fold
     print(f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")
-    if options.to != "safetensors":
-        kept = f", {fold.kept} stay: no layer of their own comes before" * bool(fold.kept and not fold.why)
+    if fold.names or fold.kept:
+        kept = f", {fold.kept} stay: no layer of their own comes before" * bool(fold.kept)
         print(f"  BatchNorm   {fold.why or f'{len(fold.names)} folded into the layer before{kept}'}")
     inputs = ", ".join(
         f"{one['name']} {one['dtype']} {tuple(one['shape'])}".replace("'", "")

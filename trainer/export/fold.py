@@ -45,12 +45,14 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
         inputs: What it is called with, for the shapes.
     """
     model = copy.deepcopy(model)
+    if not _norms_in(model):
+        return Folded(model, (), 0)
     try:
         traced = fx.symbolic_trace(model)
         ShapeProp(traced).propagate(*inputs)
     except Exception as error:  # whatever the model's own Python does with symbols instead of tensors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Folded(model, (), _norms_in(model), f"torch.fx can't trace the model ({why})")
+        return Folded(model, (), _norms_in(model), f"stays: torch.fx can't trace the model ({why})")
     modules = dict(model.named_modules(remove_duplicate=False))
     uses = Counter(id(modules[str(node.target)]) for node in traced.graph.nodes if node.op == "call_module")
     read = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]

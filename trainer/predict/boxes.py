@@ -96,7 +96,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Seen:
         raise Corrupt(f"can't be read ({error.strerror})") from error
     image: Pixels = cut_out(data, whole)[0].permute(1, 2, 0).contiguous().numpy()
     if channels == 1:
-        image = np.asarray(Image.fromarray(image).convert("L"))[:, :, None]
+        image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))
     out = np.zeros((height, width, channels), np.uint8)
     place(nothing, out, 1.0, 0.0, 0.0)

@@ -113,7 +113,8 @@ def of_evaluation(
 
 def say_unread(path: Path, why: Exception) -> None:
     """Names a file that can't be read, in one line on standard error."""
-    line = " ".join(redact_text(f"{path}: {why}").split())
+    named = str(why) if path.name in str(why) else f"{path}: {why}"
+    line = " ".join(redact_text(named).split())
     print(f"trainer: {plain(line, 400)}", file=sys.stderr)
 
 
