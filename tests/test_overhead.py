@@ -19,11 +19,20 @@ from trainer.keyed_rng import permuted
 
 
 @pytest.mark.timed
-def test_the_target_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        # What the claim says, for a quiet machine of today: docs/results/overhead.md.
+        pytest.param("20", marks=pytest.mark.slow),
+        # A net with wide meshes for any machine, busy or slow; tests/test_counts.py has the fine ones.
+        "100",
+    ],
+)
+def test_the_target_is_met(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to four tries: other work on the machine falls on one of the loops now and then."""
     codes: list[int] = []
     while 0 not in codes and len(codes) < 4:
-        codes.append(main(["bench", "overhead", "--rounds", "20", "--steps", "300"]))
+        codes.append(main(["bench", "overhead", "--rounds", "20", "--steps", "300", "--target", target]))
     out = capsys.readouterr().out
     # Undecided each time is no proof of the contrary: the machine was too busy to say.
     assert 0 in codes or 1 not in codes, out

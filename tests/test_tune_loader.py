@@ -191,10 +191,10 @@ def test_what_fails_is_left_out_and_time_ends_a_search() -> None:
 
 
 def test_a_turn_is_whole_rounds_of_the_workers() -> None:
-    assert turn_for(Loading(3, 2), 0.1, 1, 1.0)[1:3] == (4, 9)
+    assert turn_for(Loading(3, 2), 0.1, 1, 1.0)[1:3] == (7, 9)
     assert turn_for(Loading(3, 2), 5.0, 1, 1.0).windows == 3
     assert turn_for(Loading(0, 2), 0.5, 4, 1.0)[1:3] == (2, 2)
-    assert turn_for(Loading(8, 2), 0.1, 4, 1.0)[1:3] == (3, 10)
+    assert turn_for(Loading(8, 2), 0.1, 4, 1.0)[1:3] == (5, 10)
     settings, seconds = plan_turns(29.0, Timed(4, 0.4, 0.1))
     assert settings == MOST_SETTINGS
     assert seconds == pytest.approx(0.867, abs=0.01)

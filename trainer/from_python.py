@@ -81,7 +81,8 @@ def fit(
         values = {"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}
         recipe = validated(Recipe, override(values, words), name)
         opened = OwnTask(own, name)
-    check_request(recipe, opened, 1)
+    with torch.random.fork_rng():
+        check_request(recipe, opened, 1)
     folder = new_folder(RUNS, name, recipe) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()

@@ -107,7 +107,7 @@ class OwnTask:
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
         if count == _TRIED:
             added = sum(float(self._own.loss(model, half).detach()) for half in halves)
-            if np.isclose(float(loss) * 2, added, rtol=1e-3) and abs(added) > 1e-6:
+            if np.isclose(float(loss.detach()) * 2, added, rtol=1e-3) and abs(added) > 1e-6:
                 raise self._wrong("loss", 'a mean (reduction="sum" instead: the trainer divides)')
         with torch.inference_mode():
             measured = self._call("measure", self._own.measure, model, whole)

@@ -154,10 +154,15 @@ def seconds_to_read(recipe: Recipe, task: Task) -> float:
 
 
 def turn_for(setting: Loading, per_window: float, accumulation: int, seconds: float) -> Turn:
-    """A turn of about so many seconds: whole rounds of the workers, whose batches come in bursts."""
+    """A turn of about so many seconds: whole rounds of the workers, whose batches come in bursts.
+
+    The clock starts when as many batches were taken as the ring holds: while it fills, a setting that
+    prepares more ahead does more work than it delivers, and would seem the slower one.
+    """
     burst = max(1, math.ceil(setting.workers / accumulation))
-    bursts = max(math.ceil(2 / burst), round(seconds / (per_window * burst)))
-    return Turn(setting, burst + 1, burst * bursts, max(_FIRST_LIMIT, 4 * seconds))
+    bursts = max(math.ceil(2 / burst), round(seconds / (per_window * burst)) if per_window else 0)
+    filled = max(burst, math.ceil(setting.workers * setting.prefetch / accumulation))
+    return Turn(setting, filled + 1, burst * bursts, max(_FIRST_LIMIT, 4 * seconds))
 
 
 def plan_turns(allowed: float, first: Timed) -> tuple[int, float]:
@@ -189,7 +194,8 @@ def _measured(
     reasons: dict[Loading, str] = {}
     with Prober(recipe, ranks, threads, environment) as prober:
         accumulation = max(1, recipe.data.global_batch // recipe.data.micro_batch // ranks)
-        turn = Turn(grid.start, 1, 4 * max(1, math.ceil(grid.start.workers / accumulation)), _FIRST_LIMIT)
+        windows_of_first = 4 * max(1, math.ceil(grid.start.workers / accumulation))
+        turn = turn_for(grid.start, 0.0, accumulation, 0.0)._replace(windows=windows_of_first)
         first = prober.time(turn, limit_of(turn))
         if isinstance(first, str):
             return Found(grid.start), [f"{RULE}: it could not be measured, {first}"]
