@@ -22,6 +22,7 @@ from trainer.errors import BadInputError
 from trainer.export import check, command, fold as fold_module, reload
 from trainer.export.check import relative_error
 from trainer.export.fold import fold_batchnorm
+from trainer.export.formats import WRITERS
 from trainer.export.model_of_run import inputs_of, open_run, read_samples, some_samples
 from trainer.manifest import file_hash
 
@@ -186,13 +187,13 @@ def test_another_models_file_is_found_and_the_old_one_stays(
     words = ["--to", "torchscript", "--out", str(tmp_path / "out")]
     export(run, *words)
     old = file_hash(tmp_path / "out" / "model.ts")
-    write = command.WRITERS["torchscript"]
+    write = WRITERS["torchscript"]
 
     def perturbed(model: nn.Module, inputs: Any, folder: Path) -> Path:
         model.get_parameter("head.weight").mul_(factor)
         return write(model, inputs, folder)
 
-    monkeypatch.setitem(command.WRITERS, "torchscript", perturbed)
+    monkeypatch.setitem(WRITERS, "torchscript", perturbed)
     capsys.readouterr()
     export(run, *words, "--force", code=1)
     assert "nothing was written" in one_line(capsys)
@@ -207,7 +208,7 @@ def test_a_fresh_process_that_fails_is_told(
         (folder / "model.safetensors").write_bytes(b"\0" * 64)
         return folder / "model.safetensors"
 
-    monkeypatch.setitem(command.WRITERS, "safetensors", torn)
+    monkeypatch.setitem(WRITERS, "safetensors", torn)
     export(run, "--to", "safetensors", "--out", str(tmp_path / "out"), code=1)
     assert "a fresh process can't read or run it" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,8 @@
 """Text that a language model goes on with."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -41,19 +42,19 @@ def _encoder(given: str | None, trained: str) -> Encoder | None:
     return encoder
 
 
-def _tokens(text: str, said: dict[str, object], encoder: Encoder | None) -> list[int]:
+def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list[int]:
     if encoder is not None and encoder.tokenizer is not None:
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
     return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
 
 
-def _text(tokens: Sequence[int], said: dict[str, object], encoder: Encoder | None) -> str:
+def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | None) -> str:
     if encoder is not None and encoder.tokenizer is not None:
         return str(encoder.tokenizer.decode(list(tokens)))
-    return decode(tokens, str(said["tokenizer"]), str(said["characters"]))
+    return str(decode(tokens, str(said["tokenizer"]), str(said["characters"])))
 
 
-def _first(said: dict[str, object]) -> int:
+def _first(said: Mapping[str, Any]) -> int:
     """What a text begins after: the end of another, or where there are no documents, of a line."""
     end = said["end_of_document"]
     if isinstance(end, int):
