@@ -6,7 +6,7 @@ from tests.forked import attempt
 from trainer.recipe import Recipe
 
 _RECIPE = {
-    "epochs": 5,
+    "epochs": 4,
     "evaluate_every": 0,
     "data": {"name": "digits", "global_batch": 64, "micro_batch": 64, "workers": 0},
     "model": {"name": "small_resnet", "width": 16, "blocks": [1, 1]},

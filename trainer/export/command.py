@@ -20,6 +20,7 @@ from trainer.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.export.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.manifest import file_hash
 from trainer.redact import redact_text
+from trainer.report.text import plain
 from trainer.run_folder import shown, write_json
 
 _ABOUT = "model.json"
@@ -65,8 +66,8 @@ def export(options: argparse.Namespace) -> int:
                 f"{target}: can't be written ({problem.strerror}); give another --out"
             ) from problem
         except NotTheSame as problem:
-            line = redact_text(" ".join(f"{run.folder} as {name}: {problem}; nothing was written".split()))
-            print(f"trainer: {line}", file=sys.stderr)
+            line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
+            print(f"trainer: {plain(redact_text(line), 1000)}", file=sys.stderr)
             return EXIT_FAILED
     finally:
         shutil.rmtree(beside, ignore_errors=True)

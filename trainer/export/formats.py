@@ -61,7 +61,7 @@ def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
 
 
 def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
-    """ONNX, by way of torch.export.
+    """ONNX, by way of torch.export, or of TorchScript before torch 2.6.
 
     Raises:
         BadInputError: If the packages for it aren't here, or torch is too old for them.
@@ -72,16 +72,20 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with torch.no_grad():
         outputs = leaves(model(*inputs))
+    names = {"input_names": input_names(inputs), "output_names": output_names(outputs)}
+    new = {"dynamo": True, "external_data": size > _LARGEST_ONNX}
+    # Before 2.6 torch.export's way goes with the onnxscript of its day only.
+    every = [name for each in names.values() for name in each]
+    old = {"dynamo": False, "dynamic_axes": {name: {0: "batch"} for name in every}}
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     with quiet():
         torch.onnx.export(
-            exported_program(model, inputs),
+            exported_program(model, inputs) if is_new else model,
             tuple(inputs),
             str(file),
-            input_names=input_names(inputs),
-            output_names=output_names(outputs),
-            dynamo=True,
             verbose=False,
-            external_data=size > _LARGEST_ONNX,
+            **names,
+            **(new if is_new else old),
         )
     return file
 
