@@ -79,6 +79,10 @@ def test_what_torch_cant_do_is_told(run: Path) -> None:
     )
 
     class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(1)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
 

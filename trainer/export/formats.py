@@ -138,7 +138,7 @@ def missing_packages(*names: str) -> str:
 def quiet() -> Iterator[None]:
     """Keeps what exporters say of their own insides from the user: deprecations, and passes that ran."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
