@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainer.augment import Normalisation, by_policy, flip, jitter, make_policy
+from trainer.augment import Normalisation, by_policy, crop, flip, jitter, make_policy
 
 
 def images(count: int = 6, channels: int = 3) -> torch.Tensor:
@@ -80,3 +80,18 @@ def test_half_of_the_images_are_mirrored() -> None:
     flipped = flip(byte, random)
     assert torch.equal(flipped[0], byte[0].flip(1)), "left and right"
     assert torch.equal(flipped[1], byte[1])
+
+
+def test_a_crop_is_the_image_shifted_by_up_to_an_eighth() -> None:
+    """As a cut of the image padded by its mirrored border, at a place of its own for each."""
+    byte = images().permute(0, 2, 3, 1).contiguous()
+    random = numbers()[:, :2].clone()
+    random[0] = 0.5
+    found = crop(byte, random)
+    padded = v2.functional.pad(byte.permute(0, 3, 1, 2), [2], padding_mode="reflect")
+    places = set()
+    for row, (down, right) in enumerate((random * 5).floor().int().tolist()):
+        assert torch.equal(found[row].permute(2, 0, 1), padded[row, :, down : down + 16, right : right + 16])
+        places.add((down, right))
+    assert torch.equal(found[0], byte[0])
+    assert len(places) > 3

@@ -12,14 +12,24 @@ from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
 
+# ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision has no name for.
+_VIT_SMALL = {
+    "image_size": 224,
+    "patch_size": 16,
+    "num_layers": 12,
+    "num_heads": 6,
+    "hidden_dim": 384,
+    "mlp_dim": 1536,
+}
+
 
 class ModelConfig(Section):
     """What is trained."""
 
     name: str = Field(
         "auto",
-        description="small_resnet (images), gpt (language), audio_cnn (audio), tiny_detector (detection), or "
-        "torchvision's models of images and of detection by their names; auto: the first for the task",
+        description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
+        "(detection), or torchvision's models of images and of detection by name; auto: the task's own",
     )
     width: int = Field(32, ge=1, description="channels of the first stage (small_resnet)")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
@@ -51,11 +61,13 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
     from torchvision import models as torchvision_models
 
+    if config.name == "vit_small":
+        vit: nn.Module = torchvision_models.VisionTransformer(num_classes=classes, **_VIT_SMALL)
+        return vit
     names = torchvision_models.list_models(module=torchvision_models)
     if config.name not in names:
-        raise BadInputError(
-            f"model.name: no model '{config.name}'{nearest(config.name, ['small_resnet', *names])}"
-        )
+        known = ["small_resnet", "vit_small", *names]
+        raise BadInputError(f"model.name: no model '{config.name}'{nearest(config.name, known)}")
     model: nn.Module = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
     return model
 

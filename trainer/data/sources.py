@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.data.cache import CachedPieces, open_cached, pieces_together
+from trainer.data.cifar10 import open_cifar10
 from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import in_folder, in_table
@@ -94,8 +95,10 @@ class DataConfig(LoaderConfig):
     image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
-    augment: Literal["none", "flip", "affine"] = Field(
-        "none", description="on the device: flip (left-right) or affine (rotation, scale, shift)"
+    augment: Literal["none", "flip", "crop", "affine"] = Field(
+        "none",
+        description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
+        "(rotation, scale, shift)",
     )
     jitter: float = Field(
         0.0,
@@ -195,6 +198,8 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     if config.path is None:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
     path = _at_home("path", config.path)
+    if config.name == "cifar10":
+        return _cifar10(Path(path))
     train, evaluation = (
         open_records(config.name, path, split, config.cache, config.cache_limit) for split in ("train", "val")
     )
@@ -294,6 +299,13 @@ def _digits() -> ImageData:
         mean=(0.287,),
         std=(0.354,),
     )
+
+
+def _cifar10(path: Path) -> ImageData:
+    train, evaluation, classes = open_cifar10(path)
+    # Of the training images.
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return ImageData(train, evaluation, classes, channels=3, mean=mean, std=std)
 
 
 def _synthetic(config: DataConfig, seed: int) -> ImageData:

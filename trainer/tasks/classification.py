@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.augment import Normalisation, affine, by_policy, flip, jitter, make_policy
+from trainer.augment import Normalisation, affine, by_policy, crop, flip, jitter, make_policy
 from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
 from trainer.mixing import RegularizationConfig, mix
 from trainer.models import ModelConfig, build_model
 from trainer.stochastic_depth import add_stochastic_depth
 
-_UNIFORMS = {"none": 0, "flip": 1, "affine": 5}
+_UNIFORMS = {"none": 0, "flip": 1, "crop": 3, "affine": 5}
 
 
 class Classification:
@@ -92,8 +92,10 @@ class Classification:
             if chosen.jitter:
                 planes = jitter(planes, random[:, -3:], chosen.jitter)
             byte = planes.permute(0, 2, 3, 1).contiguous()
-        if chosen.augment == "flip":  # bytes: a quarter of the floats' memory traffic
+        if chosen.augment in ("flip", "crop"):  # bytes: a quarter of the floats' memory traffic
             byte = flip(byte, random[:, :1])
+        if chosen.augment == "crop":
+            byte = crop(byte, random[:, 1:3])
         image = self._normalise(byte, self._model.channels_last)
         return affine(image, random[:, :5]) if chosen.augment == "affine" else image
 

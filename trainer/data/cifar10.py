@@ -1,0 +1,71 @@
+"""CIFAR-10's binary version (Krizhevsky, 2009): five files to learn from and one to measure on.
+
+Its other version holds Python pickles, and nothing pickled is read here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.dataset import ArrayDataset
+from trainer.errors import BadInputError
+
+_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+_TEST = ("test_batch.bin",)
+_SIDE, _CLASSES = 32, 10
+_RECORD = 1 + 3 * _SIDE * _SIDE
+
+
+def open_cifar10(folder: Path) -> tuple[ArrayDataset, ArrayDataset, tuple[str, ...]]:
+    """Reads all of it into memory: 184 MB.
+
+    Args:
+        folder: Holds the files, or cifar-10-batches-bin that does.
+
+    Returns:
+        What to learn from, what to measure on (fields image, uint8 (32, 32, 3), and label, int64 ()), and
+        the names of the classes.
+
+    Raises:
+        BadInputError: If a file is missing, torn or holds a label that is no class.
+    """
+    inner = folder / "cifar-10-batches-bin"
+    folder = inner if inner.is_dir() else folder
+    if not (folder / _TRAIN[0]).exists() and (folder / "data_batch_1").exists():
+        raise BadInputError(
+            f"{folder}: is CIFAR-10's Python version, which is pickled; get the binary version"
+        )
+    train, test = (_read([folder / name for name in names]) for names in (_TRAIN, _TEST))
+    return train, test, _names(folder / "batches.meta.txt")
+
+
+def _read(files: list[Path]) -> ArrayDataset:
+    parts = []
+    for file in files:
+        try:
+            data = np.fromfile(file, np.uint8)
+        except OSError as error:
+            raise BadInputError(
+                f"{file}: can't be read ({error.strerror}); give the folder of CIFAR-10's binary version"
+            ) from error
+        records, rest = divmod(len(data), _RECORD)
+        if rest or not records:
+            raise BadInputError(f"{file}: {len(data)} bytes are no whole number of images; get it again")
+        table = data.reshape(records, _RECORD)
+        if (wrong := np.flatnonzero(table[:, 0] >= _CLASSES)).size:
+            raise BadInputError(
+                f"{file}: image {wrong[0]} has label {table[wrong[0], 0]}, and there are {_CLASSES} classes"
+            )
+        parts.append(table)
+    table = np.concatenate(parts)
+    planes = table[:, 1:].reshape(-1, 3, _SIDE, _SIDE)
+    image = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+    return ArrayDataset({"image": image, "label": table[:, 0].astype(np.int64)})
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    try:
+        names = tuple(file.read_text("utf-8").split())
+    except (OSError, UnicodeDecodeError):
+        names = ()
+    return names if len(names) == _CLASSES else tuple(map(str, range(_CLASSES)))
