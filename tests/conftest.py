@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned the digits a little; nobody changes its files."""
+    from tests.trained import train_digits  # here: not every test needs what it imports
+
+    return train_digits(tmp_path_factory.mktemp("runs") / "digits")
 
 
 @pytest.fixture(autouse=True)

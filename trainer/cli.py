@@ -140,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_tune(commands)
     _add_doctor(commands)
+    _add_export(commands)
+    _add_predict(commands)
     data_commands(commands, _Parser)
 
     bench_commands(commands, _Parser)
@@ -218,6 +220,83 @@ def _add_doctor(commands: Any) -> None:
     doctor.set_defaults(run=_doctor)
 
 
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it differs",
+        allow_abbrev=False,
+    )
+    export.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("torch-export", "onnx", "torchscript", "safetensors"),
+        help="the format; safetensors holds weights only",
+    )
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
+    export.add_argument(
+        "--with-normalisation",
+        action="store_true",
+        help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",
+    )
+    export.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)"
+    )
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    _add_where_data_lies(export)
+    export.set_defaults(run=_export)
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="what a run's model says of files; without any, of its evaluation data",
+        allow_abbrev=False,
+    )
+    predict.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
+    predict.add_argument("--out", type=Path, metavar="FILE", help="write a grid of pictures (.png)")
+    predict.add_argument(
+        "--top", type=int, default=3, metavar="N", help="classes or boxes named (default: 3)"
+    )
+    predict.add_argument(
+        "--score", type=float, default=0.3, metavar="S", help="of the boxes to draw, at least (default: 0.3)"
+    )
+    _add_text(predict)
+    predict.add_argument(
+        "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
+    )
+    _add_where_data_lies(predict)
+    predict.set_defaults(run=_predict)
+
+
+def _add_text(predict: argparse.ArgumentParser) -> None:
+    """What a language model is asked for."""
+    predict.add_argument("--prompt", metavar="TEXT", help="text to go on with (default: a new document)")
+    predict.add_argument("--tokens", type=int, default=200, metavar="N", help="to add (default: 200)")
+    predict.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest (default: 0.8)",
+    )
+    predict.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    predict.add_argument("--tokenizer", metavar="bpe:FILE", help="the tokenizer.json of tokens that need one")
+
+
+def _add_where_data_lies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where the data lies now, such as data.path; repeatable",
+    )
+
+
 # Commands import what they need when they run: torch alone takes two seconds.
 
 
@@ -279,3 +358,15 @@ def _doctor(options: argparse.Namespace) -> int:
     from trainer.doctor.command import doctor
 
     return doctor(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trainer.export.command import export
+
+    return export(options)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from trainer.predict.command import predict
+
+    return predict(options)

@@ -7,10 +7,33 @@ from typing import Any
 from trainer.threads import wait_passively
 
 
+def _add_inference(benches: Any) -> None:
+    inference = benches.add_parser(
+        "inference",
+        help="latency and throughput of a run's model: eager, compiled, TorchScript, exported, ONNX Runtime",
+        allow_abbrev=False,
+    )
+    inference.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    inference.add_argument(
+        "--batches", default="1,8,64", metavar="LIST", help="batch sizes (default: 1,8,64)"
+    )
+    inference.add_argument(
+        "--seconds", type=float, default=2.0, metavar="S", help="for each way and batch size (default: 2)"
+    )
+    inference.add_argument("--ways", default="", metavar="LIST", help="which to measure (default: all)")
+    inference.add_argument("--json", action="store_true", help="print JSON")
+    inference.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
+    inference.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="where the data lies now; repeatable"
+    )
+    inference.set_defaults(run=_inference)
+
+
 def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
     """Adds `bench` and what it can measure to the commands."""
     bench = commands.add_parser("bench", help="measure; exit code 1: target missed, 3: nothing measured")
     benches = bench.add_subparsers(required=True, metavar="BENCH", parser_class=parser_class)
+    _add_inference(benches)
     overhead = benches.add_parser(
         "overhead", help="host time per step over a hand-written loop", allow_abbrev=False
     )
@@ -153,6 +176,20 @@ def _overhead(options: argparse.Namespace) -> int:
     from trainer.bench.overhead import bench_overhead
 
     return bench_overhead(options.rounds, options.steps, options.target, options.against)
+
+
+def _inference(options: argparse.Namespace) -> int:
+    from trainer.bench.inference import bench_inference
+
+    return bench_inference(
+        options.folder,
+        options.set,
+        batches=options.batches,
+        seconds=options.seconds,
+        ways=options.ways,
+        as_json=options.json,
+        plot=options.plot,
+    )
 
 
 def _accumulation(options: argparse.Namespace) -> int:

@@ -1,0 +1,149 @@
+"""Promise: one command says what a model makes of files, and names those that it can't read."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.cli import main
+from trainer.data.sources import IMAGE, LABEL
+from trainer.export.model_of_run import open_run
+from trainer.predict import command
+from trainer.predict.grid import grid
+from trainer.predict.images import as_evaluated
+
+
+@pytest.fixture
+def run(digits_run: Path) -> Path:
+    return digits_run
+
+
+@pytest.fixture(scope="module")
+def digits(digits_run: Path) -> tuple[Any, Any]:
+    """The evaluation data: uint8 (360, 8, 8, 1), and its labels."""
+    arrays = open_run(digits_run).task.evaluation_data.arrays
+    assert arrays is not None
+    return arrays[IMAGE], arrays[LABEL]
+
+
+def save(pixels: Any, file: Path, factor: int = 10) -> Path:
+    """One pixel becomes factor x factor."""
+    Image.fromarray(np.kron(pixels[:, :, 0], np.ones((factor, factor), np.uint8))).save(file)
+    return file
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The words of each line by its first one."""
+    return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+
+
+def test_known_digits_are_named(
+    run: Path, digits: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, label = digits
+    files = [save(image[n], tmp_path / f"{n}[red].png") for n in range(40)]
+    assert main(["predict", str(run), *map(str, files)]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    said = rows(told.out)
+    right = [said[str(file)][1] == str(label[n]) for n, file in enumerate(files)]
+    assert np.mean(right) > 0.9
+    assert all(0 < float(said[str(file)][2].rstrip("%")) <= 100 for file in files)
+    assert "8 x 8 grey" in told.out
+
+
+def test_a_file_becomes_what_was_learned_from(run: Path, digits: tuple[Any, Any], tmp_path: Path) -> None:
+    opened, (image, _) = open_run(run), digits
+    for number in np.flatnonzero(image.max((1, 2, 3)) == 240)[:5].tolist():
+        file = save(image[number], tmp_path / "digit.png", factor=10 + number % 5)
+        assert (as_evaluated(file, opened) == image[number]).all()
+        pencil_on_paper = save(230 - image[number] // 2, tmp_path / "paper.png")
+        assert np.abs(as_evaluated(pencil_on_paper, opened).astype(int) - image[number]).max() <= 15
+
+
+def test_what_is_no_image_is_named_and_the_others_are_shown(
+    run: Path, digits: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = save(digits[0][0], tmp_path / "good.png")
+    torn, text, gone = tmp_path / "torn.png", tmp_path / "a\nb.txt", tmp_path / "gone.png"
+    torn.write_bytes(good.read_bytes()[:-40])
+    text.write_text("not an image")
+    assert main(["predict", str(run), str(torn), str(good), str(text), str(gone)]) == 1
+    told = capsys.readouterr()
+    assert str(good) in told.out
+    assert told.err.count("\n") == 3
+    assert "torn.png" in told.err
+    assert "No such file" in told.err
+    assert main(["predict", str(run), str(torn), str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 2)
+
+
+def test_without_files_the_mistakes_of_the_evaluation_come_first(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "grid.png"
+    assert main(["predict", str(run), "--samples", "30", "--top", "2", "--out", str(out)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = [line for line in lines if line[0] == "sample"]
+    assert len(shown) == 30
+    wrong = [line[2] != line[4] for line in shown]
+    assert wrong == sorted(wrong, reverse=True)
+    assert 1 < sum(wrong) < 30
+    surest = [float(line[3].rstrip("%")) for line in shown[: sum(wrong)]]
+    assert surest == sorted(surest, reverse=True)
+    (summary,) = (line for line in lines if line[1:2] == ["of"])
+    assert int(summary[2]) - int(summary[0]) == sum(wrong)
+    assert Image.open(out).size[0] > 500
+
+
+def test_the_grid_shows_every_picture_and_marks_mistakes() -> None:
+    images = [np.full((8, 8, 1), 100, np.uint8), np.full((50, 30, 3), 200, np.uint8)]
+    both = np.asarray(grid(images, [("seven", "is 7", False), ("\N{SNOWMAN}" * 50, "is 8", True)]))
+    for grey in (100, 200):
+        assert (both == grey).all(-1).sum() > 2000
+    red = (both == (190, 40, 40)).all(-1).sum()
+    none = np.asarray(grid(images[:1], [("seven", "is 7", False)]))
+    assert red > 300 > (none == (190, 40, 40)).all(-1).sum()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "grid.txt"], ".png"),
+        (["--out", "nowhere/grid.png"], "nowhere"),
+        (["--top", "0"], "from 1 on"),
+        (["--samples", "0"], "from 1 on"),
+    ],
+)
+def test_what_cant_be_asked_for_is_one_line(
+    words: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(run), *words]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert said in told.err
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_task_of_ones_own_may_say_how_it_is_shown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_run(run)
+
+    class Own:
+        def predict(self, model: Any, options: argparse.Namespace) -> int:
+            assert not model.training
+            return len(options.files)
+
+    recipe = opened.recipe.model_copy(update={"task": "mine.py"})
+    task: Any = Own()
+    monkeypatch.setattr(command, "open_run", lambda *_: opened._replace(task=task, recipe=recipe))
+    assert main(["predict", str(run), "a", "b", "c"]) == 3
+    monkeypatch.setattr(command, "open_run", lambda *_: opened._replace(recipe=recipe))
+    assert main(["predict", str(run)]) == 2

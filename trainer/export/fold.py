@@ -1,0 +1,117 @@
+"""BatchNorm folded into the layer before it: in evaluation both are one affine map.
+
+With scale g / sqrt(v + eps) the layer's weight becomes weight * scale, its bias (bias - m) * scale + b, for
+running mean m and variance v, gain g and offset b of BatchNorm (Jacob et al., 2018, section 3.2).
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+# Exactly these classes: another may compute something else with the same tensors. Dimensions of the output.
+_LAYERS = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Folded(NamedTuple):
+    """A model with fewer BatchNorms.
+
+    Attributes:
+        model: A copy; where BatchNorm was is an Identity, so that names stay.
+        names: The BatchNorms that are gone.
+        kept: How many there still are.
+        why: Why nothing could be looked at; "" where that isn't so.
+    """
+
+    model: nn.Module
+    names: tuple[str, ...]
+    kept: int
+    why: str = ""
+
+
+def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
+    """Folds each BatchNorm that directly follows a convolution or linear layer whose output it alone takes.
+
+    Who takes what is seen by tracing the model with torch.fx; what that can't trace stays as it is.
+
+    Args:
+        model: In evaluation mode; left as it is.
+        inputs: What it is called with, for the shapes.
+    """
+    model = copy.deepcopy(model)
+    if not _norms_in(model):
+        return Folded(model, (), 0)
+    try:
+        traced = fx.symbolic_trace(model)
+        ShapeProp(traced).propagate(*inputs)
+    except Exception as error:  # whatever the model's own Python does with symbols instead of tensors
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Folded(model, (), _norms_in(model), f"stays: torch.fx can't trace the model ({why})")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    uses = Counter(id(modules[str(node.target)]) for node in traced.graph.nodes if node.op == "call_module")
+    read = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
+    names = []
+    for node in traced.graph.nodes:
+        if (found := _pair(node, modules)) is None:
+            continue
+        layer, norm = found
+        alone = uses[id(modules[layer])] == uses[id(modules[norm])] == 1
+        if not alone or any(name.startswith((f"{layer}.", f"{norm}.")) for name in read):
+            continue
+        _replace(model, layer, folded(modules[layer], modules[norm]))
+        _replace(model, norm, nn.Identity())
+        names.append(norm)
+    return Folded(model, tuple(names), _norms_in(model))
+
+
+def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | None:
+    """The layer and the BatchNorm of a node that is one, if it may be folded as far as the two can tell."""
+    if node.op != "call_module" or len(node.all_input_nodes) != 1:
+        return None
+    before = node.all_input_nodes[0]
+    if before.op != "call_module" or len(before.users) != 1:
+        return None
+    layer, norm = modules[str(before.target)], modules[str(node.target)]
+    if type(layer) not in _LAYERS or type(norm) not in _NORMS or norm.training:
+        return None
+    if norm.running_mean is None or norm.running_var is None:
+        return None
+    if any("forward" in vars(one) or any(getattr(one, kind) for kind in _HOOKS) for one in (layer, norm)):
+        return None
+    # (n, length, channels) from a linear layer is normalised over the length; a lone sample over channels.
+    shape = getattr(before.meta.get("tensor_meta"), "shape", ())
+    return (str(before.target), str(node.target)) if len(shape) == _LAYERS[type(layer)] else None
+
+
+def folded(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+    """One layer that does what the two did; any convolution or linear layer. In float64, rounded once."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double()
+    if layer.bias is not None:
+        shift = shift + layer.bias.double()
+    shift = shift * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.double()
+    weight = layer.weight.double() * scale.view(-1, *[1] * (layer.weight.ndim - 1))
+    made = copy.deepcopy(layer)
+    made.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
+    made.bias = nn.Parameter(shift.to(layer.weight.dtype), requires_grad=False)
+    return made
+
+
+def _replace(model: nn.Module, name: str, module: Any) -> None:
+    above, _, last = name.rpartition(".")
+    setattr(model.get_submodule(above), last, module)
+
+
+def _norms_in(model: nn.Module) -> int:
+    return sum(isinstance(module, _NORMS) for module in model.modules())

@@ -1,0 +1,1 @@
+"""What a run's model says of files, or of its evaluation data: for people."""
