@@ -18,7 +18,7 @@ def test_they_are_there() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_clean(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
@@ -31,7 +31,7 @@ def test_it_runs_and_draws(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     paths = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    notebook = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     # Three times what a notebook may take: this machine does other things.
     NotebookClient(notebook, timeout=360, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -39,4 +39,5 @@ def test_it_runs_and_draws(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert pictures, "a notebook without a plot"
     assert not any(output.output_type == "error" for output in outputs)
     if "TRAINER_KEEP_NOTEBOOKS" in os.environ:  # to look at
-        nbformat.write(notebook, Path(os.environ["TRAINER_KEEP_NOTEBOOKS"]) / path.name)
+        kept = Path(os.environ["TRAINER_KEEP_NOTEBOOKS"]) / path.name
+        nbformat.write(notebook, kept)  # type: ignore[no-untyped-call]
