@@ -8,11 +8,11 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from trainer.models_detection import Found
 
 from tests.forked import attempt
 from trainer.cli import main
 from trainer.export.model_of_run import open_run, read_samples
+from trainer.models_detection import Found
 from trainer.predict import boxes
 from trainer.recipe import Recipe
 

@@ -72,11 +72,10 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     with torch.no_grad():
         outputs = leaves(model(*inputs))
-    names = {"input_names": input_names(inputs), "output_names": output_names(outputs)}
-    new = {"dynamo": True, "external_data": size > _LARGEST_ONNX}
+    takes, gives = input_names(inputs), output_names(outputs)
+    new: dict[str, Any] = {"dynamo": True, "external_data": size > _LARGEST_ONNX}
     # Before 2.6 torch.export's way goes with the onnxscript of its day only.
-    every = [name for each in names.values() for name in each]
-    old = {"dynamo": False, "dynamic_axes": {name: {0: "batch"} for name in every}}
+    old = {"dynamo": False, "dynamic_axes": {name: {0: "batch"} for name in (*takes, *gives)}}
     is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
     with quiet():
         torch.onnx.export(
@@ -84,7 +83,8 @@ def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
             tuple(inputs),
             str(file),
             verbose=False,
-            **names,
+            input_names=takes,
+            output_names=gives,
             **(new if is_new else old),
         )
     return file
