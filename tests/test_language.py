@@ -222,6 +222,15 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
     assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "shards of both come mixed"
 
 
+def test_the_order_inside_a_bucket_is_the_seeds() -> None:
+    """One bucket that is one shard: nothing else is shuffled."""
+    orders = {
+        tuple(in_buckets(seed, np.zeros(40, np.int64), np.arange(40), (40,), 40, False).tolist())
+        for seed in range(4)
+    }
+    assert len(orders) == 4
+
+
 class InFloat64(Language):
     """The task on documents of its own, in float64."""
 
