@@ -87,7 +87,7 @@ def with_everything(world: World, scope: str, mode: str) -> tuple[list[float], d
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
 def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str) -> None:
     """Dropout is left out: compiled code draws other numbers than eager code from the same seed."""
     eager = ranks.run(2, with_everything, scope, "none")

@@ -84,7 +84,8 @@ def test_the_number_of_workers_changes_nothing(last: str) -> None:
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
     assert len(expected) == len(batches)
-    for workers, prefetch in ((1, 1), (2, 3), (4, 2)):
+    # Each worker that is started here imports torch: all the settings once, then one of them.
+    for workers, prefetch in ((1, 1), (2, 3), (4, 2)) if last == "cross" else ((2, 3),):
         assert read_all(RingLoader(what, CPU, workers, LoaderConfig(prefetch=prefetch)), batches) == expected
     middle = batches[3:]
     assert read_all(RingLoader(what, CPU, 2, LoaderConfig()), middle) == expected[3:]
