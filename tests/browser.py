@@ -76,13 +76,13 @@ class Page:
         decoded: dict[str, Any] = json.loads(message)
         return decoded
 
-    def open(self, file: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Shows a file, in a window of so many CSS pixels; `events` begin anew."""
+    def open(self, what: Path | str, width: int, height: int = 900, dark: bool = False) -> None:
+        """Shows a file or a URL, in a window of so many CSS pixels; `events` begin anew."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.resize(width, height)
         self.events.clear()
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=what if isinstance(what, str) else what.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 

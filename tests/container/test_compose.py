@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import chromium, find_chromium
 from tests.container.run import check_log, engine, trouble, wait_for
 
 pytestmark = pytest.mark.container
@@ -207,6 +208,30 @@ def test_a_kernel_computes(project: Project) -> None:
     words = ("exec", "-T", "jupyter", "python", "-c", KERNEL, token(project), textwrap.dedent(code))
     assert project.compose(*words) == f"3.0 /workspace/trainer/__init__.py {OWNER}\n"
     assert (project.root / "by-kernel").stat().st_uid == OWNER
+
+
+def test_a_notebook_opens_in_the_browser(project: Project) -> None:
+    """Its text and cells are there; TRAINER_KEEP_NOTEBOOKS=DIR keeps the picture, to be looked at."""
+    path = find_chromium()
+    if path is None:
+        assert "TRAINER_REQUIRE_IMAGES" not in os.environ, "chromium is missing"
+        pytest.skip("chromium is not installed")
+    place = f"lab/tree/notebooks/01-first-run.ipynb?token={token(project)}"
+    with chromium(path) as page:
+        page.open(f"http://127.0.0.1:{project.env['JUPYTER_PORT']}/{place}", 1280, 1000)
+        shown = "[...document.querySelectorAll('.jp-RenderedMarkdown h1')].map(e => e.innerText).join()"
+        wait_for(lambda: "A first run" in str(page.evaluate(shown)), "the notebook in JupyterLab", 45)
+        code = "[...document.querySelectorAll('.jp-CodeCell')].map(e => e.innerText).join()"
+        assert "fit(" in str(page.evaluate(code))
+        if "TRAINER_KEEP_NOTEBOOKS" in os.environ:
+            Path(os.environ["TRAINER_KEEP_NOTEBOOKS"], "jupyterlab.png").write_bytes(page.screenshot())
+
+
+def test_a_notebook_runs_in_the_image(project: Project) -> None:
+    words = ("jupyter", "execute", "notebooks/04-your-own-task.ipynb")
+    noted = (r"\[NbClientApp\].*", r".*WARNING.*without encryption.*")
+    project.compose("exec", "-T", "jupyter", *words, expected=noted)
+    assert project.strangers() == []
 
 
 def test_tensorboard_shows_a_run(project: Project) -> None:
