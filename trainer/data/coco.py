@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,9 @@ def _load(file: Path) -> Mapping[str, Any]:
             raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
         if not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in told[name]):
             raise BadInputError(f"{file}: an entry of '{name}' has no id that is a whole number")
-        numbers = [entry["id"] for entry in told[name]]
-        if len(set(numbers)) < len(numbers):
-            twice = next(number for i, number in enumerate(numbers) if number in set(numbers[:i]))
-            raise BadInputError(f"{file}: id {twice} is there twice in '{name}'")
+        [(most, times)] = Counter(entry["id"] for entry in told[name]).most_common(1) or [(0, 0)]
+        if times > 1:
+            raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
     return told  # type: ignore[no-any-return]
 
 
