@@ -256,6 +256,18 @@ def test_padding_never_comes_to_the_methods() -> None:
     assert float(task.measure(model, nothing)["loss"]) == 0
 
 
+def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "mine.py"])
+    text = (here / "mine.py").read_text()
+    shows = "\n    def predict(self, model, options):\n        print(model(torch.zeros(1, 2)).shape)\n        return 0\n"
+    (here / "mine.py").write_text(text + shows)
+    trainer.fit("mine.py", {"epochs": 1}, out="run")
+    assert main(["predict", "run"]) == 0
+    assert "torch.Size([1, 2])" in capsys.readouterr().out
+    assert main(["export", "run", "--to", "torchscript", "--out", "exported"]) == 0
+    assert list((here / "exported").glob("*.ts"))
+
+
 def test_the_walk_through(here: Path) -> None:
     """Every Python block of docs/your-own-task.md, one after another, as a reader would type them."""
     blocks = re.findall(r"^```python\n(.*?)^```$", WALK.read_text(), re.MULTILINE | re.DOTALL)

@@ -41,7 +41,7 @@ class Spirals:
         return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def inputs(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        """What the model is called with; `trainer export` and `trainer predict` ask for it."""
+        """What the model is called with; `trainer export` asks for it."""
         return (batch.fields["point"],)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:

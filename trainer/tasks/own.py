@@ -32,8 +32,8 @@ class OwnTask:
     Batches come to `loss` and `measure` without padding, so that these needn't know of weights.
 
     Args:
-        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarise and the
-            attributes metric (default: loss), lower_is_better and uniforms.
+        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarise, predict,
+            and the attributes metric (default: loss), lower_is_better and uniforms.
         source: Where it comes from, for messages: a file, or a class of a notebook.
 
     Raises:
@@ -54,10 +54,9 @@ class OwnTask:
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise self._wrong("data", f"{type(parts).__name__}")
         self.train_data, self.evaluation_data = (self._dataset(part) for part in parts)
-        if hasattr(own, "inputs"):
-            self.inputs = own.inputs
-        if hasattr(own, "summarise"):
-            self.summarise = own.summarise
+        for name in ("inputs", "summarise", "predict"):
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
 
     def describe(self) -> Mapping[str, Any]:
         """What its own `describe` says, or nothing."""
