@@ -259,7 +259,12 @@ def test_padding_never_comes_to_the_methods() -> None:
 def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["new", "mine.py"])
     text = (here / "mine.py").read_text()
-    shows = "\n    def predict(self, model, options):\n        print(model(torch.zeros(1, 2)).shape)\n        return 0\n"
+    lines = (
+        "def predict(self, model, options):",
+        "    print(model(torch.zeros(1, 2)).shape)",
+        "    return 0",
+    )
+    shows = "\n" + "".join(f"    {line}\n" for line in lines)
     (here / "mine.py").write_text(text + shows)
     trainer.fit("mine.py", {"epochs": 1}, out="run")
     assert main(["predict", "run"]) == 0
