@@ -112,7 +112,9 @@ def tiny_losses(
     """
     target, positive = assign(cells, stride, true_boxes, count)
     label = true_labels.gather(1, target)
-    wanted = F.one_hot(label, logits.shape[2]).to(logits.dtype) * positive[..., None]
+    # Not one_hot, which asks a CPU's tensor for its largest value.
+    classes_there = torch.arange(logits.shape[2], device=logits.device)
+    wanted = ((label[..., None] == classes_there) & positive[..., None]).to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
     score = logits.sigmoid()
     wrong = score + wanted - 2 * score * wanted  # 1 - p of what is right
