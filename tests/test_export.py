@@ -1,6 +1,7 @@
 """Promise: what `trainer export` writes computes what the trained model does, or isn't there."""
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -294,6 +295,22 @@ def test_a_task_without_inputs_is_told(run: Path) -> None:
 
 
 def test_no_pickle_is_read_where_exports_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads an archive tells torch first to unpickle nothing."""
+    told: list[str | None] = []
+
+    def load(_: Any) -> Any:
+        told.extend(os.environ.get(name) for name in reload.ONLY_WEIGHTS)
+        raise KeyboardInterrupt
+
+    for name in reload.ONLY_WEIGHTS:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.export, "load", load)
+    with pytest.raises(KeyboardInterrupt):
+        reload.main([str(tmp_path / "model.pt2"), str(tmp_path / "in"), str(tmp_path / "out")])
+    assert told == list(reload.ONLY_WEIGHTS.values())
+
+
+def test_torch_unpickles_nothing_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil.pt").write_bytes(pickle.dumps(_Evil(tmp_path / "done")))
     for name, value in reload.ONLY_WEIGHTS.items():
         monkeypatch.setenv(name, value)
@@ -318,6 +335,7 @@ class _Evil:
         ([[1.0], [8.0]], [[1.5], [8.0]], 0.5),
         ([[1.0]], [[float("nan")]], float("inf")),
         ([[float("nan")]], [[float("nan")]], float("inf")),
+        ([], [], float("inf")),
         ([[float("inf")]], [[1.0]], float("inf")),
         ([[0.0]], [[0.1]], float("inf")),
         ([[1.0]], [[1.0, 1.0]], float("inf")),

@@ -1,7 +1,9 @@
 """`fit`: a run from Python, in this process; what a notebook calls."""
 
+import contextlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 from trainer.attempt import train_rank
 from trainer.config import override, read_recipe, validated
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.own_file import text_hash
 from trainer.recipe import Recipe
 from trainer.resume import RUNS, Mode
 from trainer.run import check_request, make_task
@@ -70,7 +73,7 @@ def fit(
         BadInputError: What is wrong, and the remedy.
     """
     # JSON is YAML, so this is what --set takes.
-    words = [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
+    words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in (settings or {}).items()]
     if isinstance(task, str | Path):
         name = Path(task).stem
         recipe = validated(Recipe, override(read_recipe(str(task)), words), str(task))
@@ -81,13 +84,15 @@ def fit(
         values = {"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}
         recipe = validated(Recipe, override(values, words), name)
         opened = OwnTask(own, name)
-    with torch.random.fork_rng():
+        with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
+            opened.source_hash = text_hash(inspect.getsource(type(own)))
+    with _random_state_kept():
         check_request(recipe, opened, 1)
     folder = new_folder(RUNS, name, recipe) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     try:
-        with torch.random.fork_rng():
+        with _random_state_kept():
             code = train_rank(recipe, name, folder, resume, task=opened)
     finally:
         torch.set_num_threads(threads)
@@ -100,3 +105,16 @@ def fit(
     known = {"kind", "window", "epoch", "time", "seconds"}
     run.figures.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
     return run
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Of the CPU, and of a GPU in use. CUDA must not begin here: its allocator is still to be chosen."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, numpy's numbers as Python's."""
+    return value.item() if hasattr(value, "item") else str(value)

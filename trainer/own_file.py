@@ -7,6 +7,9 @@ from typing import Any
 
 from trainer.errors import BadInputError
 
+# The name that a task's file has as a module.
+MODULE = "trainer_own_task"
+
 
 def own_recipe(path: Path) -> dict[str, Any]:
     """The configuration that a task file holds: its RECIPE, a dict of plain values, read but not run.
@@ -37,7 +40,12 @@ def own_recipe(path: Path) -> dict[str, Any]:
 
 def source_hash(path: Path) -> str:
     """SHA-256 of a task's file, hexadecimal, shortened: for the comparison of two attempts."""
-    return hashlib.sha256(read_source(path).encode()).hexdigest()[:16]
+    return text_hash(read_source(path))
+
+
+def text_hash(text: str) -> str:
+    """SHA-256 of a task's source, hexadecimal, shortened."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_source(path: Path) -> str:

@@ -36,6 +36,9 @@ _TASKS = {
 }
 
 
+_SECTIONS = ("language", "audio", "detection")
+
+
 class Recipe(Section):
     """The configuration of a run. Unknown keys are errors."""
 
@@ -91,6 +94,11 @@ class Recipe(Section):
             )
         if self.model.name == "auto":
             self.model.name = model
+        readers = {"regularization": "classification", **{name: name for name in _SECTIONS}}
+        for part, reader in readers.items():
+            section = getattr(self, part)
+            if self.task != reader and section != type(section)():
+                raise ValueError(f"{part}: nothing that task={self.task} reads; leave its keys out")
         if only and self.model.name != model:
             raise ValueError(
                 f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"

@@ -62,7 +62,8 @@ def _agreed(
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if kept(name)}
     # BatchNorm's counters: files from before there were any lack them, and they don't matter here.
     missing = [n for n in wanted if n not in shapes and not n.endswith(".num_batches_tracked")]
-    unexpected = [name for name in shapes if name not in state and kept(name)]
+    counters = ".num_batches_tracked"
+    unexpected = [n for n in shapes if n not in state and kept(n) and not n.endswith(counters)]
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if not wanted:
         raise BadInputError(f"model.fresh={list(fresh)}: nothing is left to take from {file}; leave out both")

@@ -222,7 +222,7 @@ def test_a_notebook_opens_in_the_browser(project: Project) -> None:
         shown = "[...document.querySelectorAll('.jp-RenderedMarkdown h1')].map(e => e.innerText).join()"
         wait_for(lambda: "A first run" in str(page.evaluate(shown)), "the notebook in JupyterLab", 45)
         code = "[...document.querySelectorAll('.jp-CodeCell')].map(e => e.innerText).join()"
-        assert "fit(" in str(page.evaluate(code))
+        wait_for(lambda: "fit(" in str(page.evaluate(code)), "its code", 10)
         if "TRAINER_KEEP_NOTEBOOKS" in os.environ:
             Path(os.environ["TRAINER_KEEP_NOTEBOOKS"], "jupyterlab.png").write_bytes(page.screenshot())
 

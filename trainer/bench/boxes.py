@@ -9,6 +9,7 @@ from trainer.bench.conditions import conditions
 from trainer.data.boxes import BoxAugment, BoxedImages
 from trainer.data.digits_canvas import SIZE, DigitsCanvas
 from trainer.data.synthetic_boxes import SyntheticPictures
+from trainer.errors import EXIT_NOT_MEASURED
 
 _IMAGES = 16
 _KINDS = (
@@ -22,11 +23,14 @@ _KINDS = (
 
 
 def bench_boxes(rounds: int) -> int:
-    """Prints the median over interleaved rounds for each augmentation; exit code 0.
+    """Prints the median over interleaved rounds for each augmentation; exit code 0, 3 if there were none.
 
     Args:
         rounds: Of each.
     """
+    if rounds < 1:
+        print("nothing measured: --rounds must be at least 1")
+        return EXIT_NOT_MEASURED
     torch.set_num_threads(1)
     print(conditions())
     for what, pictures, size in (

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,10 +118,13 @@ def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> lis
     device = torch.device(device_kind(run.recipe))
     model = run.model.to(device)
     dataset = run.task.evaluation_data
-    inputs: Tensors = [
-        value.to(device) for value in inputs_of(run, read_samples(dataset, some_samples(dataset, batch)))
-    ]
-    wanted = leaves(model(*inputs))
+    try:
+        batches = read_samples(dataset, some_samples(dataset, batch))
+        inputs: Tensors = [value.to(device) for value in inputs_of(run, batches)]
+        wanted = leaves(model(*inputs))
+    except (MemoryError, RuntimeError) as error:  # too large a batch; the smaller ones were measured
+        why = f"can't ({(str(error).splitlines() or ['out of memory'])[0][:120]})"
+        return [Figure(name, batch, why) for name in names]
     calls, errors, figures = dict[str, Call](), dict[str, float](), dict[str, Figure]()
     for name in track(names, f"batch {batch}: making ready", transient=True):
         try:
@@ -153,6 +156,8 @@ def _interleaved(calls: dict[str, Call], inputs: Tensors, seconds: float) -> dic
     """Latencies of each way, in seconds: rounds in which each has its turn, another one first each time."""
     names = list(calls)
     latencies: dict[str, list[float]] = {name: [] for name in names}
+    if not names:
+        return latencies
     for number in track(range(_ROUNDS), "measuring", transient=True):
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
@@ -188,10 +193,15 @@ def _table(figures: Sequence[Figure]) -> str:
             continue
         rows.append(
             f"| {figure.way} | {figure.batch} | {figure.p50 * 1e3:.3f} | {figure.p99 * 1e3:.3f} | "
-            f"{figure.samples_per_s:,.0f} | {figure.samples_per_s / eager[figure.batch]:.2f} x | "
+            f"{figure.samples_per_s:,.0f} | {_of_eager(figure, eager)} | "
             f"{figure.error:.0e} |"
         )
     return "\n".join(rows)
+
+
+def _of_eager(figure: Figure, eager: Mapping[int, float]) -> str:
+    base = eager.get(figure.batch)
+    return f"{figure.samples_per_s / base:.2f} x" if base else ""
 
 
 def _write(plot: Path, text: Any, as_json: bool) -> None:

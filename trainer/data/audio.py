@@ -140,7 +140,7 @@ class AudioFolder:
                 if sound.samplerate != self._rate:
                     raise BadInputError(
                         f"{readable(path)}: has a sample rate of {sound.samplerate} Hz, and "
-                        f"data.sample_rate is {self._rate}: change that, or resample the file "
+                        f"audio.sample_rate is {self._rate}: change that, or resample the file "
                         f"(ffmpeg -i IN -ar {self._rate} OUT)"
                     )
                 frames = sound.frames

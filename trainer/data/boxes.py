@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.corrupt import Bad, OnCorrupt, fill_rows
+from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
 from trainer.keyed_rng import Float32, Ints
 
@@ -164,7 +164,10 @@ class BoxedImages:
         if not rest or rest[0] >= augment.mosaic:
             return moved(self.pictures.read(sample), out, augment, own)
         others = [rest[3 + i * (1 + _PLACE) :][: 1 + _PLACE] for i in range(3)]
-        pictures = [self.pictures.read(int(other[0] * len(self))) for other in others]
+        try:
+            pictures = [self.pictures.read(int(other[0] * len(self))) for other in others]
+        except Corrupt:  # it is named when its own turn comes
+            return moved(self.pictures.read(sample), out, augment, own)
         draws = [own, *(other[1:] for other in others)]
         return mosaic([self.pictures.read(sample), *pictures], out, augment, (rest[1], rest[2]), draws)
 

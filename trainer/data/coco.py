@@ -117,7 +117,8 @@ def _places(root: Path, part: str) -> tuple[Path, Path]:
 
 def _load(file: Path) -> Mapping[str, Any]:
     try:
-        told = json.loads(file.read_bytes())
+        # The outlines of things are most of such a file, and nobody here reads them.
+        told = json.loads(file.read_bytes(), object_hook=_without_outlines)
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -131,6 +132,11 @@ def _load(file: Path) -> Mapping[str, Any]:
         if times > 1:
             raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
     return told  # type: ignore[no-any-return]
+
+
+def _without_outlines(entry: dict[str, Any]) -> dict[str, Any]:
+    entry.pop("segmentation", None)
+    return entry
 
 
 def _is_id(value: Any) -> bool:

@@ -26,7 +26,7 @@ from trainer.data.device import copied_ahead
 from trainer.data.fit import SPARE_SLOTS, prefetch_by_size, sizes_of
 from trainer.data.ring import Ring
 from trainer.data.work import NO_WORK, Work, now, work_since
-from trainer.data.workers import CurrentBatches, begin_worker, start_method, unsendable
+from trainer.data.workers import CurrentBatches, begin_worker, check_known_there, start_method, unsendable
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
@@ -242,6 +242,8 @@ class RingLoader:
         """
         plan = source.share.plan
         method = start_method(config.start_method)
+        if workers:
+            check_known_there(source.dataset, method)
         fields = {
             name: data.Field((plan.micro_batch, *field.shape), field.dtype)
             for name, field in source.dataset.fields.items()

@@ -13,6 +13,8 @@ from typing import Any
 
 from trainer.data.dataset import Dataset
 from trainer.data.shared import Columns
+from trainer.errors import BadInputError
+from trainer.own_file import MODULE
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,6 +42,21 @@ def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
         f"data.start_method={method}: {where} ({type(value).__name__}) can't be sent to a loader worker "
         f"({str(error).splitlines()[0]}); make it where it is first used, or set data.start_method=fork"
     )
+
+
+def check_known_there(dataset: Dataset, method: str) -> None:
+    """Makes sure that a worker that isn't forked can import the class of a data set.
+
+    Raises:
+        BadInputError: If the class is of a task's own file, or of a notebook.
+    """
+    module = type(dataset).__module__
+    notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    if method != "fork" and (module == MODULE or notebook):
+        raise BadInputError(
+            f"data.start_method={method}: a worker can't import {type(dataset).__name__} from a task's "
+            "file or a notebook; import it from a module of yours, or set data.workers=0"
+        )
 
 
 class _Trial(pickle.Pickler):

@@ -33,12 +33,12 @@ def relative_error(wanted: Outputs, given: Outputs) -> float:
         given: What the file gives.
 
     Returns:
-        Infinity if the two can't be compared: other shapes, or a NaN on either side.
+        Infinity if the two can't be compared: other shapes, a NaN on either side, or nothing at all.
     """
     if [one.shape for one in wanted] != [one.shape for one in given]:
         return math.inf
     pairs = zip(wanted, given, strict=True)
-    return max((_error(one.double(), other.double()) for one, other in pairs), default=0.0)
+    return max((_error(one.double(), other.double()) for one, other in pairs), default=math.inf)
 
 
 def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
@@ -67,7 +67,7 @@ def in_fresh_process(
     with tempfile.TemporaryDirectory(prefix="trainer-export-") as folder:
         inputs, outputs = Path(folder, "inputs.safetensors"), Path(folder, "outputs.safetensors")
         named = {
-            slot(batch, place): value.contiguous()
+            slot(batch, place): value.clone(memory_format=torch.contiguous_format)
             for batch, values in enumerate(batches)
             for place, value in enumerate(values)
         }

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.checkpoint import strict_json
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.export.check import BATCHES, LIMITS, NotTheSame, in_fresh_process, relative_error
@@ -54,7 +56,7 @@ def export(options: argparse.Namespace) -> int:
     target = _target(options)
     run = open_run(options.folder, options.set)
     subject = _subject(run, options)
-    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         try:
             beside.mkdir(parents=True)
@@ -90,14 +92,26 @@ def _check_request(options: argparse.Namespace) -> None:
 def _target(options: argparse.Namespace) -> Path:
     """The folder to write, which is free, or an export that may be replaced."""
     default: Path = options.folder / "export" / f"{options.to}-{options.dtype}"
-    target: Path = options.out or default
+    target = Path(os.path.realpath(options.out or default))
     if not target.exists():
         return target
     if not target.is_dir() or (any(target.iterdir()) and not (target / _ABOUT).is_file()):
         raise BadInputError(f"--out {target}: is there already and no export; give another folder")
+    if any(target.iterdir()) and (others := _others(target)):
+        raise BadInputError(f"--out {target}: holds other things too ({others[0]}); give another folder")
     if not options.force and any(target.iterdir()):
         raise BadInputError(f"--out {target}: holds an export already; give another folder, or --force")
     return target
+
+
+def _others(target: Path) -> list[str]:
+    """What lies in a folder that isn't of an export of ours."""
+    try:
+        about = strict_json.parse((target / _ABOUT).read_bytes())
+        ours = {_ABOUT, *about["sha256"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return [_ABOUT]
+    return sorted({path.name for path in target.iterdir()} - ours)
 
 
 def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
@@ -207,8 +221,12 @@ def _publish(beside: Path, target: Path) -> None:
     if target.exists():
         gone = beside.with_name(f"{beside.name}.gone")
         target.rename(gone)
-        beside.rename(target)
-        shutil.rmtree(gone)
+        try:
+            beside.rename(target)
+        except OSError:
+            gone.rename(target)
+            raise
+        shutil.rmtree(gone, ignore_errors=True)
     else:
         beside.rename(target)
 

@@ -1,5 +1,6 @@
 """The model that a run left: rebuilt from its manifest, with the weights that its evaluation measured."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +20,19 @@ from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints
 from trainer.manifest import file_hash
+from trainer.own_file import source_hash
+from trainer.precision import set_matmul_mode
 from trainer.recipe import Recipe
 from trainer.recorded import Manifest
-from trainer.redact import REDACTED
+from trainer.redact import REDACTED, redact
 from trainer.resume import FREE, flat
 from trainer.run import make_task
 from trainer.tasks import Task
 
 # Where data lies and how it comes; all else is the run's.
 _ELSEWHERE = [key for key in FREE if key.startswith("data.")]
+# Of `Task.describe`: what gives a model's inputs and outputs their meaning.
+_MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
 _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
@@ -67,10 +72,26 @@ def open_run(folder: Path, settings: Sequence[str] = ()) -> OpenedRun:
     """
     manifest, facts = _read_manifest(folder)
     recipe = _recipe_of(folder, manifest, settings)
+    known = manifest.fingerprint.get("task")
+    if known and known != source_hash(Path(recipe.task)):  # before it is run
+        raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
+    set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for figures that are compared
     task = make_task(recipe)
+    _check_described(folder, facts, task)
     model = task.model().eval().requires_grad_(False)
     weights = _load_weights(model, folder, manifest, averaged=recipe.ema.decay > 0)
     return OpenedRun(folder, facts, recipe, task, model, weights)
+
+
+def _check_described(folder: Path, facts: Mapping[str, Any], task: Task) -> None:
+    """What gives the model's outputs their meaning must be as it was trained with."""
+    there, here = facts.get("data"), json.loads(json.dumps(redact(dict(task.describe()))))
+    for key in _MEANINGS:
+        if isinstance(there, dict) and key in there and there[key] != here.get(key):
+            raise BadInputError(
+                f"{folder}: the data here has other {key} than the run was trained with; give the place of "
+                "that data by --set data.path=…"
+            )
 
 
 def _read_manifest(folder: Path) -> tuple[Manifest, Mapping[str, Any]]:
@@ -161,7 +182,10 @@ def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:
             f"{run.folder}: task={run.recipe.task} has no method inputs(batch), which says what its model is "
             "called with; add one"
         )
-    inputs: tuple[torch.Tensor, ...] = make(batch)
+    made = make(batch)
+    inputs = (made,) if isinstance(made, torch.Tensor) else tuple(made)
+    if not inputs or not all(isinstance(one, torch.Tensor) for one in inputs):
+        raise BadInputError(f"{run.folder}: inputs(batch) of its task gives the tensors that the model takes")
     return inputs
 
 

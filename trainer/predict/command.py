@@ -49,7 +49,7 @@ def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
     own = getattr(run.task, "predict", None)
     if own is None:
         raise BadInputError(f"{run.folder}: task={task} has nothing that predict could show")
-    return lambda run, options: int(own(run.model, options))
+    return lambda run, options: int(own(run.model, options) or 0)
 
 
 def check_picture(out: Path | None) -> None:

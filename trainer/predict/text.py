@@ -1,6 +1,7 @@
 """Text that a language model goes on with."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
         raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
     if options.tokens < 1 or not 0 <= options.temperature < 1000:
         raise BadInputError("--tokens: give a number from 1 on; --temperature: from 0 on")
+    if not 0 <= options.seed < 1 << 63:
+        raise BadInputError(f"--seed {options.seed}: give a number from 0 to 2^63 - 1")
     said = run.task.describe()
     encoder = _encoder(options.tokenizer, said["tokenizer"])
     prompt = _tokens(options.prompt or "", said, encoder)
@@ -45,6 +48,8 @@ def _encoder(given: str | None, trained: str) -> Encoder | None:
 def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list[int]:
     if encoder is not None and encoder.tokenizer is not None:
         return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
+    if said["tokenizer"] == "bytes":
+        return list(os.fsencode(text))  # whatever bytes the terminal gave
     return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
 
 

@@ -51,7 +51,7 @@ class AudioConfig(Section):
             )
         if self.hop * self.sample_rate < 1 or self.window * self.sample_rate < 2:
             raise ValueError("audio.hop and audio.window are too short: a sample and two are the least")
-        if self.window_samples // 2 >= round(self.seconds * self.sample_rate):
+        if self.bins // 2 >= round(self.seconds * self.sample_rate):
             raise ValueError("audio.window is longer than twice audio.seconds; lower it")
         return self
 

@@ -54,7 +54,8 @@ class Detection:
 
     The losses of torchvision's models are means over what they look at in a micro-batch; multiplied by its
     images they are not quite a sum over these, so another micro-batch trains slightly otherwise.
-    tiny_detector's loss is one of each image by itself, and adds up exactly.
+    tiny_detector's loss is one of each image by itself, and adds up exactly. torchvision's models wait for
+    the device in each step, and so does their loss here.
     """
 
     metric = "map"
@@ -161,13 +162,13 @@ def _torchvision_loss(
     image = image.expand(-1, 3, -1, -1)
     counts = [boxes.shape[1]] * len(image) if image.is_meta else count.tolist()
     real = [True] * len(image) if weight is None or image.is_meta else (weight > 0).tolist()
-    chosen = [index for index, there in enumerate(real) if there]
-    if not chosen:  # nothing but padding; every rank must still take part in the backward pass
-        return image.new_zeros(()) + sum((p.sum() * 0 for p in model.parameters()), image.new_zeros(()))
+    learned = [index for index, there in enumerate(real) if there]
+    # Nothing but padding: each rank must call the model all the same, or the others wait for its gradients.
+    chosen = learned or [0]
     # Their label 0 is the background.
     targets = [{"boxes": boxes[i, : counts[i]], "labels": label[i, : counts[i]] + 1} for i in chosen]
     losses = model([image[i] for i in chosen], targets)
-    total: torch.Tensor = sum(losses.values()) * len(chosen)
+    total: torch.Tensor = sum(losses.values()) * len(learned)
     return total
 
 

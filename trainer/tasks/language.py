@@ -266,7 +266,9 @@ def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> t
     if data.name == "synthetic":
         longest = 0 if config.text == "stream" else length
         samples = (data.samples, max(1, data.samples // 8))
-        learned, held = (random_text(vocabulary, n * length + 1, seed, longest) for n in samples)
+        learned, held = (
+            random_text(vocabulary, n * length + 1, seed + part, longest) for part, n in enumerate(samples)
+        )
         return learned, held
     files = [path / "train.bin", path / "val.bin"]
     texts, abouts = [], []

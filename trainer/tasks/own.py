@@ -1,6 +1,7 @@
 """A task of one's own: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -11,18 +12,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
-from trainer.own_file import read_source, source_hash
+from trainer.own_file import MODULE, read_source, source_hash
 
-_MODULE = "trainer_own_task"
 _WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each",
     "model": "a torch.nn.Module",
     "loss": "a float tensor of shape (): the sum of the losses of the samples of the batch",
     "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
 }
+_OF_DATASETS = ("fields", "units", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
 
 
@@ -53,7 +54,7 @@ class OwnTask:
         parts = self._call("data", own.data)
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise self._wrong("data", f"{type(parts).__name__}")
-        self.train_data, self.evaluation_data = (self._dataset(part) for part in parts)
+        self.train_data, self.evaluation_data = (self._call("data", self._dataset, part) for part in parts)
         for name in ("inputs", "summarise", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
@@ -71,13 +72,13 @@ class OwnTask:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The sum over the samples that aren't padding."""
-        real, padding = _without_padding(batch)
+        real, padding = _without_padding(batch, self.train_data)
         loss: torch.Tensor = self._own.loss(model, real)
         return loss * 0 if padding else loss
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Sums over the samples that aren't padding, and rows with zeros for those that are."""
-        real, padding = _without_padding(batch)
+        real, padding = _without_padding(batch, self.evaluation_data)
         measured: Mapping[str, torch.Tensor] = self._own.measure(model, real)
         if batch.weight is None:
             return measured
@@ -105,7 +106,7 @@ class OwnTask:
         if not loss.requires_grad:
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
         if count == _TRIED:
-            added = sum(float(self._own.loss(model, half).detach()) for half in halves)
+            added = sum(float(self._call("loss", self._own.loss, model, half).detach()) for half in halves)
             if np.isclose(float(loss.detach()) * 2, added, rtol=1e-3) and abs(added) > 1e-6:
                 raise self._wrong("loss", 'a mean (reduction="sum" instead: the trainer divides)')
         with torch.inference_mode():
@@ -117,6 +118,10 @@ class OwnTask:
                 raise self._wrong("measure", f"'{name}' as {_told(value)} for {count} samples")
             if value.ndim and not hasattr(self, "summarise"):
                 raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarise")
+        try:
+            json.dumps(dict(self.describe()))
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
         if self.metric not in measured and not hasattr(self, "summarise"):
             raise BadInputError(
                 f"{self._source}: metric is '{self.metric}', which measure doesn't give (it gives "
@@ -135,8 +140,8 @@ class OwnTask:
 
     def _dataset(self, part: Any) -> Dataset:
         if not isinstance(part, Mapping):
-            if not hasattr(part, "read") or not hasattr(part, "fields"):
-                raise self._wrong("data", f"a {type(part).__name__} as one of the two")
+            if missing := [name for name in _OF_DATASETS if not hasattr(part, name)]:
+                raise self._wrong("data", f"a {type(part).__name__} without {missing[0]}")
             return cast(Dataset, part)
         arrays = {name: np.ascontiguousarray(value) for name, value in part.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
@@ -172,11 +177,11 @@ def own_task(path: Path) -> OwnTask:
         BadInputError: If the file can't be run, holds no such class, or the class lacks a method.
     """
     read_source(path)
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # data sets that are sent to spawned workers are looked up there
+    sys.modules[MODULE] = module
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as if the file were run: what lies beside it can be imported
     try:
@@ -188,7 +193,7 @@ def own_task(path: Path) -> OwnTask:
     found = [
         kind
         for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == _MODULE and hasattr(kind, "loss")
+        if isinstance(kind, type) and kind.__module__ == MODULE and hasattr(kind, "loss")
     ]
     if len(found) != 1:
         names = ", ".join(kind.__name__ for kind in found) or "none"
@@ -206,16 +211,21 @@ def own_task(path: Path) -> OwnTask:
     return task
 
 
-def _without_padding(batch: Batch) -> tuple[Batch, bool]:
-    """The batch without samples of weight 0; as it is, and True, where there is nothing else in it."""
+def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
+    """The batch without samples of weight 0; as it is, and True, where there is nothing else in it.
+
+    Padding comes last. How much there is of it the host knows without asking the device, but where samples
+    differ in their units.
+    """
     if batch.weight is None:
         return batch, False
-    real = batch.weight > 0
-    if not bool(real.any()):
-        return batch._replace(weight=None), True
-    fields = {name: value[real] for name, value in batch.fields.items()}
-    uniform = None if batch.uniform is None else batch.uniform[real]
-    return Batch(fields, None, uniform, batch.units), False
+    ragged = UNITS in dataset.fields
+    count = int((batch.weight > 0).sum()) if ragged else batch.units // dataset.units
+    if count in (0, len(batch.weight)):
+        return batch._replace(weight=None), not count
+    fields = {name: value[:count] for name, value in batch.fields.items()}
+    uniform = None if batch.uniform is None else batch.uniform[:count]
+    return batch._replace(fields=fields, weight=None, uniform=uniform), False
 
 
 def _told(value: Any) -> str:
