@@ -278,7 +278,7 @@ def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda p: write(p, ramp(100), 8000), r"8000 Hz, and data.sample_rate is 1000: .*ffmpeg .*-ar 1000"),
+        (lambda p: write(p, ramp(100), 8000), r"8000 Hz, and audio.sample_rate is 1000: .*ffmpeg .*-ar 1000"),
         (lambda p: p.unlink(), r"can't be read \(No such file or directory\)"),
     ],
 )
