@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import loop
 from trainer.bench import overhead
 
-# Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1 (0.891 with Debian's
-# build of Python, whose interpreter needs fewer for what it does in both). After a change
-# that is worth its price: `make test ARGS="-k instructions -s"` prints the new one.
+# Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1 (0.891 with the
+# Python that Debian builds). After a change that is worth its price `make test ARGS="-k instructions -s"`
+# prints the new one.
 INSTRUCTIONS = 0.875
 TOLERANCE = 0.03
 OPERATORS = 37
