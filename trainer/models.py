@@ -1,4 +1,4 @@
-"""Models: a small ResNet for small images, and torchvision's by name."""
+"""Models: a small ResNet for small images, torchvision's and timm's by name."""
 
 import math
 from pathlib import Path
@@ -12,6 +12,7 @@ from trainer.config import Section
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
 
+_TIMM = "timm/"
 # ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision has no name for.
 _VIT_SMALL = {
     "image_size": 224,
@@ -29,14 +30,15 @@ class ModelConfig(Section):
     name: str = Field(
         "auto",
         description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
-        "(detection), or torchvision's models of images and of detection by name; auto: the task's own",
+        "(detection), or by name torchvision's models of images and of detection, and timm's as timm/NAME; "
+        "auto: the task's own",
     )
-    width: int = Field(32, ge=1, description="channels of the first stage (small_resnet)")
+    width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
-        (1, 1), min_length=1, description="residual blocks in each stage (small_resnet)"
+        (1, 1), min_length=1, description="residual blocks in each stage (the same)"
     )
-    norm: Literal["batch", "group"] = Field("batch", description="normalisation (small_resnet)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (small_resnet)")
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
     init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
     fresh: tuple[str, ...] = Field(
@@ -54,10 +56,12 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
     """Builds a classifier of images: float (n, channels, height, width) to logits (n, classes).
 
     Raises:
-        BadInputError: If torchvision has no such model.
+        BadInputError: If torchvision, or timm, has no such model.
     """
     if config.name in ("auto", "small_resnet"):
         return SmallResNet(config, channels, classes)
+    if config.name.startswith(_TIMM):
+        return _timm_model(config.name.removeprefix(_TIMM), channels, classes)
     # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
     from torchvision import models as torchvision_models
 
@@ -69,6 +73,20 @@ def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
         known = ["small_resnet", "vit_small", *names]
         raise BadInputError(f"model.name: no model '{config.name}'{nearest(config.name, known)}")
     model: nn.Module = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
+    return model
+
+
+def _timm_model(name: str, channels: int, classes: int) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise BadInputError(
+            f'model.name={_TIMM}{name}: timm is not installed; run make venv GROUPS="train bench"'
+        ) from error
+    names = timm.list_models()
+    if name not in names:
+        raise BadInputError(f"model.name: timm has no model '{name}'{nearest(name, names)}")
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=channels)
     return model
 
 
