@@ -3,6 +3,7 @@ every token is a target once; a token that the model doesn't know is found befor
 """
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.test_loader import source
 from tests.toys import assemble_alone, make_recipe
 from trainer.bucket_order import in_buckets
 from trainer.config import read_recipe
+from trainer.data import documents
 from trainer.data.dataset import UNITS, ArrayDataset
 from trainer.data.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader
@@ -220,6 +222,16 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
     first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
     assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
     assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "shards of both come mixed"
+
+
+@pytest.mark.parametrize("way", [packed, padded])
+def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(
+    way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = documents.read_limits()
+    monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
+    with pytest.raises(BadInputError, match="more than half of the"):
+        way(Text(np.array([1, 0] * 200, np.uint16), 2, 0, "toy"), 64)
 
 
 def test_the_order_inside_a_bucket_is_the_seeds() -> None:

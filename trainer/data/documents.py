@@ -16,6 +16,7 @@ from trainer.data.text import Text, Tokens
 from trainer.data.tokens import TOKENS
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints
+from trainer.limits import read_limits
 
 TARGETS, SEGMENT = "targets", "segment"
 
@@ -147,6 +148,7 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
     count = int(sample.max()) + 1
     # An end before all: what the first token of the text is predicted from.
     given = np.concatenate((np.array([text.end], text.tokens.dtype), text.tokens))
+    _check_room(2 * count * length * given.dtype.itemsize)
     tokens, targets = (np.zeros((count, length), given.dtype) for _ in range(2))
     places = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
     for first, size, row, begin in places:
@@ -154,6 +156,16 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
         targets[row, begin : begin + size] = text.tokens[first : first + size]
     units = np.bincount(sample, pieces.targets, count).astype(np.int64)
     return {TOKENS: tokens, TARGETS: targets, UNITS: units}
+
+
+def _check_room(needed: int) -> None:
+    """Every rank holds such samples in memory: an error before the kernel ends one."""
+    there = read_limits().memory_bytes
+    if there and needed > there // 2:
+        raise BadInputError(
+            f"language.text=packed or padded: the samples take {needed / 1e9:.1f} GB, more than half of the "
+            f"{there / 1e9:.1f} GB of memory; use language.text=stream, or a shorter language.sequence_length"
+        )
 
 
 def _best_fit(counts: Ints, length: int) -> tuple[Ints, Ints]:
