@@ -28,6 +28,7 @@ from trainer.data.boxes import (
     place,
 )
 from trainer.data.coco import CocoPictures
+from trainer.data.corrupt import Corrupt
 from trainer.data.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
 from trainer.data.loader import LoaderConfig, RingLoader
 from trainer.data.sources import digits
@@ -179,6 +180,24 @@ def test_a_mosaic_with_too_many_boxes_keeps_the_largest() -> None:
         sizes = (many[BOXES][number, :count, 2:] - many[BOXES][number, :count, :2]).prod(1)
         kept = (few[BOXES][number, :, 2:] - few[BOXES][number, :, :2]).prod(1)
         assert sorted(kept[: few[COUNT][number]]) == sorted(sizes)[-2:]
+
+
+def test_a_corrupt_partner_in_a_mosaic_is_not_this_images_fault() -> None:
+    """It is named when its own turn comes; till then the image stands alone."""
+    pictures: Any = some()
+    whole = pictures.read
+
+    def torn(sample: int) -> Picture:
+        if sample == 3:
+            raise Corrupt("is torn")
+        return whole(sample)
+
+    pictures.read = torn
+    data = BoxedImages(pictures, 60, 12, BoxAugment(mosaic=1.0), "quarantine")
+    out = {n: np.zeros((12, *f.shape), f.dtype) for n, f in data.fields.items()}
+    random = np.random.default_rng(0).random((12, data.uniforms), np.float32)
+    bad = data.read(np.arange(12), random, out)
+    assert [one.sample for one in bad or ()] == [3]
 
 
 def test_workers_and_resume_change_no_box() -> None:

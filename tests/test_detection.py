@@ -35,7 +35,7 @@ from trainer.plan import evaluation_share
 from trainer.precision import PrecisionConfig
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
-from trainer.tasks.detection import Detection
+from trainer.tasks.detection import Detection, _torchvision_loss
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +75,26 @@ def batch_of(task: Detection, samples: range, weight: torch.Tensor | None = None
 
 
 @pytest.mark.compat
+def test_a_rank_with_nothing_but_padding_calls_the_model_all_the_same() -> None:
+    """Otherwise the other ranks would wait for its gradients."""
+    called: list[int] = []
+
+    class Counted(nn.Module):
+        def forward(self, images: list[torch.Tensor], targets: Any) -> dict[str, torch.Tensor]:
+            assert len(images) == len(targets)
+            called.append(len(images))
+            return {"loss": torch.ones((), requires_grad=True)}
+
+    box = torch.tensor([[[0.0, 0, 4, 4]]]).expand(3, -1, -1)
+    ones = torch.ones(3, 1, dtype=torch.int64)
+    image = torch.zeros(3, 3, 8, 8)
+    for weight, seen, total in (([1.0, 1, 0], 2, 2.0), ([0.0, 0, 0], 1, 0.0)):
+        loss = _torchvision_loss(Counted(), image, box, ones, ones[:, 0], torch.tensor(weight))
+        assert float(loss.detach()) == total
+        loss.backward()
+        assert called.pop() == seen
+
+
 def test_losses_add_up_exactly_over_images() -> None:
     torch.manual_seed(0)
     cells = cell_middles(12, 12, 8, torch.zeros((), dtype=torch.float64))

@@ -155,6 +155,13 @@ def test_an_export_is_replaced_only_when_told_to(
     export(run, "--to", "safetensors", "--out", str(tmp_path / "mine"), "--force", code=2)
     assert "no export" in one_line(capsys)
     assert (tmp_path / "mine" / "thesis.txt").exists()
+    # Beside an export of ours, too; and a model.json may be anybody's.
+    (tmp_path / "out" / "notes.txt").touch()
+    (tmp_path / "mine" / "model.json").write_text("{}")
+    for name, other in (("out", "notes.txt"), ("mine", "model.json")):
+        export(run, "--to", "safetensors", "--out", str(tmp_path / name), "--force", code=2)
+        assert f"holds other things too ({other})" in one_line(capsys)
+        assert (tmp_path / name / other).exists()
 
 
 def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
@@ -236,6 +243,12 @@ def _another_width(folder: Path) -> None:
     (folder / "manifest.json").write_text(text.replace('"width": 16', '"width": 8'))
 
 
+def _other_classes(folder: Path) -> None:
+    facts = json.loads((folder / "manifest.json").read_text())
+    facts["data"]["classes"][0] = "cat"
+    (folder / "manifest.json").write_text(json.dumps(facts))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -243,6 +256,7 @@ def _another_width(folder: Path) -> None:
         (_bit_flipped, "isn't what the run wrote"),
         (_no_manifest, "give a run folder"),
         (_another_width, "isn't of the manifest's model"),
+        (_other_classes, "the data here has other classes than the run was trained with"),
     ],
 )
 def test_a_run_that_cant_be_trusted_is_refused(

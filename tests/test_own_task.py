@@ -19,7 +19,9 @@ from trainer import start
 from trainer.cli import main
 from trainer.config import read_recipe, validated
 from trainer.data.loader import Batch
+from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
+from trainer.own_file import MODULE
 from trainer.recipe import Recipe
 from trainer.tasks.example import Spirals
 from trainer.tasks.own import OwnTask
@@ -119,6 +121,34 @@ def test_fit_goes_on() -> None:
     assert weights[0] == weights[1]
 
 
+@pytest.mark.usefixtures("here")
+def test_fit_with_another_class_does_not_go_on() -> None:
+    """As a notebook's cell that was changed and run again."""
+    trainer.fit(Small, {"epochs": 1}, out="run")
+
+    class Other(Small):
+        pass
+
+    Other.__name__ = "Small"
+    with pytest.raises(BadInputError, match="task: "):
+        trainer.fit(Other, {"epochs": 1}, out="run")
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
+    run = trainer.fit(Small, {"optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run"))
+    assert run.folder == Path("run")
+
+
+def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
+    inner: Any = OwnTask(Small(), "small").train_data
+    of_the_file = type("Mine", (type(inner),), {"__module__": MODULE})({"x": np.zeros((8, 2))})
+    check_known_there(of_the_file, "fork")
+    check_known_there(inner, "spawn")
+    with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
+        check_known_there(of_the_file, "forkserver")
+
+
 class Small:
     """Ten samples of two numbers; what is wrong with it is put in by a test."""
 
@@ -158,6 +188,8 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
     ("loss", mean, 'loss gave a mean (reduction="sum" instead'),
     ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "in loss: RuntimeError"),
     ("measure", lambda *_: 3, "measure gave a int"),
+    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "in data: ValueError"),
+    ("describe", lambda _: {"classes": {1, 2}}, "describe gave what JSON can't hold"),
     (
         "measure",
         lambda *_: {"a": torch.zeros(())},
@@ -215,6 +247,11 @@ def test_a_file_with_something_wrong(
         ({"task": "langage"}, "no such task; did you mean 'language'?"),
         ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco is nothing that task=audio reads"),
         ({"task": "language", "model": {"name": "resnet18"}}, "task=language has a model of its own"),
+        (
+            {"task": "audio", "regularization": {"mixup": 0.2}},
+            "regularization: nothing that task=audio reads",
+        ),
+        ({"detection": {"flip": 0.5}}, "detection: nothing that task=classification reads"),
     ],
 )
 def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:
@@ -271,6 +308,10 @@ def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[
     assert "torch.Size([1, 2])" in capsys.readouterr().out
     assert main(["export", "run", "--to", "torchscript", "--out", "exported"]) == 0
     assert list((here / "exported").glob("*.ts"))
+    with (here / "mine.py").open("a") as file:
+        file.write("# changed\n")
+    assert main(["predict", "run"]) == 2
+    assert "isn't the file that the run was trained with" in capsys.readouterr().err
 
 
 def test_the_walk_through(here: Path) -> None:
