@@ -190,7 +190,8 @@ def test_a_corrupt_partner_in_a_mosaic_is_not_this_images_fault() -> None:
     def torn(sample: int) -> Picture:
         if sample == 3:
             raise Corrupt("is torn")
-        return whole(sample)
+        picture: Picture = whole(sample)
+        return picture
 
     pictures.read = torn
     data = BoxedImages(pictures, 60, 12, BoxAugment(mosaic=1.0), "quarantine")

@@ -27,6 +27,7 @@ from trainer.data.tokenize import tokenize
 from trainer.data.tokens import TOKENS
 from trainer.errors import BadInputError
 from trainer.gpt import GPT, GPTConfig, generate, place_in_segment, turned, turns
+from trainer.limits import read_limits
 from trainer.muon import hidden_matrices
 from trainer.optim import OptimConfig, parameter_groups
 from trainer.plan import Plan
@@ -228,7 +229,7 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
 def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(
     way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = documents.read_limits()
+    limits = read_limits()
     monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
     with pytest.raises(BadInputError, match="more than half of the"):
         way(Text(np.array([1, 0] * 200, np.uint16), 2, 0, "toy"), 64)
