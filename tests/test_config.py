@@ -7,7 +7,7 @@ import yaml
 
 from trainer.cli import main
 from trainer.config import config_hash, describe, override, parse_recipe, read_recipe, recipe_names, validated
-from trainer.data.sources import EMBEDDED
+from trainer.data.kinds import EMBEDDED
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
 

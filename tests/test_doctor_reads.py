@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from tests.doctor_box import GIB, MIB
+from trainer.config import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.data.kinds import WITHOUT_WORKERS
 from trainer.doctor import disks, network, session
 from trainer.doctor.command import judge, read_box
 from trainer.doctor.disks import cache_folders, read_data, read_folder, read_mount
@@ -528,6 +530,14 @@ def test_the_defaults_are_those_of_a_recipe() -> None:
     assert names == type(whole.data).model_fields["name"].annotation
     for name in type(read.data).model_fields:
         assert getattr(read.data, name) == getattr(whole.data, name), name
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_plan_of_every_recipe(recipe: str) -> None:
+    """It can be read; and what is embedded, or held in memory, wants no workers."""
+    keys = read_keys(recipe, [])
+    workers = make_plan(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
+    assert (workers == 0) == (keys.data.name in WITHOUT_WORKERS)
 
 
 def test_a_plan(tmp_path: Path) -> None:

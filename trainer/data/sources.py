@@ -15,6 +15,7 @@ from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import in_folder, in_table
 from trainer.data.images import ImageDataset
+from trainer.data.kinds import EMBEDDED, Kind
 from trainer.data.loader import LoaderConfig
 from trainer.data.pieces import in_pieces
 from trainer.data.records import Records
@@ -25,8 +26,6 @@ from trainer.sizes import parse_size
 
 IMAGE = "image"
 LABEL = "label"
-
-EMBEDDED = ("digits", "synthetic", "stdlib", "dtmf", "digits-canvas", "own")  # nothing is read from data.path
 
 
 def _as_text(value: Any) -> Any:
@@ -40,22 +39,7 @@ def _as_path(value: Any) -> Any:
 class DataConfig(LoaderConfig):
     """What is trained on, in batches of which size."""
 
-    name: Literal[
-        "digits",
-        "synthetic",
-        "folder",
-        "table",
-        "shards",
-        "pack",
-        "cifar10",
-        "stdlib",
-        "tokens",
-        "text",
-        "dtmf",
-        "digits-canvas",
-        "coco",
-        "own",
-    ] = Field(
+    name: Kind = Field(
         "digits",
         description="synthetic (random, no data needed); embedded: digits, stdlib (language), dtmf (audio), "
         "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "

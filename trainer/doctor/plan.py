@@ -9,16 +9,16 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import Section, override, read_recipe, validated
 from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.data.kinds import WITHOUT_WORKERS, Kind
 from trainer.doctor.facts import Gpus, Plan
 from trainer.limits import Limits
 
-_IN_MEMORY = ("digits", "synthetic")
 _USUAL_BATCH = 64
 
 
 class _Data(Section):
     model_config = ConfigDict(extra="ignore")
-    name: Literal["digits", "synthetic", "folder", "table", "shards", "pack"] = "digits"
+    name: Kind = "digits"
     path: str | None = None
     cache: str | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -87,7 +87,7 @@ def make_plan(recipe: str, read: Read, limits: Limits, gpus: Gpus) -> Plan:
     """
     ranks = max(1, len(gpus.cards)) if read.device != "cpu" else 1
     data, compiles = read.data, read.compile.mode != "none"
-    if data.name in _IN_MEMORY:
+    if data.name in WITHOUT_WORKERS:
         return Plan(recipe=recipe, compiles=compiles, ranks=ranks)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
     batch = _USUAL_BATCH if data.micro_batch == "auto" else data.micro_batch
