@@ -230,7 +230,9 @@ def test_a_notebook_opens_in_the_browser(project: Project) -> None:
 def test_a_notebook_runs_in_the_image(project: Project) -> None:
     words = ("jupyter", "execute", "notebooks/04-your-own-task.ipynb")
     noted = (r"\[NbClientApp\].*", r".*WARNING.*without encryption.*")
-    project.compose("exec", "-T", "jupyter", *words, expected=noted)
+    # As the server does, and not as root, which exec would be here.
+    owner = ("--user", f"{OWNER}:{OWNER}")
+    project.compose("exec", "-T", *owner, "jupyter", *words, expected=noted)
     assert project.strangers() == []
 
 
