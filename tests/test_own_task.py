@@ -251,6 +251,8 @@ def test_a_file_with_something_wrong(
             {"task": "audio", "regularization": {"mixup": 0.2}},
             "regularization: nothing that task=audio reads",
         ),
+        ({"task": "language", "model": {"width": 64}}, "model.width: nothing that task=language reads"),
+        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment: nothing that task=audio reads"),
         ({"detection": {"flip": 0.5}}, "detection: nothing that task=classification reads"),
     ],
 )

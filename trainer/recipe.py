@@ -99,6 +99,15 @@ class Recipe(Section):
             section = getattr(self, part)
             if self.task != reader and section != type(section)():
                 raise ValueError(f"{part}: nothing that task={self.task} reads; leave its keys out")
+        unread: dict[str, tuple[str, ...]] = {
+            "data": () if self.task == "classification" else ("augment", "jitter", "policy"),
+            "model": ("width", "blocks", "norm", "dropout") if own or self.task == "language" else (),
+        }
+        for part, keys in unread.items():
+            section = getattr(self, part)
+            for key in keys:
+                if getattr(section, key) != type(section).model_fields[key].default:
+                    raise ValueError(f"{part}.{key}: nothing that task={self.task} reads; leave it out")
         if only and self.model.name != model:
             raise ValueError(
                 f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"

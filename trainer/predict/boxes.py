@@ -19,7 +19,7 @@ from trainer.models_detection import Found, detections
 from trainer.predict.classes import say_unread, show_rows
 from trainer.predict.command import check_picture
 from trainer.predict.grid import Caption, fitted, write_grid
-from trainer.predict.images import whole
+from trainer.predict.images import content, whole
 from trainer.run import device_kind
 
 Pixels = npt.NDArray[np.uint8]
@@ -90,11 +90,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Seen:
     from trainer.data.decode import cut_out
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError as error:
-        raise Corrupt(f"can't be read ({error.strerror})") from error
-    image: Pixels = cut_out(data, whole)[0].permute(1, 2, 0).contiguous().numpy()
+    image: Pixels = cut_out(content(path), whole)[0].permute(1, 2, 0).contiguous().numpy()
     if channels == 1:
         image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))

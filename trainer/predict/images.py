@@ -48,6 +48,18 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
     return EXIT_FAILED if unread else EXIT_DONE
 
 
+def content(path: Path) -> bytearray:
+    """What is in a file.
+
+    Raises:
+        Corrupt: If it can't be read.
+    """
+    try:
+        return bytearray(path.read_bytes())
+    except OSError as error:
+        raise Corrupt(f"can't be read ({error.strerror})") from error
+
+
 def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     """An image file as evaluation would see it: uint8 (height, width, channels).
 
@@ -57,10 +69,7 @@ def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
     from trainer.data.decode import cut_out, resize
 
     height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError as error:
-        raise Corrupt(f"can't be read ({error.strerror})") from error
+    data = content(path)
     if channels == 1:
         return _as_digit(cut_out(data, whole), height, width)
     # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
