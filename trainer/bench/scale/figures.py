@@ -1,4 +1,4 @@
-"""The figures that a job's behaviour on many GPUs follows from, each with its unit and where it comes from."""
+"""The figures that a job's behaviour on many GPUs follows from, each with its unit and its source."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ class Figures(Section):
     network_alpha_s: float = Field(..., ge=0, le=10, description="seconds of a message between nodes, empty")
     network_bytes_per_s: float = Field(..., gt=0, le=1e15, description="bytes/s between nodes")
     checkpoint_bytes: float = Field(..., gt=0, le=1e15, description="of one checkpoint; rank 0 writes it")
-    host_copy_bytes_per_s: float = Field(..., gt=0, le=1e15, description="of the copy that training waits for")
+    host_copy_bytes_per_s: float = Field(
+        ..., gt=0, le=1e15, description="of the copy that the training waits for"
+    )
     disk_bytes_per_s: float = Field(..., gt=0, le=1e15, description="of the write in the background")
     read_bytes_per_s: float = Field(
         ..., gt=0, le=1e15, description="of the storage, all nodes together: at a start each reads it all"
@@ -61,7 +63,7 @@ class Figures(Section):
         if len(ready) != len(self.bucket_bytes):
             raise ValueError("bucket_bytes and bucket_ready_share are two lists of one length")
         if any(size < 1 for size in self.bucket_bytes) or not all(0 <= share <= 1 for share in ready):
-            raise ValueError("a bucket has at least a byte, and is ready within backward: a share from 0 to 1")
+            raise ValueError("a bucket has a byte or more, and is ready within backward: a share from 0 to 1")
         if list(ready) != sorted(ready):
             raise ValueError("bucket_ready_share: buckets are in the order in which they are ready")
         return self
@@ -149,7 +151,8 @@ def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None)
     Args:
         path: The file.
         settings: NAME=VALUE of figures that replace the file's.
-        comm: What `trainer bench comm --json` printed: its link replaces the one between nodes.
+        comm: What `trainer bench comm --json` printed: its link replaces the node's own, or
+            the one between nodes where it was measured on several hosts.
 
     Raises:
         BadInputError: If a file can't be read, or a figure is missing, unknown or impossible.
@@ -163,8 +166,11 @@ def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None)
     sources = dict(sources)
     figures = dict(values["figures"])
     if comm is not None:
-        figures |= (link := _link(comm))
-        sources |= dict.fromkeys(link, f"measured: trainer bench comm --json, {comm.name}")
+        link = read_link(comm)
+        where = "network" if link.between_hosts else "node"
+        figures |= {f"{where}_alpha_s": link.alpha_s, f"{where}_bytes_per_s": link.bytes_per_s}
+        from_it = f"measured: trainer bench comm --json, {comm.name}"
+        sources |= {f"{where}_alpha_s": from_it, f"{where}_bytes_per_s": from_it}
     for setting in settings:
         name = setting.partition("=")[0].strip()
         figures = override(figures, [setting])
@@ -174,17 +180,36 @@ def read_job(path: Path, settings: Sequence[str] = (), comm: Path | None = None)
     return validated(Job, {**values, "figures": figures, "sources": sources}, str(path))
 
 
-def _link(path: Path) -> dict[str, float]:
+class Link(NamedTuple):
+    """A link between two ranks: how many there were and whether on several hosts, seconds, bytes/s."""
+
+    ranks: int
+    between_hosts: bool
+    alpha_s: float
+    bytes_per_s: float
+
+
+def read_link(path: Path) -> Link:
+    """The link that `trainer bench comm --json` saw.
+
+    Its line is of whole all-reduces, seconds = alpha_s + bytes / bytes_per_s; on a ring of n ranks these are
+    2 (n - 1) messages one after the other, each of an n-th of the bytes.
+
+    Raises:
+        BadInputError: If that isn't in the file.
+    """
     try:
         found = json.loads(_text(path))
-        return {
-            "network_alpha_s": float(found["alpha_s"]),
-            "network_bytes_per_s": float(found["bytes_per_s"]),
-        }
+        ranks, alpha, speed = int(found["ranks"]), float(found["alpha_s"]), float(found["bytes_per_s"])
+        if ranks < 2 or not alpha >= 0 or not speed > 0:
+            raise ValueError("no link")
     except (ValueError, KeyError, TypeError) as error:
         raise BadInputError(
-            f"{path}: not what `trainer bench comm --json` prints: alpha_s and bytes_per_s are looked for"
+            f"{path}: not what `trainer bench comm --json` prints on two ranks or more: ranks, alpha_s and "
+            "bytes_per_s are looked for"
         ) from error
+    messages = 2 * (ranks - 1)
+    return Link(ranks, int(found.get("hosts", 1)) > 1, alpha / messages, speed * messages / ranks)
 
 
 def _text(path: Path) -> str:

@@ -1,8 +1,8 @@
 """What happens on many GPUs, by formulas.
 
-What is left out: NCCL's trees and its choice between algorithms and protocols (a ring's latency grows with the
-number of nodes, a tree's with its logarithm, so that small buckets on many nodes come out too slow here), several
-rings at once, congestion, ranks that are slower than others, failures that come together.
+What is left out: NCCL's trees and its choice between algorithms and protocols (a ring's latency grows with
+the number of nodes, a tree's with its logarithm, so that small buckets on many nodes come out too slow here),
+several rings at once, congestion, ranks that are slower than others, failures that come together.
 """
 
 import math
@@ -75,9 +75,7 @@ def daly_s(stall: float, mtbf: float) -> float:
     return young_s(stall, mtbf) * (1 + math.sqrt(small) / 3 + small / 9) - stall
 
 
-def lost_share(
-    interval: float, stall: float, write: float, restart: float, mtbf: float
-) -> float:
+def lost_share(interval: float, stall: float, write: float, restart: float, mtbf: float) -> float:
     """Share of the time that is lost where a checkpoint is taken every `interval` seconds of work.
 
     Daly's expectation for failures that come at random, also during a restart, with one thing more: ours is

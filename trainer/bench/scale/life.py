@@ -1,12 +1,12 @@
 """The life of a job, event by event: it trains, copies a checkpoint, writes it, fails, starts again.
 
-The writer does what `trainer.checkpoint.background` does: training waits for the copy alone; one checkpoint is
-written at a time, and a copy that comes sooner holds the training up until the one before is on the disk. What
-wasn't on the disk when a node failed is done again.
+The writer does what `trainer.checkpoint.background` does: training waits for the copy alone; one checkpoint
+is written at a time, and a copy that comes sooner holds the training up until the one before is on the disk.
+What wasn't on the disk when a node failed is done again.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ def live(
             waits_since = now
         elif what == "written" and writing is not None:
             kept, writing = writing, None
-        if what == "copied" and waits_since is None or what == "written" and waits_since is not None:
+        if (what == "copied" and waits_since is None) or (what == "written" and waits_since is not None):
             waited = 0.0 if waits_since is None else now - waits_since
             held_s, stalled_s, checkpoints = held_s + waited, stalled_s + copy_s + waited, checkpoints + 1
             writing, waits_since = copied, None
@@ -130,9 +130,8 @@ def best_interval(copy_s: float, write_s: float, restart_s: float, failures: Seq
     return float(np.clip(np.exp(-slope / (2 * square)), intervals[0], intervals[-1]))
 
 
-def _shortest(low: float, high: float, held_up: object) -> float:
+def _shortest(low: float, high: float, held_up: Callable[[float], bool]) -> float:
     """The shortest interval in which no copy has to wait."""
-    assert callable(held_up)
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (middle, high) if held_up(middle) else (low, middle)

@@ -37,7 +37,7 @@ class Rings:
         self._alpha_s, self._bytes_per_s = alpha_s, bytes_per_s
 
     def go_round(self, own: Times, steps: int, size: float) -> Times:
-        """Every rank sends so many messages, the first when it is ready, each other when it got the one before.
+        """Every rank sends so many messages: the first when it is ready, others as one arrives.
 
         Args:
             own: (rings, ranks): seconds at which each is ready.
@@ -74,7 +74,11 @@ class Fabric:
 
 
 def simulate_windows(
-    figures: Figures, gpus: int, spread: float = 0.0, windows: int = 3, random: np.random.Generator | None = None
+    figures: Figures,
+    gpus: int,
+    spread: float = 0.0,
+    windows: int = 3,
+    random: np.random.Generator | None = None,
 ) -> Windows:
     """Simulates windows, a row of figures after the second.
 

@@ -5,6 +5,7 @@ checkpoints event by event (`life`), what the ranks ask of rank 0's store and of
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +30,11 @@ def simulate(figures: Figures, gpus: int, every: int, seed: int = 0, failures: i
         seed: Of the failures.
         failures: How many it lives through.
     """
-    random = np.random.Generator(np.random.Philox(key=[seed, gpus]))
     windows = simulate_windows(figures, gpus)
     window_s = windows.plain_s + windows.row_s / figures.windows_per_row
-    nodes = max(1, gpus // figures.gpus_per_node)
-    times = failure_times(nodes, figures.node_mtbf_hours * 3600, failures, random)
-    copy_s = _transferred([figures.checkpoint_bytes], figures.host_copy_bytes_per_s)
-    write_s = _transferred([figures.checkpoint_bytes], figures.disk_bytes_per_s)
-    load_s = _transferred([figures.checkpoint_bytes] * nodes, figures.read_bytes_per_s)
     requests, sockets, met_s = _meet(figures, gpus)
-    restart_s = figures.detect_s + figures.start_s + met_s + load_s
+    copy_s, write_s, restart_s = _durations(figures, gpus, met_s)
+    times = _failures(figures, gpus, seed, failures)
     lived = live(every * window_s, copy_s, write_s, restart_s, times)
     busy = figures.micro_batches_per_window * (figures.forward_s + figures.backward_s) + figures.update_s
     day = _DAY / window_s
@@ -58,6 +54,36 @@ def simulate(figures: Figures, gpus: int, every: int, seed: int = 0, failures: i
         data_bytes_per_s=_read(figures, gpus, window_s),
         loader_cpus_per_gpu=_loading(figures, window_s),
     )
+
+
+def simulate_losses(
+    figures: Figures, gpus: int, intervals: Sequence[float], seed: int = 0, failures: int = FAILURES
+) -> list[float]:
+    """Share of the time lost at each of some intervals, in seconds of training between two checkpoints."""
+    durations = _durations(figures, gpus, _meet(figures, gpus)[2])
+    times = _failures(figures, gpus, seed, failures)
+    return [live(interval, *durations, times).lost_share for interval in intervals]
+
+
+def simulate_stragglers(figures: Figures, gpus: int, spread: float, seed: int = 0) -> float:
+    """Seconds of a window whose ranks differ at random by `spread` (standard deviation, a share)."""
+    random = np.random.Generator(np.random.Philox(key=[seed, gpus]))
+    return simulate_windows(figures, gpus, spread, 8, random).plain_s
+
+
+def _failures(figures: Figures, gpus: int, seed: int, count: int) -> list[float]:
+    random = np.random.Generator(np.random.Philox(key=[seed, gpus]))
+    nodes = max(1, gpus // figures.gpus_per_node)
+    return failure_times(nodes, figures.node_mtbf_hours * 3600, count, random)
+
+
+def _durations(figures: Figures, gpus: int, met_s: float) -> tuple[float, float, float]:
+    """Seconds of a checkpoint's copy, of its write, and of a restart in which the ranks meet in `met_s`."""
+    nodes = max(1, gpus // figures.gpus_per_node)
+    copy_s = _transferred([figures.checkpoint_bytes], figures.host_copy_bytes_per_s)
+    write_s = _transferred([figures.checkpoint_bytes], figures.disk_bytes_per_s)
+    load_s = _transferred([figures.checkpoint_bytes] * nodes, figures.read_bytes_per_s)
+    return copy_s, write_s, figures.detect_s + figures.start_s + met_s + load_s
 
 
 def _transferred(sizes: list[float], bytes_per_s: float) -> float:
@@ -129,5 +155,5 @@ def _loading(figures: Figures, window_s: float) -> float:
                 busy += cost
             late = max(free) - (window + 1) * window_s
         if late <= max(cost, 1e-9) or workers >= 4096:
-            return busy / max(4 * window_s, max(free))
+            return busy / max(4 * window_s, *free)
         workers *= 2
