@@ -38,6 +38,7 @@ def add_parser(benches: Any) -> None:
     scale.add_argument(
         "--simulate", action="store_true", help="simulate it too; code 1 where they differ by over 10 %%"
     )
+    scale.add_argument("--sources", action="store_true", help="only print the figures and their sources")
     scale.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated failures")
     scale.add_argument("--json", action="store_true", help="print JSON")
     scale.add_argument("--plot", type=Path, metavar="FILE", help="draw it, with the simulation (.svg)")
@@ -58,6 +59,7 @@ def _run(options: argparse.Namespace) -> int:
         options.set,
         comm=options.comm,
         simulated=options.simulate,
+        sources_only=options.sources,
         seed=options.seed,
         as_json=options.json,
         plot=options.plot,
@@ -71,6 +73,7 @@ def bench_scale(
     *,
     comm: Path | None = None,
     simulated: bool = False,
+    sources_only: bool = False,
     seed: int = 0,
     as_json: bool = False,
     plot: Path | None = None,
@@ -83,6 +86,7 @@ def bench_scale(
         settings: NAME=VALUE of figures to replace.
         comm: What `trainer bench comm --json` printed.
         simulated: Whether to simulate, too.
+        sources_only: Whether to print what it would be computed from, and no more.
         seed: Of the simulation.
         as_json: Whether to print for machines.
         plot: An SVG file to write, or None.
@@ -96,7 +100,7 @@ def bench_scale(
     from trainer.bench.scale import formulas
     from trainer.bench.scale.figures import as_mapping, read_job
     from trainer.bench.scale.simulate import simulate, simulate_stragglers
-    from trainer.bench.scale.table import TARGET, advice, differences, not_measured, table
+    from trainer.bench.scale.table import TARGET, advice, differences, not_measured, sources, table
 
     if file is None:
         raise BadInputError(
@@ -108,6 +112,9 @@ def bench_scale(
     if not 0 <= seed < 1 << 63:
         raise BadInputError(f"--seed {seed}: give a number from 0 on")
     job = read_job(file, settings, comm)
+    if sources_only:
+        print(sources(job))
+        return EXIT_DONE
     figures = job.figures
     numbers = _numbers(gpus, figures.gpus_per_node, _MOST_SIMULATED if simulated or plot else _MOST_GPUS)
     estimates = [formulas.estimate(figures, one) for one in numbers]

@@ -14,7 +14,7 @@ from trainer.bench.scale.figures import Estimate, Figures
 from trainer.bench.scale.life import best_interval, failure_times, live
 from trainer.bench.scale.messages import simulate_windows
 
-FAILURES = 10_000  # that a job lives through: its mean time between them is then known to 1 %
+FAILURES = 4000  # that a job lives through: its mean time between them is then known to 1.6 %
 _CHUNK = 16 << 20
 _MOST_CHUNKS = 4096
 _DAY = 86400.0
