@@ -60,7 +60,9 @@ def _plot(title: str, unit: str, curves: Sequence[Curve], x: int, kind: str) -> 
     parts += [_tick_up(up, value, text) for value, text in up.ticks]
     for value, text in along.ticks:
         at = _WIDE * along.at(value)
-        parts.append(f'<text class="faint" x="{at:.1f}" y="{_HIGH + 16}" text-anchor="middle">{text}</text>')
+        parts.append(
+            f'<text class="faint" x="{at:.1f}" y="{_HIGH + 16}" text-anchor="middle">{escaped(text)}</text>'
+        )
     parts.append(f'<text class="faint" x="{_WIDE}" y="{_HIGH + 32}" text-anchor="end">{unit}</text>')
     parts.append(f'<path class="base" d="M0,{_HIGH}h{_WIDE}"/>')
     for number, curve in enumerate(curves):
@@ -73,7 +75,7 @@ def _tick_up(up: Axis, value: float, text: str) -> str:
     shown = share(value) if up.log else f"{text} %"
     return (
         f'<path class="grid" d="M0,{y:.1f}h{_WIDE}"/>'
-        f'<text class="faint" x="-6" y="{y + 4:.1f}" text-anchor="end">{shown}</text>'
+        f'<text class="faint" x="-6" y="{y + 4:.1f}" text-anchor="end">{escaped(shown)}</text>'
     )
 
 

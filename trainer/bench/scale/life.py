@@ -61,7 +61,7 @@ def live(
     copied = kept = held_s = stalled_s = 0.0  # seconds of training in the copy, and on the disk
     writing: float | None = None
     waits_since: float | None = None
-    checkpoints, written_at, cycle_s = 0, 0.0, 0.0
+    checkpoints, waited, written_at, cycle_s = 0, 0.0, 0.0, 0.0
     upcoming = iter(failures)
     failure = next(upcoming)
     while True:
@@ -100,6 +100,8 @@ def live(
                     writing = None if writing is None else writing + times * interval_s
                     waits_since = None if waits_since is None else waits_since + times * cycle_s
                     written_at += times * cycle_s
+                    # Each was like the last one.
+                    checkpoints, stalled_s = checkpoints + times, stalled_s + times * (copy_s + waited)
 
 
 def best_interval(copy_s: float, write_s: float, restart_s: float, failures: Sequence[float]) -> float:
