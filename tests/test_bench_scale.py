@@ -6,10 +6,11 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -44,7 +45,7 @@ def both(figures: Figures, gpus: int, seed: int = 0) -> tuple[Estimate, Estimate
 
 # Figures in which each part of the model weighs something: a slow network, failures within the hour, a disk
 # that is slower than the best interval, several micro-batches.
-CASES = {
+CASES: dict[str, dict[str, object]] = {
     "example": {},
     "slow network": {"network_bytes_per_s": 1e8, "node_bytes_per_s": 1e9, "network_alpha_s": 1e-4},
     "failing": {"node_mtbf_hours": 100.0, "gloo_groups": 0, "detect_s": 20.0, "host_copy_bytes_per_s": 1e8},
@@ -73,7 +74,7 @@ def test_they_agree_at_4096_of_the_example_and_of_what_was_measured() -> None:
         assert max(apart.values()) <= TARGET, apart
 
 
-MUTANTS = {
+MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "exposed_s": ("all_reduce_s", lambda f: lambda figures, gpus, size: f(figures, gpus, 2 * size)),
     "window_s": ("compute_s", lambda f: lambda figures: 2 * f(figures)),
     "stall_s": ("stall_s", lambda f: lambda figures: 2 * f(figures)),
@@ -235,7 +236,7 @@ def test_the_best_interval_of_a_slow_writer_is_its_own() -> None:
     assert best_interval(0.1, 60.0, 10.0, times) == pytest.approx(59.9, rel=0.02)
 
 
-class CountingStore(dist.Store):  # type: ignore[misc]
+class CountingStore(dist.Store):  # type: ignore[misc,name-defined]
     """What ranks of one process meet at, and how often they asked."""
 
     def __init__(self) -> None:

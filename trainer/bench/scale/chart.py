@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.bench.scale.table import percent
 from trainer.report.scale import Axis, make_axis
-from trainer.report.text import duration, escaped, share
+from trainer.report.text import count, duration, escaped
 
 Points = Sequence[tuple[float, float]]
 
@@ -54,15 +55,14 @@ def _plot(title: str, unit: str, curves: Sequence[Curve], x: int, kind: str) -> 
     values = [value for _, value in points]
     if kind == "share":
         up = make_axis(min(0.0, *values), max(values), "share", zero=True)
+        along = along._replace(ticks=[(at, count(at)) for curve in curves for at, _ in curve.dots])
     else:
         up = make_axis(min(values), max(values), "share", may_log=True)
-    parts = [f'<g transform="translate({_LEFT + x},{_TOP})"><text x="0" y="-14">{title}</text>']
-    parts += [_tick_up(up, value, text) for value, text in up.ticks]
+    parts = [f'<g transform="translate({_LEFT + x},{_TOP})"><text x="0" y="-22">{title}</text>']
+    parts += [_tick_up(up, value) for value, _ in up.ticks]
     for value, text in along.ticks:
-        at = _WIDE * along.at(value)
-        parts.append(
-            f'<text class="faint" x="{at:.1f}" y="{_HIGH + 16}" text-anchor="middle">{escaped(text)}</text>'
-        )
+        place = f'x="{_WIDE * along.at(value):.1f}" y="{_HIGH + 16}"'
+        parts.append(f'<text class="faint" {place} text-anchor="middle">{escaped(text)}</text>')
     parts.append(f'<text class="faint" x="{_WIDE}" y="{_HIGH + 32}" text-anchor="end">{unit}</text>')
     parts.append(f'<path class="base" d="M0,{_HIGH}h{_WIDE}"/>')
     for number, curve in enumerate(curves):
@@ -70,12 +70,11 @@ def _plot(title: str, unit: str, curves: Sequence[Curve], x: int, kind: str) -> 
     return "".join([*parts, "</g>"])
 
 
-def _tick_up(up: Axis, value: float, text: str) -> str:
+def _tick_up(up: Axis, value: float) -> str:
     y = _HIGH * (1 - up.at(value))
-    shown = share(value) if up.log else f"{text} %"
     return (
         f'<path class="grid" d="M0,{y:.1f}h{_WIDE}"/>'
-        f'<text class="faint" x="-6" y="{y + 4:.1f}" text-anchor="end">{escaped(shown)}</text>'
+        f'<text class="faint" x="-6" y="{y + 4:.1f}" text-anchor="end">{percent(value)}</text>'
     )
 
 
@@ -88,10 +87,10 @@ def _drawn(curve: Curve, up: Axis, along: Axis, colour: str) -> str:
     parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in map(at, curve.dots)]
     if curve.least is not None:
         x, y = at(curve.least)
-        told = f"{duration(curve.least[0])}, {share(curve.least[1])}"
+        told = f"{duration(curve.least[0])}, {percent(curve.least[1])}"
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="none" stroke="{colour}" stroke-width="2"/>'
-            f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{escaped(told)}</text>'
+            f'<text x="{x:.1f}" y="{y - 11:.1f}" text-anchor="middle">{escaped(told)}</text>'
         )
     if curve.name:
         x, y = at(curve.line[-1])

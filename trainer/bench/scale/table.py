@@ -5,9 +5,14 @@ from typing import NamedTuple
 
 from trainer.bench.scale import formulas
 from trainer.bench.scale.figures import Estimate, Figures, Job, difference
-from trainer.report.text import count, duration, number, scaled, share, size
+from trainer.report.text import count, duration, number, scaled, size
 
 TARGET = 0.10  # as far as formula and simulation may lie apart
+
+
+def percent(value: float) -> str:
+    """A share with three digits, however small: time lost is told apart from none."""
+    return f"{number(100 * value, 3)} %"
 
 
 class _Row(NamedTuple):
@@ -22,12 +27,12 @@ ROWS = (
     _Row("stall_s", "a checkpoint stops the training for", duration),
     _Row("mtbf_s", "a failure every", duration),
     _Row("interval_s", "least is lost with a checkpoint every", duration),
-    _Row("lost_share", "time lost: checkpoints, work again, restarts", share),
+    _Row("lost_share", "time lost: checkpoints, work again, restarts", percent),
     _Row("restart_s", "from a failure to training again", duration),
     _Row("rendezvous_s", "of it, rank 0's store answers for", duration),
     _Row("store_requests", "requests to it", count),
     _Row("sockets_per_node", "connections that a node holds for gloo", count),
-    _Row("goodput", "goodput: time spent on what is kept", share),
+    _Row("goodput", "goodput: time spent on what is kept", percent),
     _Row("log_bytes_per_day", "rows of figures a day", size),
     _Row("data_bytes_per_s", "read from storage", lambda value: scaled(value, "B/s")),
     _Row("loader_cpus_per_gpu", "CPUs of a GPU's loader", lambda value: number(value, 3)),
