@@ -4,6 +4,7 @@ import ast
 import heapq
 import json
 import math
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,17 +16,21 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
-from trainer.bench.scale import document, formulas, life, messages, simulate as simulation
-from trainer.bench.scale.figures import Estimate, Figures, difference, read_job, read_link
+from trainer import checkpoint
+from trainer.bench.scale import document, formulas, life, measure, messages, simulate as simulation
+from trainer.bench.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
 from trainer.bench.scale.life import best_interval, failure_times, live
 from trainer.bench.scale.messages import Fabric
 from trainer.bench.scale.simulate import simulate
 from trainer.bench.scale.table import TARGET, differences
 from trainer.cli import main
 from trainer.errors import BadInputError
+from trainer.resume import CheckpointConfig
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE, MEASURED = (ROOT / f"docs/results/scale-{name}.yaml" for name in ("example", "measured"))
@@ -81,6 +86,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mtbf_s": ("mtbf_s", lambda f: lambda figures, gpus: 2 * f(figures, gpus)),
     "interval_s": ("young_s", lambda f: lambda stall, mtbf: f(stall, mtbf) / math.sqrt(2)),
     "lost_share": ("lost_share", lambda f: lambda *values: f(*values) / 2),
+    "lost_by_default": ("lost_share", lambda f: lambda *values: f(*values) / 2),
     "restart_s": ("restart_s", lambda f: lambda figures, gpus: 2 * f(figures, gpus)),
     "store_requests": ("store_requests", lambda f: lambda figures, gpus: f(figures, gpus) / 2),
     "rendezvous_s": ("store_requests", lambda f: lambda figures, gpus: f(figures, gpus) / 2),
@@ -372,3 +378,51 @@ def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(BadInputError, match="micro_batches_per_window is missing or says nothing"):
         read_job(tmp_path / "mine.yaml")
+
+
+def test_figures_of_a_run_and_of_this_machine(
+    digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    rows = [{"kind": "train", "window": 10 * n, **PHASES} for n in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint.store.write(run / checkpoint.FOLDER, 7, {"model": {"weight": torch.ones(1000)}}, {})
+    comm = tmp_path / "comm.json"
+    comm.write_text(json.dumps({"alpha_s": 0.002, "bytes_per_s": 6e8, "ranks": 2}))
+    # It trains in a process of its own: see the test below.
+    monkeypatch.setattr(measure, "_of_start", lambda _: {"start_s": (3.0, "measured: elsewhere")})
+    assert main(["bench", "scale", "--measure", str(run), "--comm", str(comm)]) == 0
+    (tmp_path / "figures.yaml").write_text(capsys.readouterr().out)
+    job = read_job(tmp_path / "figures.yaml")
+    figures = job.figures
+    assert figures.forward_s == pytest.approx(0.02 / figures.micro_batches_per_window)
+    assert (figures.update_s, figures.row_s, figures.node_alpha_s) == pytest.approx((0.01, 0.5, 0.001))
+    model = safetensors.torch.load_file(run / "model.safetensors")
+    parameters = sum(
+        one.numel() for name, one in model.items() if "running" not in name and "num_" not in name
+    )
+    assert sum(figures.bucket_bytes) == 4 * parameters
+    assert 0 < figures.bucket_ready_share[-1] <= 1
+    files = (run / checkpoint.FOLDER / "step-00000007").iterdir()
+    assert figures.checkpoint_bytes == sum(one.stat().st_size for one in files)
+    assert not dist.is_initialized()
+
+
+PHASES = {
+    "time/wall": 0.6,
+    "time/forward": 0.2,
+    "time/backward": 0.3,
+    "time/update": 0.1,
+    "time/logging": 0.5,
+}
+
+
+@pytest.mark.slow
+def test_a_start_is_timed_until_its_first_row(digits_run: Path) -> None:
+    seconds, source = measure._of_start(digits_run)["start_s"]
+    assert 0.5 < seconds < 300 and source.startswith("measured:")
+
+
+def test_the_default_is_the_recipes() -> None:
+    assert CheckpointConfig().minutes * 60 == DEFAULT_S

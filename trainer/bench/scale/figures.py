@@ -12,6 +12,7 @@ from trainer.errors import BadInputError
 from trainer.yaml_text import parse_yaml
 
 BASES = ("measured", "assumed", "code", "given")  # what a source begins with
+DEFAULT_S = 600.0  # checkpoint.minutes, as it is if nobody sets it
 _FILE_BYTES = 1 << 20
 _LEAST = 1e-12
 
@@ -112,6 +113,7 @@ class Estimate(NamedTuple):
         mtbf_s: Mean seconds between failures.
         interval_s: Seconds of training between two checkpoints that lose least.
         lost_share: Share of the time that checkpoints, work done again and restarts take, at that interval.
+        lost_by_default: The same with a checkpoint every `DEFAULT_S` seconds instead.
         restart_s: Seconds from a failure to training again, if nothing else fails.
         store_requests: Requests to rank 0's store when the ranks meet.
         sockets_per_node: Connections between ranks that a node holds, besides those of the gradients.
@@ -128,6 +130,7 @@ class Estimate(NamedTuple):
     mtbf_s: float
     interval_s: float
     lost_share: float
+    lost_by_default: float
     restart_s: float
     store_requests: float
     sockets_per_node: float

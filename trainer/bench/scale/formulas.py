@@ -7,7 +7,7 @@ several rings at once, congestion, ranks that are slower than others, failures t
 
 import math
 
-from trainer.bench.scale.figures import Estimate, Figures
+from trainer.bench.scale.figures import DEFAULT_S, Estimate, Figures
 
 _DAY = 86400.0
 
@@ -135,6 +135,7 @@ def estimate(figures: Figures, gpus: int) -> Estimate:
         mtbf_s=mtbf,
         interval_s=best_interval_s(stall, write, mtbf),
         lost_share=lost,
+        lost_by_default=lost_share(DEFAULT_S, stall, write, restart, mtbf),
         restart_s=restart,
         store_requests=store_requests(figures, gpus),
         sockets_per_node=min(gpus, figures.gpus_per_node) * figures.gloo_groups * (gpus - 1.0),

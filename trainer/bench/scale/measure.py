@@ -149,7 +149,8 @@ def _of_buckets(recipe: Recipe) -> Found:
     t = parts.training
     alone = dist.HashStore()  # type: ignore[attr-defined]
     with _silenced_stdout():
-        dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     ready = list[tuple[float, int]]()
 
     def seen(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.bench.scale.figures import Estimate, Figures
+from trainer.bench.scale.figures import DEFAULT_S, Estimate, Figures
 from trainer.bench.scale.life import best_interval, failure_times, live
 from trainer.bench.scale.messages import simulate_windows
 
@@ -45,6 +45,7 @@ def simulate(figures: Figures, gpus: int, every: int, seed: int = 0, failures: i
         mtbf_s=float(np.mean(np.diff([0.0, *times]))),
         interval_s=best_interval(copy_s, write_s, restart_s, times),
         lost_share=lived.lost_share,
+        lost_by_default=live(DEFAULT_S, copy_s, write_s, restart_s, times).lost_share,
         restart_s=restart_s,
         store_requests=requests,
         sockets_per_node=sockets * min(gpus, figures.gpus_per_node),

@@ -28,6 +28,7 @@ ROWS = (
     _Row("mtbf_s", "a failure every", duration),
     _Row("interval_s", "least is lost with a checkpoint every", duration),
     _Row("lost_share", "time lost: checkpoints, work again, restarts", percent),
+    _Row("lost_by_default", "the same at checkpoint.minutes=10, the default", percent),
     _Row("restart_s", "from a failure to training again", duration),
     _Row("rendezvous_s", "of it, rank 0's store answers for", duration),
     _Row("store_requests", "requests to it", count),
