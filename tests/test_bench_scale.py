@@ -53,6 +53,7 @@ def both(figures: Figures, gpus: int, seed: int = 0) -> tuple[Estimate, Estimate
 CASES: dict[str, dict[str, object]] = {
     "example": {},
     "slow network": {"network_bytes_per_s": 1e8, "node_bytes_per_s": 1e9, "network_alpha_s": 1e-4},
+    "slow messages": {"network_alpha_s": 5e-4, "network_bytes_per_s": 1e12},
     "failing": {"node_mtbf_hours": 100.0, "gloo_groups": 0, "detect_s": 20.0, "host_copy_bytes_per_s": 1e8},
     "slow disk": {"node_mtbf_hours": 300.0, "gloo_groups": 0, "detect_s": 20.0, "disk_bytes_per_s": 2e6},
     "accumulating": {
