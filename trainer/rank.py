@@ -21,6 +21,7 @@ from typing import NoReturn
 from trainer import preempt
 from trainer.affinity import bind
 from trainer.as_launcher import PATH_VARIABLE
+from trainer.cluster.discover import is_launcher_task
 from trainer.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -88,8 +89,9 @@ class _State:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of the ranks that torchrun, our launcher or a Slurm hook started."""
-    return all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    """Whether this process is one of the ranks that torchrun, our launcher or Slurm started."""
+    there = all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return there and not is_launcher_task(environ)
 
 
 def run_rank(main: Callable[[], int | None]) -> int:

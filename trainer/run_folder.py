@@ -28,8 +28,10 @@ from trainer.redact import redact
 from trainer.run_lock import LOCK, lock
 
 _PROBE = ".writable"
+# By it the launchers of several nodes see that they mean the same folder.
+MEETING = ".meeting"
 # What a start leaves that was killed before there was a manifest.
-_LEFTOVERS = {LOCK, _PROBE, "manifest.tmp"}
+_LEFTOVERS = {LOCK, _PROBE, MEETING, "manifest.tmp"}
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
