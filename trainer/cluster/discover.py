@@ -15,7 +15,7 @@ PORT = 29500
 # Two jobs can share a node: on Slurm each has ports of its own, the launchers' and, next to it, the ranks'.
 _SLURM_PORTS = 500
 # What a rank of our launcher has, and a rank of torchrun's doesn't need: it has torchrun's own.
-LAUNCHED = "TRAINER_LAUNCHED"
+LAUNCHED = "TRAINER_IS_RANK"
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
