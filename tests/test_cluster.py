@@ -18,7 +18,7 @@ from trainer.cluster.wire import Wire
 from trainer.errors import BadInputError
 from trainer.rank import Outcome, is_rank
 
-# As `env` printed them in a step of a real Slurm (), srun with a task on each of two nodes.
+# As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
 STEP = {
     "SLURM_JOB_ID": "1234",
     "SLURM_JOB_NUM_NODES": "2",
@@ -160,7 +160,7 @@ def test_node_lists_are_expanded(groups: list[tuple[str, list[tuple[int, int]], 
 
 
 @pytest.mark.skipif(not shutil.which("scontrol"), reason="no Slurm here to compare with")
-@pytest.mark.parametrize("text", ["n1", "n[1-3,07],m4", "a[1-2]b[01-03],c", "gpu-[001-003]-x"])
+@pytest.mark.parametrize("text", ["n1", "n[1-3,07],m4", "a[1-2]b[01-03],c", "gpu-[001-003],x9"])
 def test_slurm_expands_them_alike(text: str) -> None:
     told = subprocess.run(
         ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False
