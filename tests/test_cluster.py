@@ -170,8 +170,8 @@ def test_slurm_expands_them_alike(text: str) -> None:
     assert told.stdout.split() == expand(text)
 
 
-def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", **more: bool) -> Outcome:
-    return Outcome(rank, code, line, time=at, **more)
+def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", consequence: bool = False) -> Outcome:
+    return Outcome(rank, code, line, time=at, consequence=consequence)
 
 
 DONE, STOPPED = [_outcome(rank, 0) for rank in range(2)], [_outcome(rank, 75) for rank in range(2)]

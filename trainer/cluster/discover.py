@@ -115,6 +115,18 @@ def is_launcher_task(environ: Mapping[str, str]) -> bool:
     )
 
 
+def job_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a cluster calls this job, for the manifest; empty where none started it."""
+    names = {
+        "slurm_job": "SLURM_JOB_ID",
+        "slurm_restarts": "SLURM_RESTART_COUNT",
+        "slurm_nodes": "SLURM_JOB_NODELIST",
+        "slurm_array_task": "SLURM_ARRAY_TASK_ID",
+        "kubernetes_pod": "POD_NAME",
+    }
+    return {key: environ[name] for key, name in names.items() if environ.get(name)}
+
+
 def expand(nodelist: str) -> list[str]:
     """The names that Slurm's `n[1-3,07],m4` means: n1 n2 n3 n07 m4.
 

@@ -15,8 +15,8 @@ from trainer.cluster.wire import Message, Wire
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.rank import Outcome
 
-# With enough nodes for an elastic job, how long the others may still take to come.
-_SETTLE_SECONDS = 5.0
+# With enough nodes for an elastic job, how long the others may still take to come: at first, and between rounds.
+_FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
 _NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 
@@ -84,7 +84,7 @@ class Host:
         """As `meeting.Table`."""
         self.stop = self.over = False
         began = changed = noticed = time.monotonic()
-        there = set(self._guests)
+        there, settle = set(self._guests), _SETTLE_SECONDS if self._round else _FIRST_SETTLE_SECONDS
         while True:
             self._hear()
             now = time.monotonic()
@@ -94,7 +94,7 @@ class Host:
                 return self._end(Verdict(False, EXIT_REQUEUE, "trainer: stopped while nodes were awaited\n"))
             count = 1 + len(there)
             if count == self.nodes.most or (
-                count >= self.nodes.least and now - max(changed, began) >= _SETTLE_SECONDS
+                count >= self.nodes.least and now - max(changed, began) >= settle
             ):
                 return self._begin()
             if now - began > self.seconds:

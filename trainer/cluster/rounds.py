@@ -19,8 +19,8 @@ from trainer.cluster.meeting import Round, Table, Verdict
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
 from trainer.launch import run_ranks, say, thread_variables
 from trainer.preempt import Inbox
-from trainer.rank import Outcome
-from trainer.run_folder import MEETING
+from trainer.rank import LOGS_VARIABLE, Outcome
+from trainer.run_folder import LOGS, MEETING
 
 _SIOCGIFADDR = 0x8915
 
@@ -61,7 +61,7 @@ def launch_with_others(
     Raises:
         BadInputError: If this node can't be part of it.
     """
-    variables = {**environment, **thread_variables(threads)}
+    variables = {**environment, **thread_variables(threads), LOGS_VARIABLE: str(folder / LOGS)}
     with Inbox() as signals:
         table = _table(nodes, processes, same, folder, join_seconds, signals)
         try:
