@@ -1,12 +1,14 @@
 """Which collective the ranks did not all enter, from what torch's flight recorder kept of each rank.
 
-torch keeps the newest collectives of each NCCL process group in a ring (TORCH_NCCL_TRACE_BUFFER_SIZE up to
-torch 2.7, TORCH_FR_BUFFER_SIZE after that). What it writes to disk by itself is a pickle, which is never read
-here; the same as JSON comes from `_dump_nccl_trace_json`, in every torch from 2.5 on. Its fields are those of
-torch/csrc/distributed/c10d/FlightRecorder.hpp: `entries` (none: the key is absent), each with `process_group`
-[name, description], `collective_seq_id` (from 1 on, the same on all ranks of a group), `profiling_name`,
-sizes, dtypes and `state`: "scheduled" from when the host called it, "completed" once the GPU has done it, and
-between them "started", if TORCH_NCCL_ENABLE_TIMING=1; `pg_config` with the ranks of each group.
+torch keeps the newest collectives of its process groups in a ring: TORCH_FR_BUFFER_SIZE says of how many, up
+to torch 2.7 TORCH_NCCL_TRACE_BUFFER_SIZE. What it writes to disk by itself is a pickle, which is never read
+here; the same as JSON comes from `_dump_nccl_trace_json` (NCCL, from torch 2.5 on) and `_dump_fr_trace_json`
+(the others, from 2.8 on). Its fields are those of torch/csrc/distributed/c10d/FlightRecorder.hpp: `entries`
+(none: the key is absent), each with `process_group` [name, description], `collective_seq_id` (from 1 on, the
+same on all ranks of a group), `profiling_name`, sizes, dtypes and `state`: "scheduled" from when the host
+called it, "completed" once the GPU has done it, between them "started" if TORCH_NCCL_ENABLE_TIMING=1;
+`pg_status` with the last number that was completed; `pg_config` with the ranks of each group. Gloo leaves
+the state at "scheduled" and has no `pg_config`.
 """
 
 import json
@@ -40,19 +42,17 @@ def dump() -> str | None:
     answer.
 
     Returns:
-        JSON; None without CUDA or NCCL, or if nothing was recorded.
+        JSON; None if nothing was recorded, or this torch can't tell.
     """
     import torch
 
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    # Not in a torch without NCCL.
-    ask = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    name = "_dump_nccl_trace_json" if torch.cuda.is_initialized() else "_dump_fr_trace_json"
+    ask = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
     if ask is None:
         return None
     try:
         return shortened(ask(includeCollectives=True, onlyActive=False).decode())
-    except (RuntimeError, ValueError):  # a device that is lost, or JSON of another form
+    except (RuntimeError, ValueError, LookupError, TypeError):  # a device that is lost, or another form
         return None
 
 
@@ -66,14 +66,14 @@ def shortened(text: str) -> str | None:
             {
                 "process_group": [group.name, group.description],
                 **{key: entry.get(key) for key in ("collective_seq_id", "profiling_name", "state")},
-                **{key: entry.get(key) for key in ("input_sizes", "input_dtypes")},
+                **{key: entry.get(key) for key in ("input_sizes", "input_dtypes", "pg_id")},
             }
             for number, entry in sorted(seen.entries.items())
             if first <= number < first + _KEPT or number == seen.entered
         ]
     if not kept:
         return None
-    return json.dumps({"version": whole.get("version"), "pg_config": whole.get("pg_config"), "entries": kept})
+    return json.dumps({"entries": kept, **{key: whole.get(key) for key in ("pg_config", "pg_status")}})
 
 
 def parse(dumps: Mapping[int, str | None]) -> str | None:
@@ -116,23 +116,26 @@ def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
         # Several operations that were coalesced have one number: the first of them stands for all.
         found.setdefault(group, {}).setdefault(int(entry["collective_seq_id"]), entry)
     return {
-        group: _Seen(
-            entries,
-            max(entries),
-            max(
-                (number for number, entry in entries.items() if entry.get("state") == "completed"),
-                default=min(entries) - 1,
-            ),
-        )
+        group: _Seen(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
         for group, entries in found.items()
     }
+
+
+def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, Any]) -> int:
+    """The last number that this rank's device has done; by the states, or by what the watchdog counted."""
+    done = [number for number, entry in entries.items() if entry.get("state") == "completed"]
+    groups = {str(entry.get("pg_id")) for entry in entries.values()}
+    done += [int(status[one].get("last_completed_collective", -1)) for one in groups if one in status]
+    return max(min(entries) - 1, *done, 0) if done else min(entries) - 1
 
 
 def _sentence(
     group: _Group, seen: Mapping[int, _Seen], told: set[int], dumps: Mapping[int, str | None]
 ) -> str:
     """What to say of one group; empty if its ranks are together and none waits."""
-    members = [int(word) for word in re.findall(r"\d+", group.ranks)] or sorted(dumps)
+    members = [int(word) for word in re.findall(r"\d+", group.ranks)]
+    if not members:  # of a group that isn't all ranks only those are known that entered something
+        members = sorted(dumps if group.description == "default_pg" else seen)
     # A rank whose recorder holds other groups, but nothing of this one, entered none of it.
     known = [rank for rank in members if rank in seen or rank in told]
     number = 1 + min((seen[rank].completed if rank in seen else 0 for rank in known), default=0)
@@ -177,7 +180,9 @@ def _what(entry: Mapping[str, Any]) -> str:
 
 
 def _place(group: _Group) -> str:
-    return "" if group.description in ("default_pg", "") else f" of the group {group.description}"
+    """A group by its ranks: of its name and description only the default one's means something."""
+    numbers = [int(word) for word in re.findall(r"\d+", group.ranks)]
+    return "" if group.description == "default_pg" or not numbers else f" of the group of {_names(numbers)}"
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -12,13 +12,13 @@ from trainer.report.thin import Cell
 if TYPE_CHECKING:
     from trainer.bench.comm_show import Found
 
-_LEFT, _TOP, _WIDE, _BELOW, _RIGHT = 70, 66, 560, 50, 30  # CSS pixels
+_LEFT, _TOP, _WIDE, _BELOW, _RIGHT = 70, 66, 620, 70, 30  # CSS pixels
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.faint,.tick,.axis{fill:#767676}"
     "path{fill:none;stroke:currentColor;stroke-width:1.6;vector-effect:non-scaling-stroke}"
     "path.dot{stroke-width:5;stroke-linecap:round}path.band{fill:currentColor;fill-opacity:.16;stroke:none}"
     ".grid{stroke:#dcdcd5}.base{stroke:#8c9299}.c0{color:#0064a2}.c1{color:#bd4a00}"
-    ".limit{color:#767676}.limit path{stroke-dasharray:5 4}"
+    ".small{font-size:10px}.limit{color:#767676}.limit path{stroke-dasharray:5 4}"
 )
 _COLOURS = ("#0064a2", "#bd4a00", "#767676")
 
@@ -26,7 +26,7 @@ _COLOURS = ("#0064a2", "#bd4a00", "#767676")
 def chart(found: "Found") -> str:
     """Bus bandwidth over the size of the message, by dtype, with the fitted line and the link's limit."""
     timed, fit, limit, factor = found.timed, found.fit, found.limit, bus_factor(found.ranks)
-    title = f"all-reduce over {found.ranks} ranks, {found.backend}: bus bandwidth; {found.conditions}"
+    title = f"bus bandwidth of an all-reduce over {found.ranks} ranks, {found.backend}"
     lines = [
         Line(name, [(one.bytes, _cell(factor, one)) for one in series], number)
         for number, (name, series) in enumerate(timed.items())
@@ -37,7 +37,7 @@ def chart(found: "Found") -> str:
         fitted = [factor * one / fit.seconds(one) for one in sizes]
         points = [(one, Cell(rate, rate, rate, 1)) for one, rate in zip(sizes, fitted, strict=True)]
         lines.append(Line("fit", points, -1))
-        named.append(("fit" if not limit[0] else "fit; the limit, across", _COLOURS[2]))
+        named.append(("fit" if not limit[0] else "fit, and the limit (level)", _COLOURS[2]))
     if limit[0]:
         lines.append(Line("limit", [(one, Cell(limit[0], limit[0], limit[0], 1)) for one in sizes], -1))
     highest = max(cell.high for line in lines for _, cell in line.points)
@@ -57,7 +57,8 @@ def chart(found: "Found") -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img" aria-label="{escaped(told, 1000)}"><style>{_STYLE}</style>'
         f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text class="faint" x="10" y="20">{escaped(title)}</text>{key}'
+        f'<text x="10" y="20">{escaped(title)}</text>{key}'
+        f'<text class="faint small" x="10" y="{height - 10}">{escaped(found.conditions)}</text>'
         f'<svg x="{_LEFT}" y="{_TOP}" width="{_WIDE}" height="{HEIGHT}" overflow="visible">'
         f"{axes(up, along, 'bytes of an all-reduce')}{STRETCHED}"
         f"{''.join(curve(line, up, along) for line in lines)}</svg></svg></svg>\n"

@@ -124,14 +124,14 @@ def as_text(found: Found, rounds: int) -> str:
     for name, series in found.timed.items():
         lines += [
             f"| {size(one.bytes)} | {name} | {_time(one.seconds)} | {_time(one.low)} to {_time(one.high)} | "
-            f"{number(one.algorithm / 1e9, 3)} | {number(factor * one.algorithm / 1e9, 3)} |"
+            f"{one.algorithm / 1e9:.3g} | {factor * one.algorithm / 1e9:.3g} |"
             for one in series
         ]
     lines.append(f"latency ({size(found.latency.bytes)}): {_time(found.latency.seconds)}")
     if fit is None:
         lines.append("no line fits these sizes: give more of them")
     else:
-        speed = number(fit.bytes_per_s / 1e9, 3)
+        speed = f"{fit.bytes_per_s / 1e9:.3g}"
         lines.append(
             f"fit: time = {_time(fit.alpha_s)} + bytes / {speed} GB/s; it is off by {fit.median_error:.0%} "
             f"(median of the sizes), at most by {fit.worst_error:.0%} ({size(fit.worst_bytes)})"
@@ -139,7 +139,7 @@ def as_text(found: Found, rounds: int) -> str:
     lines.append(f"limit: {limit[1]}")
     if limit[0]:
         lines[-1] = (
-            f"limit: {number(limit[0] / 1e9, 3)} GB/s ({limit[1]}); the best bus bandwidth is "
+            f"limit: {limit[0] / 1e9:.3g} GB/s ({limit[1]}); the best bus bandwidth is "
             f"{found.best / limit[0]:.0%} of it"
         )
     return "\n".join(lines).replace("\u00a0", " ")
@@ -169,7 +169,11 @@ def _show_preflight(told: Mapping[str, Any], options: argparse.Namespace, shown:
         ends = f"{len(hosts)} hosts" if several else f"{len(hosts)} ranks of {platform.node()}"
         measured = f"; usual is {usually}" * bool(rate)
         judged = "" if lines or not pairs else ": none is slow or dead"
-        print("\n".join([*lines, f"{len(pairs)} links between {ends} tried{judged}{measured}"]))
+        print(
+            "\n".join(
+                [*lines, f"{len(pairs)} link{'s' * (len(pairs) != 1)} between {ends} tried{judged}{measured}"]
+            )
+        )
     if lines:
         return EXIT_FAILED
     return EXIT_DONE if pairs else EXIT_NOT_MEASURED

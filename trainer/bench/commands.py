@@ -299,7 +299,7 @@ def _comm(options: argparse.Namespace) -> int:
     if is_rank(os.environ):
         register()  # before the slow imports, so that a signal finds a handler
     if options.preflight:  # what torch's store says of names that it can't look up helps nobody
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from trainer.bench.comm import bench_comm
 
     return bench_comm(options)
