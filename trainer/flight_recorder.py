@@ -87,7 +87,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
             nothing.
 
     Returns:
-        "collective 7, all_reduce of 25 x Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
+        "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
         waits, or nothing can be told.
     """
     seen: dict[_Group, dict[int, _Seen]] = {}
@@ -126,7 +126,7 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
     done = [number for number, entry in entries.items() if entry.get("state") == "completed"]
     groups = {str(entry.get("pg_id")) for entry in entries.values()}
     done += [int(status[one].get("last_completed_collective", -1)) for one in groups if one in status]
-    return max(min(entries) - 1, *done, 0) if done else min(entries) - 1
+    return max([min(entries) - 1, *done])
 
 
 def _sentence(
@@ -144,19 +144,24 @@ def _sentence(
     }
     late = [rank for rank in known if rank not in seen or seen[rank].entered < number]
     unknown = [rank for rank in members if rank not in known]
-    if not there:
-        return ""
+    silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
+    head = f"collective {number}{_place(group)}"
+    if not there:  # either nobody has come to it, or who has was through with it long ago
+        past = [rank for rank in known if rank not in late]
+        return f"{head}: {_names(past)} entered it, {_names(late)} did not{silent}" if past else ""
     wants = {rank: _what(entry) for rank, entry in there.items()}
     kinds = list(dict.fromkeys(wants.values()))
-    head = f"collective {number}{_place(group)}"
-    silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     if len(kinds) > 1:
         parts = [f"{kind} on {_names([r for r in wants if wants[r] == kind])}" for kind in kinds]
         return f"{head} differs: {', '.join(parts)}{silent}"
     head += f", {kinds[0]}: "
     if late:
-        return f"{head}{_names(there)} entered it, {_names(late)} did not{silent}"
-    return head + _states({rank: str(entry.get("state")) for rank, entry in there.items()}, known) + silent
+        return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not{silent}"
+    states = {
+        rank: "completed" if seen[rank].completed >= number else str(entry.get("state"))
+        for rank, entry in there.items()
+    }
+    return head + _states(states, known) + silent
 
 
 def _states(states: Mapping[int, str], known: Sequence[int]) -> str:
@@ -167,7 +172,9 @@ def _states(states: Mapping[int, str], known: Sequence[int]) -> str:
     begun = [rank for rank in waiting if states[rank] == "started"]
     if behind := [rank for rank in waiting if begun and rank not in begun]:
         return f"it runs on {_names(begun)}, the device of {_names(behind)} has not come to it"
-    return f"all {len(waiting)} ranks entered it and none is through"
+    if len(waiting) == 1:
+        return f"{_names(waiting)} is in it"
+    return f"{_names(waiting)} are in it, and none is through"
 
 
 def _what(entry: Mapping[str, Any]) -> str:
