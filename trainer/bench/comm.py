@@ -11,16 +11,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.bench.comm_fit import parsed_sizes
 from trainer.bench.comm_rank import RESULT, of_rank
 from trainer.bench.comm_show import ALONE, show
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.rank import is_rank, run_rank
-
-if TYPE_CHECKING:
-    from trainer.local_ranks import LocalRanks
 
 _GRACE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16")
@@ -57,16 +54,16 @@ def bench_comm(options: argparse.Namespace, nodes: Nodes | None = None) -> int:
         return _meet(options, nodes)
     from trainer.launch import launch  # not before: a rank needs none of it, and a preflight is to be quick
 
-    local = _local_ranks(options, request["backend"])
-    if local.ranks * nodes.count == 1:
+    ranks, threads, environment = _local_ranks(options, request["backend"])
+    if ranks * nodes.count == 1:
         print(f"nothing measured: {ALONE[request['backend']]}")
         return EXIT_NOT_MEASURED
     with tempfile.TemporaryDirectory(prefix="trainer-comm-", ignore_cleanup_errors=True) as folder:
         code = launch(
             [json.dumps({**request, "folder": folder})],
-            processes=local.ranks,
-            threads=local.threads,
-            environment=local.environment,
+            processes=ranks,
+            threads=threads,
+            environment=environment,
             nodes=nodes.count,
             node_rank=nodes.rank,
             master=nodes.master,
@@ -98,6 +95,8 @@ def _meet(options: argparse.Namespace, nodes: Nodes) -> int:
 
 def _checked(options: argparse.Namespace) -> dict[str, Any]:
     """What the ranks are asked for."""
+    if options.ranks is not None and options.ranks < 1:
+        raise BadInputError(f"--ranks {options.ranks}: give a number from 1 on")
     if options.rounds < 1:
         raise BadInputError(f"--rounds {options.rounds}: give a number from 1 on")
     if not 0 < options.seconds <= 3600:
@@ -128,12 +127,15 @@ def _backend(options: argparse.Namespace) -> str:
     return {"auto": "nccl" if cuda else "gloo"}.get(options.backend, str(options.backend))
 
 
-def _local_ranks(options: argparse.Namespace, backend: str) -> "LocalRanks":
+def _local_ranks(options: argparse.Namespace, backend: str) -> tuple[int, int, dict[str, str]]:
     """As many ranks as a training would have here, on the same CPUs; without GPUs two."""
+    if options.preflight:  # they only talk: no GPU, no share of the CPUs
+        return options.ranks or 2, 1, {}
     from trainer.local_ranks import plan_local_ranks
     from trainer.recipe import Recipe
 
     values: dict[str, Any] = {"epochs": 1, "data": {}, "parallel": {"threads": 1}}
     recipe = Recipe.model_validate({**values, "device": "cpu" if backend == "gloo" else "cuda"})
-    ranks = options.ranks
-    return plan_local_ranks(recipe, options.gpus, 2 if ranks is None and backend == "gloo" else ranks)
+    ranks = 2 if options.ranks is None and backend == "gloo" else options.ranks
+    local = plan_local_ranks(recipe, options.gpus, ranks)
+    return local.ranks, local.threads, local.environment
