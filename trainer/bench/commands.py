@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.bench.scale import command as scale
 from trainer.threads import wait_passively
 
 
@@ -169,6 +170,7 @@ def _add_comm(benches: Any) -> None:
         "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
     )
     comm.set_defaults(run=_comm)
+    scale.add_parser(benches)
 
 
 def _add_tasks(benches: Any) -> None:
