@@ -18,7 +18,7 @@ def render(spec: JobSpec, site: Site) -> str:
 
 
 def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
-    job = {
+    job: pods.Document = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": pods.metadata(spec, site),

@@ -140,7 +140,7 @@ def ports(spec: JobSpec) -> list[Document]:
 
 
 def beside(spec: JobSpec, site: Site) -> list[Document]:
-    """What a job needs besides itself: the recipe's text, and a wall around the unauthenticated rendezvous."""
+    """What a job needs besides itself: the recipe's text; a wall around a rendezvous without passwords."""
     documents = []
     if spec.recipe_text is not None:
         documents.append(

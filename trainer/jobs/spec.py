@@ -104,11 +104,12 @@ class JobSpec(BaseModel):
             object.__setattr__(self, "name", _default_name(self.recipe, self.settings))
         if len(self.name) > _LONGEST_NAME or not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"name: '{self.name}' must be of a-z, 0-9 and -, {_LONGEST_NAME} characters at most; give --name"
+                f"name: '{self.name}' must be of a-z, 0-9 and -, begin with a letter, and have at most "
+                f"{_LONGEST_NAME} characters"
             )
         if self.shm_gib >= self.memory_gib:
             raise ValueError(
-                f"shm_gib: /dev/shm is counted in the memory: {self.shm_gib} GiB don't fit into {self.memory_gib}"
+                f"shm_gib: /dev/shm is counted in the memory, {self.shm_gib} GiB don't fit in {self.memory_gib}"
             )
         if self.gpus_per_node and self.ranks_per_node != 1:
             raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
