@@ -109,7 +109,7 @@ class JobSpec(BaseModel):
             )
         if self.shm_gib >= self.memory_gib:
             raise ValueError(
-                f"shm_gib: /dev/shm is counted in the memory, {self.shm_gib} GiB don't fit in {self.memory_gib}"
+                f"shm_gib: /dev/shm counts as memory: {self.shm_gib} GiB don't fit in {self.memory_gib}"
             )
         if self.gpus_per_node and self.ranks_per_node != 1:
             raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
