@@ -27,7 +27,7 @@ def _host(rank: int) -> str:
 
 
 def _service(spec: JobSpec, rank: int) -> dict[str, Any]:
-    scratch = (*container.SCRATCH, *([] if spec.cache else [container.CACHE]))
+    scratch = (*container.SCRATCH.values(), *([] if spec.cache else [container.CACHE]))
     environment = {**container.variables(spec), **_rendezvous(spec, rank)}
     service = {
         "image": container.check_image(spec),

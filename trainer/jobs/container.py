@@ -18,10 +18,11 @@ SCRATCH = ("/tmp", "/home/trainer")
 STACK_BYTES = 64 << 20
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes a value that stands at two places twice, not as `*id001`."""
+class Plain(yaml.SafeDumper):
+    """Safe YAML for people: no `*id001` for a value that stands at two places, texts with their lines."""
 
     def ignore_aliases(self, _data: Any) -> bool:
+        """Never."""
         return True
 
 
@@ -29,12 +30,12 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Plain.add_representer(str, _text)
+Plain.add_representer(str, _text)
 
 
 def dump(*documents: dict[str, Any]) -> str:
     """YAML of one or several documents."""
-    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=110, allow_unicode=True)
+    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
 
 
 def check_image(spec: JobSpec) -> str:

@@ -26,7 +26,7 @@ def words(spec: JobSpec) -> list[str]:
     line += ["--shm-size", f"{spec.shm_gib}g", "--ulimit", f"stack={container.STACK_BYTES}"]
     line += ["--stop-timeout", str(spec.stop_seconds)]
     line += ["--gpus", str(spec.gpus_per_node)] if spec.gpus_per_node else []
-    for where in (*container.SCRATCH, *([] if spec.cache else [container.CACHE])):
+    for where in (*container.SCRATCH.values(), *([] if spec.cache else [container.CACHE])):
         line += ["--tmpfs", f"{where}:exec"]
     for folder, where, written in mounts(spec, "docker"):
         line += ["--mount", _fields("type=bind", f"source={folder}", f"target={where}", *_access(written))]

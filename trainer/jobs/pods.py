@@ -182,8 +182,8 @@ def _volumes(spec: JobSpec) -> tuple[list[Document], list[Document]]:
 
     shm = {"medium": "Memory", "sizeLimit": f"{spec.shm_gib}Gi"}
     add("shm", "/dev/shm", {"emptyDir": shm})
-    for where in container.SCRATCH:
-        add(PurePosixPath(where).name, where, {"emptyDir": {}})
+    for name, where in container.SCRATCH.items():
+        add(name, where, {"emptyDir": {}})
     if spec.cache:
         add("cache", container.CACHE, claim("cache", spec.cache))
     else:
