@@ -18,6 +18,10 @@ from trainer.jobs import container, kubernetes
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site
 
+_HEAD = """\
+# Rendered by scripts/render_examples.py; `trainer launch … --dry-run` renders your own.
+# The image is a placeholder: put the reference of yours there, and its digest in TRAINER_IMAGE_DIGEST.
+"""
 FOLDER = Path(__file__).resolve().parent / "kubernetes"
 IMAGE = f"registry.example/trainer@sha256:{64 * '0'}"
 # What all examples are: an ImageNet training with its data, runs and compiled kernels on claims.
@@ -101,11 +105,7 @@ def _kustomization(**fields: Any) -> str:
 
 
 def _headed(text: str) -> str:
-    return (
-        "# Rendered by scripts/render_examples.py; `trainer launch … --dry-run` renders your own.\n"
-        "# The image is a placeholder: put yours there with its digest, in TRAINER_IMAGE_DIGEST, too.\n"
-        + text
-    )
+    return f"{_HEAD}{text}"
 
 
 def main() -> int:

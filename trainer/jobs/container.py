@@ -14,7 +14,7 @@ CACHE = "/cache"
 # A recipe that is a file where the job was launched.
 RECIPE = "/recipe"
 # What the image writes to besides, as its root is read-only; torch.compile runs code from these.
-SCRATCH = ("/tmp", "/home/trainer")
+SCRATCH = {"tmp": "/tmp", "home": "/home/trainer"}
 STACK_BYTES = 64 << 20
 
 
