@@ -50,7 +50,7 @@ def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
 def read_docker(text: str) -> dict[str, Any]:
     """As a shell and the engine read it."""
     shell = "docker() { printf '%s\\0' \"$@\"; }\n" + text
-    done = subprocess.run(["sh"], input=shell.encode(), capture_output=True, check=True)
+    done = subprocess.run(["/bin/sh"], input=shell.encode(), capture_output=True, check=True)
     words = done.stdout.decode().split("\0")[:-1]
     assert words.pop(0) == "run"
     found: dict[str, list[str]] = {}
