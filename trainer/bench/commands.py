@@ -142,6 +142,7 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     optimizers.set_defaults(run=_optimizers)
     _add_tasks(benches)
     _add_comm(benches)
+    scale.add_parser(benches)
 
 
 def _add_comm(benches: Any) -> None:
@@ -170,7 +171,6 @@ def _add_comm(benches: Any) -> None:
         "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
     )
     comm.set_defaults(run=_comm)
-    scale.add_parser(benches)
 
 
 def _add_tasks(benches: Any) -> None:
