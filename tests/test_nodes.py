@@ -76,6 +76,7 @@ class Cluster:
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(host, "_SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(host, "_FIRST_SETTLE_SECONDS", 0.3)
     monkeypatch.setattr(guest, "_AGAIN_SECONDS", 0.05)
     one = Cluster()
     request.addfinalizer(one.close)

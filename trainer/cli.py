@@ -11,6 +11,7 @@ from typing import Any
 from trainer.bench.commands import add_parser as bench_commands
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.jobs.command import add_parser as launch_command
 from trainer.redact import redact_text
 from trainer.threads import wait_passively
 
@@ -144,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_predict(commands)
     data_commands(commands, _Parser)
+    launch_command(commands, _Parser)
 
     bench_commands(commands, _Parser)
     return parser

@@ -15,7 +15,7 @@ from trainer.cluster.wire import Message, Wire
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.rank import Outcome
 
-# With enough nodes for an elastic job, how long the others may still take to come: at first, and between rounds.
+# With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
 _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
 _NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.05

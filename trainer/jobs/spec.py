@@ -12,10 +12,14 @@ from trainer.errors import BadInputError
 
 # What follows a stop: the ranks' grace, then the launcher's own end, before the place kills what is left.
 _LAUNCHER_SECONDS = 30
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+# Begins with a letter: it is a Service's name too.
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 # A pod's name adds an index and a suffix, and a label holds 63 characters.
 _LONGEST_NAME = 46
 _CLAIM = re.compile(r"pvc:(?P<claim>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# By these a launcher hears of its node, so that they are nobody else's to set.
+_OURS = re.compile(r"NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_.*|PET_.*|SLURM_.*")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
 
 Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow"]
@@ -68,6 +72,7 @@ class JobSpec(BaseModel):
         port: Of the launchers' rendezvous on node 0; the ranks' own is the next one.
         user: UID and GID, as `1000:1000`.
         environment: Further variables.
+        recipe_text: What a recipe that is a file here holds: containers get it as a file of their own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,6 +96,7 @@ class JobSpec(BaseModel):
     port: int = Field(29500, ge=1024, le=65534)
     user: str = Field("1000:1000", pattern=r"^\d+:\d+$")
     environment: dict[str, str] = {}
+    recipe_text: str | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "JobSpec":
@@ -98,7 +104,8 @@ class JobSpec(BaseModel):
             object.__setattr__(self, "name", _default_name(self.recipe, self.settings))
         if len(self.name) > _LONGEST_NAME or not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"name: '{self.name}' must be of a-z, 0-9 and -, at most {_LONGEST_NAME} characters"
+                f"name: '{self.name}' must be of a-z, 0-9 and -, begin with a letter, and have at most "
+                f"{_LONGEST_NAME} characters"
             )
         if self.shm_gib >= self.memory_gib:
             raise ValueError(
@@ -108,6 +115,11 @@ class JobSpec(BaseModel):
             raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
         if self.least_nodes is not None and self.least_nodes > self.nodes:
             raise ValueError(f"least_nodes: {self.least_nodes} is more than the {self.nodes} nodes")
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"environment: '{name}' is no name of a variable")
+            if _OURS.fullmatch(name):
+                raise ValueError(f"environment: {name} is set by what starts the nodes; leave it out")
         return self
 
     @property
@@ -162,7 +174,6 @@ class Site(BaseModel):
         namespace: Of Kubernetes.
         jobset: A JobSet instead of an Indexed Job with a Service.
         kubeflow: Version of its API: v2 is TrainJob, v1 PyTorchJob.
-        runtime: Name of TrainJob's ClusterTrainingRuntime.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -175,7 +186,6 @@ class Site(BaseModel):
     namespace: str = "default"
     jobset: bool = False
     kubeflow: Literal["v2", "v1"] = "v2"
-    runtime: str = "torch-distributed"
 
 
 def claim_of(place: str, what: str, where: str) -> str:
@@ -209,5 +219,7 @@ def pinned(image: str) -> bool:
 
 def _default_name(recipe: str, settings: tuple[str, ...]) -> str:
     """A name that the same request gets again: a second submission goes on with the first one's run."""
-    stem = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")[:32] or "job"
+    stem = (
+        re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).lstrip("-0123456789")[:32].strip("-") or "job"
+    )
     return f"{stem}-{hashlib.sha256(json.dumps([recipe, *settings]).encode()).hexdigest()[:8]}"
