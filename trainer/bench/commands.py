@@ -170,6 +170,9 @@ def _add_comm(benches: Any) -> None:
     comm.add_argument(
         "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
     )
+    comm.add_argument("--nodes", metavar="N", help="as of trainer train: on each, with the next two")
+    comm.add_argument("--node-rank", type=int, metavar="N", help="as of trainer train")
+    comm.add_argument("--master", metavar="HOST:PORT", help="as of trainer train")
     comm.set_defaults(run=_comm)
 
 

@@ -29,7 +29,7 @@ def launch_with_others(
     arguments: Sequence[str],
     *,
     nodes: Nodes,
-    folder: Path,
+    folder: Path | None,
     same: Mapping[str, str],
     processes: int,
     threads: int,
@@ -44,7 +44,7 @@ def launch_with_others(
     Args:
         arguments: What each rank gets as its command line.
         nodes: Of the job, and which one this is.
-        folder: The run folder, the same on every node.
+        folder: The run folder, the same on every node, or None.
         same: What must be the same on every node, by name: versions, the configuration.
         processes: Ranks on this node.
         threads: Intra-op threads of each.
@@ -61,7 +61,9 @@ def launch_with_others(
     Raises:
         BadInputError: If this node can't be part of it.
     """
-    variables = {**environment, **thread_variables(threads), LOGS_VARIABLE: str(folder / LOGS)}
+    variables = {**environment, **thread_variables(threads)}
+    if folder is not None:
+        variables[LOGS_VARIABLE] = str(folder / LOGS)
     with Inbox() as signals:
         table = _table(nodes, processes, same, folder, join_seconds, signals)
         try:
@@ -87,13 +89,18 @@ def launch_with_others(
                     return verdict.code
                 say(verdict.text)
         finally:
-            if nodes.number == 0:
+            if nodes.number == 0 and folder is not None:
                 (folder / MEETING).unlink(missing_ok=True)
             table.close()
 
 
 def _table(
-    nodes: Nodes, processes: int, same: Mapping[str, str], folder: Path, join_seconds: float, signals: Inbox
+    nodes: Nodes,
+    processes: int,
+    same: Mapping[str, str],
+    folder: Path | None,
+    join_seconds: float,
+    signals: Inbox,
 ) -> Table:
     def asked() -> bool:
         return bool(signals.received)
@@ -104,7 +111,8 @@ def _table(
     if nodes.number:
         return Guest(nodes, processes, same, join_seconds, asked, tell)
     host = Host(nodes, processes, same, str(folder), join_seconds, asked, tell)
-    (folder / MEETING).write_text(host.token)
+    if folder is not None:
+        (folder / MEETING).write_text(host.token)
     return host
 
 
@@ -113,14 +121,14 @@ def _play(
     nodes: Nodes,
     command: Sequence[str],
     variables: Mapping[str, str],
-    folder: Path,
+    folder: Path | None,
     signals: Inbox,
     grace_seconds: float,
     output: int | None,
     table: Table,
 ) -> list[Outcome]:
     """Runs this node's ranks of a round."""
-    if nodes.number and not sees(folder, MEETING, meeting.token):
+    if nodes.number and folder is not None and not sees(folder, MEETING, meeting.token):
         line = (
             f"node {nodes.number} ({platform.node()}) doesn't see node 0's run folder, {meeting.folder}, as "
             f"{folder}: give --out on a file system that all nodes have"
