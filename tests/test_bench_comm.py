@@ -430,7 +430,8 @@ def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.Mo
 
 
 def test_if_all_links_are_dead_all_are_named() -> None:
-    assert len(verdict(mesh(3, r01=DEAD, r02=DEAD, r12=DEAD), 5.0)) == 3
+    lines = verdict(mesh(3, r01=DEAD, r02=DEAD, r12=DEAD), 5.0)
+    assert len(lines) == 3 and all(line.startswith("trainer: link ") for line in lines)
 
 
 def test_a_single_link_is_held_against_its_interfaces() -> None:
