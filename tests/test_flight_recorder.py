@@ -199,6 +199,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.compat
 @pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="torch 2.8 and later record gloo's"
 )
