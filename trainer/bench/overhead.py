@@ -214,14 +214,19 @@ def tiny_recipe(steps: int) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def interleaved(loops: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+def interleaved(loops: Sequence[Callable[[], float]], rounds: int, shown: bool = True) -> list[list[float]]:
     """Times loops in turn, each round starting with another one; a round before them is warm-up.
+
+    Args:
+        loops: Each returns its seconds.
+        rounds: That count.
+        shown: Whether a bar shows how far it is.
 
     Returns:
         For each loop its seconds, round by round.
     """
     times: list[list[float]] = [[] for _ in loops]
-    for number in track(range(rounds + 1), "measuring", transient=True):
+    for number in track(range(rounds + 1), "measuring", transient=True, disable=not shown):
         for offset in range(len(loops)):
             which = (number + offset) % len(loops)
             times[which].append(loops[which]())

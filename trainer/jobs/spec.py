@@ -139,15 +139,26 @@ class JobSpec(BaseModel):
 
     @property
     def command(self) -> list[str]:
-        """What runs on each node; of the other nodes it hears by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
+        """What runs in the container of each node; see `command_with`."""
+        return self.command_with("runs", "/data")
+
+    def command_with(self, runs: str, data: str) -> list[str]:
+        """What runs on each node; of the others it hears by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 
         (Or by what Slurm or Kubeflow set themselves, see `trainer.cluster.discover`.)
+
+        Args:
+            runs: Where the runs lie there.
+            data: Where the data lies there, if there is any.
         """
         ranks = ["--gpus", str(self.gpus_per_node)] if self.gpus_per_node else ["--ranks", str(self.ranks)]
+        settings = list(self.settings)
+        if self.data is not None and not any(one.startswith("data.path=") for one in settings):
+            settings.append(f"data.path={data}")
         return [
             *("trainer", "train", self.recipe, *ranks),
-            *("--out", f"runs/{self.name}", "--grace", str(self.grace_seconds)),
-            *(word for setting in self.settings for word in ("--set", setting)),
+            *("--out", f"{runs}/{self.name}", "--grace", str(self.grace_seconds)),
+            *(word for setting in settings for word in ("--set", setting)),
         ]
 
 
