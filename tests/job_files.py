@@ -151,6 +151,39 @@ def _compose_service(service: dict[str, Any], rank: int, nodes: int) -> dict[str
     }
 
 
+def read_slurm(text: str) -> dict[str, Any]:
+    """As sbatch, the shell and Pyxis read it; Slurm has no users to choose, and no limit for /dev/shm."""
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
+    shell = "export() { printf 'E%s\\0' \"$@\"; }\nset() { printf 'S%s\\0' \"$@\"; }\n"
+    shell += "df() { echo 0; }; mkdir() { :; }; scontrol() { :; }; SLURM_JOB_ID=0\n"
+    shell += "srun() { printf 'R%s\\0' \"$@\"; }\n" + text
+    done = subprocess.run(["/bin/bash"], input=shell.encode(), capture_output=True, check=False)
+    said = [word for word in done.stdout.decode().split("\0") if word]
+    environment = dict(word[1:].partition("=")[::2] for word in said if word.startswith("E"))
+    command = [word[1:] for word in said if word.startswith("S")]
+    assert command[:3] == ["-u", "--", "trainer"]
+    (mounted,) = [word for word in said if word.startswith("R--container-mounts=")]
+    mounts = [mount.split(":") for mount in mounted.partition("=")[2].split(",")]
+    (image,) = [word.partition("=")[2] for word in said if word.startswith("R--container-image=")]
+    shm = re.search(r"smaller than (\d+) GiB", text)
+    assert shm
+    return {
+        "name": options["job-name"],
+        "image": image.replace("#", "/"),
+        "nodes": int(options["nodes"]),
+        "gpus": int(options.get("gpus-per-node", 0)),
+        "cpus": int(options["cpus-per-task"]),
+        "memory": int(options["mem"].removesuffix("G")),
+        "shm": int(shm[1]),
+        "seconds": int(options["time"]) * 60,
+        "stop": int(options["signal"].removeprefix("USR1@")),
+        "environment": {name: value for name, value in environment.items() if name not in VARIABLES},
+        "mounts": {mount[1]: mount[0] for mount in mounts},
+        "command": command[2:],
+        "port": int(environment["MASTER_PORT"]),
+    }
+
+
 def documents(text: str) -> dict[str, Any]:
     """The objects of a file for Kubernetes by their kinds."""
     found = {}

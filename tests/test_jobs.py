@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 
 from tests import job_files
+from trainer.cluster.discover import find_nodes
 from trainer.errors import BadInputError
-from trainer.jobs import compose, container, docker, kubeflow, kubernetes
+from trainer.jobs import compose, container, docker, kubeflow, kubernetes, slurm
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.rank import is_rank
 
 IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
 # Several nodes on claims, and what an engine gets instead.
@@ -115,6 +118,54 @@ def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
     if (where, field) != ("docker", "port"):
         place, site, _ = PLACES[where]
         assert render(place, before, site) != render(place, after, site)
+
+
+@pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "least_nodes"}))
+def test_a_changed_field_changes_the_batch_script(field: str) -> None:
+    for changes in ({}, change("compose", field)):
+        spec = job("compose", **changes)
+        wanted = {**job_files.expected(spec, spec.port), "environment": spec.environment}
+        del wanted["user"]  # the one who submits it
+        assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
+
+
+def test_what_is_rendered_is_what_nodes_find() -> None:
+    """The launcher's own discovery reads what the files set."""
+    spec = job("compose", nodes=3, least_nodes=2, port=30000)
+    services = yaml.safe_load(compose.render(spec, Site()))["services"]
+    for rank, service in enumerate(services.values()):
+        found = find_nodes(service["environment"], None, None, None)
+        assert found
+        assert found[:5] == (2, 3, rank, "node-0", 30000)
+    # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
+    # v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
+    v2 = {
+        "PET_NNODES": "3",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "mine-node-0-0.mine",
+        "PET_MASTER_PORT": "29500",
+    }
+    found = find_nodes(v2, None, None, None)
+    assert found
+    assert found[:5] == (3, 3, 1, "mine-node-0-0.mine", 29500)
+    v1 = v2 | {
+        "PET_NNODES": "2:3",
+        "PET_MASTER_ADDR": "mine-master-0",
+        "PET_MASTER_PORT": "30000",
+        "PET_RDZV_ENDPOINT": "mine-master-0:30000",
+        "PET_RDZV_BACKEND": "c10d",
+        "MASTER_ADDR": "mine-master-0",
+        "MASTER_PORT": "30000",
+        "RANK": "1",
+        "WORLD_SIZE": "6",
+        "PYTHONUNBUFFERED": "1",
+    }
+    found = find_nodes(v1, None, None, None)
+    assert found
+    assert found[:5] == (2, 3, 1, "mine-master-0", 30000)
+    assert not is_rank(v1)
+    assert find_nodes(v2 | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None, None, None) is None
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -283,6 +283,20 @@ def test_a_sweep_may_list_its_runs(tools: Tools, capsys: pytest.CaptureFixture[s
     ]
 
 
+def test_a_sweep_on_slurm_is_one_array(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    tools.add("sbatch", "echo Submitted batch job 7")
+    Path("sweep.yaml").write_text(SWEEP)
+    assert main(["launch", "digits", "--on", "slurm", *ENGINE, "--name", "lr", "--sweep", "sweep.yaml"]) == 0
+    assert tools.calls() == [["sbatch", "runs/.jobs/lr.sbatch"]]
+    text = Path("runs/.jobs/lr.sbatch").read_text()
+    assert "#SBATCH --array=0-3" in text
+    assert "--out runs/lr-3" in text
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("follow     tail -F ")
+    assert lines[1].endswith("runs/.jobs/lr-0-7_0.out")
+    assert lines[-1] == "compare    trainer report runs/lr-0 runs/lr-1 runs/lr-2 runs/lr-3"
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

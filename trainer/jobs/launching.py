@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from trainer.config import override, read_recipe, validated
 from trainer.errors import EXIT_DONE, BadInputError
-from trainer.jobs import sweep
+from trainer.jobs import slurm, sweep
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site, pinned
 from trainer.jobs.submit import check_here, submit
@@ -42,7 +42,10 @@ def launch_job(options: argparse.Namespace) -> int:
     specs = [spec]
     if options.sweep:
         specs = [_model(JobSpec, fields) for fields in sweep.jobs(options.sweep, spec)]
-    files = [render(place, one, site) for one in specs]
+    # An array of Slurm is one job.
+    array = place == "slurm" and bool(options.sweep)
+    jobs = [spec] if array else specs
+    files = [slurm.render_array(specs, site)] if array else [render(place, one, site) for one in specs]
     for one in specs:
         _check_recipe(one)
         check_here(place, one)
@@ -54,7 +57,7 @@ def launch_job(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("\n---\n".join(text.rstrip("\n") for text in files))
         return EXIT_DONE
-    for one, text in zip(specs, files, strict=True):
+    for one, text in zip(jobs, files, strict=True):
         if code := submit(place, one, site, text):
             return code
     if options.sweep:

@@ -12,6 +12,7 @@ Document = dict[str, Any]
 
 # Of a launcher that failed (code 1 or 76): all nodes may do so that often before the job has failed.
 RETRIES = 2
+_NAME = {"fieldPath": "metadata.name"}
 
 
 def labels(spec: JobSpec) -> dict[str, str]:
@@ -57,7 +58,8 @@ def pod(
         "image": container.check_image(spec),
         # Not `command`: that would put itself in the place of dumb-init, which passes signals and codes on.
         "args": [container.doubled(word) for word in words or container.words(spec)],
-        "env": [*fixed, *environment],
+        # For the run's manifest: which pod it was.
+        "env": [*fixed, {"name": "POD_NAME", "valueFrom": {"fieldRef": _NAME}}, *environment],
         **({"ports": list(ports)} if ports else {}),
         "resources": resources(spec),
         "securityContext": {

@@ -111,7 +111,8 @@ def _afterwards(
     if place == "slurm":
         number = (re.findall(r"\d+", said) or ["JOB"])[-1]
         log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)
-        follow = ["tail", "-F", re.sub(r"%[jA]", number, log[1])] if log else ["squeue", "--job", number]
+        found = re.sub(r"%[jA]", number, log[1]).replace("%a", "0") if log else ""
+        follow = ["tail", "-F", found] if found else ["squeue", "--job", number]
         return follow, ["scancel", number]
     selected = ["--selector", f"app.kubernetes.io/instance={spec.name}"]
     many = ["--max-log-requests", str(spec.nodes), "--prefix"] if spec.nodes > 1 else []
