@@ -79,12 +79,13 @@ class Slurm:
         return shown.partition(" JobState=")[2].partition(" ")[0]
 
     def release(self, job: str) -> None:
-        """Lets a requeued job start at once; Slurm would wait for two minutes."""
+        """Lets a requeued job start soon; Slurm would wait for two minutes."""
 
         def started() -> bool:
-            if self.state(job) == "PENDING":  # again: its end may not be through, which sets the time anew
+            if self.state(job) == "PENDING":
+                # Not within the second of its end: slurmd would take its new credential for the revoked one.
+                time.sleep(3.0)
                 self.tell("scontrol", "update", f"jobid={job}", "StartTime=now")
-                time.sleep(0.5)
             return self.state(job) == "RUNNING"
 
         until(lambda: self.state(job) == "PENDING")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster_slurm import NODES, Slurm, missing, running, until
+from trainer.errors import BadInputError
+from trainer.jobs.partition import check_partition
 from trainer.jobs.slurm import render
 from trainer.jobs.spec import JobSpec, Site
 
@@ -171,3 +173,19 @@ def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -
     until(lambda: slurm.state(job) == "COMPLETED")
     slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
     assert "requeued" not in _text(log)
+
+
+def test_a_job_that_the_partition_cant_hold_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    check_partition(JobSpec(recipe="digits", nodes=2, memory_gib=7), Site())
+    for more, words in (
+        ({"nodes": 3}, "--nodes 3: partition main has 2 nodes with what this job asks for"),
+        ({"cpus_per_node": 5}, "--cpus-per-node 5: no node of partition main has more than 4 CPUs"),
+        ({"gpus_per_node": 1}, "--gpus-per-node 1: no node of partition main has more than 0 GPUs"),
+        ({"memory_gib": 8}, "--memory 8: no node of partition main has more than 7 GiB"),
+    ):
+        with pytest.raises(BadInputError) as raised:
+            check_partition(JobSpec.model_validate({"recipe": "digits", "memory_gib": 4, **more}), Site())
+        assert str(raised.value) == words
+    with pytest.raises(BadInputError, match="--partition x: this cluster has main"):
+        check_partition(JobSpec(recipe="digits", memory_gib=4), Site(partition="x"))
