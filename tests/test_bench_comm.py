@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.netns import hosts, in_host, on_each
 from trainer.bench import links, preflight as preflight_module
-from trainer.bench.comm import Nodes, bench_comm
+from trainer.bench.comm import bench_comm
 from trainer.bench.comm_fit import MIB, SIZES, Timed, bus_factor, fitted, parsed_sizes
 from trainer.bench.comm_rank import least_limit
 from trainer.bench.comm_show import Found, as_json, as_text
@@ -50,6 +50,9 @@ OPTIONS = argparse.Namespace(
     limit=None,
     preflight=False,
     seconds=5.0,
+    nodes=None,
+    node_rank=None,
+    master=None,
 )
 Capfd = pytest.CaptureFixture[str]
 GIGABIT = 1e9 / 8
@@ -537,10 +540,11 @@ def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(preflight_module, "_COME_SECONDS", 3.0)
 
     def one(number: int) -> tuple[int, str]:
-        options = argparse.Namespace(**{**vars(OPTIONS), "preflight": True, "seconds": 0.7})
+        several = {"nodes": "2", "node_rank": number, "master": "10.79.0.1:29513"}
+        options = argparse.Namespace(**{**vars(OPTIONS), **several, "preflight": True, "seconds": 0.7})
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            code = bench_comm(options, Nodes(2, number, "10.79.0.1:29513"))
+            code = bench_comm(options)
         return code, out.getvalue()
 
     with hosts(2) as names:

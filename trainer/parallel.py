@@ -269,6 +269,15 @@ def check_agreement(text: str, world: World) -> None:
         )
 
 
+def least_over_ranks(number: int, world: World) -> int:
+    """The smallest of the ranks' numbers; collective."""
+    if world.group is None:
+        return number
+    least = torch.tensor([number], device=world.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=world.group)
+    return int(least)
+
+
 def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
     """A table (ranks, n) on the device of each rank's row, float64 (n,) on the host; collective."""
     table = torch.zeros(world.size, len(row), dtype=row.dtype, device=world.device)

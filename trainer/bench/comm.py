@@ -9,36 +9,29 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import trainer
 from trainer.bench.comm_fit import parsed_sizes
 from trainer.bench.comm_rank import RESULT, of_rank
 from trainer.bench.comm_show import ALONE, show
+from trainer.cluster.discover import Nodes, find_nodes, rank_variables
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.rank import is_rank, run_rank
 
+_RANK = "trainer.bench.comm_rank"
 _GRACE_SECONDS = 5.0
+_JOIN_SECONDS = 120.0
 _DTYPES = ("fp32", "bf16")
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Where this host is among several: how many there are, its number, and `host:port` of node 0."""
-
-    count: int = 1
-    rank: int = 0
-    master: str = ""
-
-
-def bench_comm(options: argparse.Namespace, nodes: Nodes | None = None) -> int:
-    """Measures with ranks of this host, or, as one of the ranks, with all of them; prints on rank 0.
+def bench_comm(options: argparse.Namespace) -> int:
+    """Measures with the ranks of all nodes, or, as one of the ranks, with the others; prints on rank 0.
 
     Args:
-        options: ranks, gpus, sizes, dtypes, backend, rounds, json, plot, limit, preflight and seconds, as
-            `trainer bench comm` has them.
-        nodes: Where this host is, if it starts its part of a job of several.
+        options: ranks, gpus, sizes, dtypes, backend, rounds, json, plot, limit, preflight, seconds, nodes,
+            node_rank and master, as `trainer bench comm` has them.
 
     Returns:
         0; with a preflight 1 if a link is slow or dead, or a rank missing; 3 if nothing was measured.
@@ -46,34 +39,51 @@ def bench_comm(options: argparse.Namespace, nodes: Nodes | None = None) -> int:
     Raises:
         BadInputError: If the options can't be.
     """
-    nodes = nodes or Nodes()
     request = _checked(options)
+    os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         return run_rank(lambda: _as_rank(request, options))
-    if options.preflight and nodes.count > 1:  # no torchrun: it would wait for the very host that is missing
+    nodes = find_nodes(os.environ, options.nodes, options.node_rank, options.master)
+    if (
+        options.preflight and nodes is not None
+    ):  # no torchrun: it would wait for the very host that is missing
         return _meet(options, nodes)
-    from trainer.launch import launch  # not before: a rank needs none of it, and a preflight is to be quick
+    # Not before: a rank needs none of it, and a preflight is to be quick.
+    from trainer.cluster.rounds import launch_with_others
+    from trainer.launch import launch
 
     ranks, threads, environment = _local_ranks(options, request["backend"])
-    if ranks * nodes.count == 1:
+    if ranks == 1 and nodes is None:
         print(f"nothing measured: {ALONE[request['backend']]}")
         return EXIT_NOT_MEASURED
     with tempfile.TemporaryDirectory(prefix="trainer-comm-", ignore_cleanup_errors=True) as folder:
-        code = launch(
-            [json.dumps({**request, "folder": folder})],
-            processes=ranks,
-            threads=threads,
-            environment=environment,
-            nodes=nodes.count,
-            node_rank=nodes.rank,
-            master=nodes.master,
-            grace_seconds=_GRACE_SECONDS,
-            module="trainer.bench.comm_rank",
-        )
-        if code != EXIT_DONE:
+        words = [json.dumps({**request, "folder": folder})]
+        if nodes is None:
+            code = launch(
+                words,
+                processes=ranks,
+                threads=threads,
+                environment=environment,
+                grace_seconds=_GRACE_SECONDS,
+                module=_RANK,
+            )
+        else:
+            code = launch_with_others(
+                words,
+                nodes=nodes,
+                folder=None,
+                same={"trainer": trainer.__version__},
+                processes=ranks,
+                threads=threads,
+                environment=environment,
+                grace_seconds=_GRACE_SECONDS,
+                join_seconds=_JOIN_SECONDS,
+                module=_RANK,
+            )
+        if code != EXIT_DONE or (nodes is not None and nodes.number):
             return code
         told = json.loads((Path(folder) / RESULT).read_bytes())
-    return show(told, options, request["backend"], shown=nodes.rank == 0)
+    return show(told, options, request["backend"], shown=True)
 
 
 def _as_rank(request: Mapping[str, Any], options: argparse.Namespace) -> int:
@@ -85,12 +95,9 @@ def _meet(options: argparse.Namespace, nodes: Nodes) -> int:
     """The preflight between several hosts, in this process: one end of links is enough on each host."""
     from trainer.bench.preflight import Place, preflight
 
-    host, _, port = nodes.master.rpartition(":")
-    if not host or not port.isdecimal():
-        raise BadInputError(f"--master {nodes.master}: give host:port of node 0")
-    place = Place(nodes.rank, nodes.count, host, int(port), nodes.rank == 0)
-    told = preflight(place, options.seconds)
-    return show(told, options, "gloo", shown=nodes.rank == 0)
+    first = nodes.number == 0
+    told = preflight(Place(nodes.number, nodes.most, nodes.host, nodes.port, first), options.seconds)
+    return show(told, options, "gloo", shown=first)
 
 
 def _checked(options: argparse.Namespace) -> dict[str, Any]:

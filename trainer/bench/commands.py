@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.bench.scale import command as scale
 from trainer.threads import wait_passively
 
 
@@ -141,6 +142,7 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     optimizers.set_defaults(run=_optimizers)
     _add_tasks(benches)
     _add_comm(benches)
+    scale.add_parser(benches)
 
 
 def _add_comm(benches: Any) -> None:
@@ -168,6 +170,9 @@ def _add_comm(benches: Any) -> None:
     comm.add_argument(
         "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
     )
+    comm.add_argument("--nodes", metavar="N", help="as of trainer train: on each, with the next two")
+    comm.add_argument("--node-rank", type=int, metavar="N", help="as of trainer train")
+    comm.add_argument("--master", metavar="HOST:PORT", help="as of trainer train")
     comm.set_defaults(run=_comm)
 
 
