@@ -5,6 +5,7 @@ import contextlib
 import io
 import itertools
 import json
+import platform
 import socket
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.netns import hosts, in_host, on_each
@@ -68,6 +69,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert [bus_factor(ranks) for ranks in (2, 4, 8)] == [1.0, 1.5, 1.75]
 
 
+@settings(deadline=None)
 @given(st.floats(1e-7, 1e-1), st.floats(1e6, 1e12), st.integers(2, len(SIZES)))
 def test_the_fit_finds_the_line(alpha: float, speed: float, count: int) -> None:
     found = fitted([timed(size, alpha + size / speed) for size in SIZES[-count:]])
@@ -334,6 +336,7 @@ def host(rank: int, name: str = "", speed: float | None = None) -> Host:
     return Host(rank, name or f"n{rank + 1}", f"10.0.0.{rank + 1}", 1, "eth0", speed)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.booleans())
 def test_each_pair_has_its_turn_once(count: int, together: bool) -> None:
     ends = [host(rank) for rank in range(count)]
@@ -430,6 +433,22 @@ def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.Mo
     lines = verdict({**told[0], "come": 5.0}, 1.0)
     assert len(lines) == 1 and "(rank 2): all its 2 links, such as 0.1 Gbit/s" in lines[0]
     assert max(tried.values()) <= 2 * 3
+
+
+def test_a_rank_that_vanishes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_module, "_SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(preflight_module, "_try", lambda *_: Link(1e-4, GIGABIT))
+    store, places = HashStore(), [Place(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]
+    store.set("host-3", json.dumps(Host(3, platform.node(), "127.0.0.1", 1)))
+    began = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(lambda place: _tried(store, place, 0.1, 5.0), places))
+    assert time.monotonic() - began < 2.5  # a round takes up to 1.4 s, and it has three
+    assert [pair.why for pair in told[0]["pairs"] if pair.other == 3] == ["it said nothing any more"] * 3
+    assert (
+        "(rank 3): all its 3 links, such as dead: it said nothing"
+        in verdict({**told[0], "come": 5.0}, 0.1)[0]
+    )
 
 
 def test_if_all_links_are_dead_all_are_named() -> None:
