@@ -85,7 +85,9 @@ class Slurm:
             if self.state(job) == "PENDING":
                 # Not within the second of its end: slurmd would take its new credential for the revoked one.
                 time.sleep(3.0)
-                self.tell("scontrol", "update", f"jobid={job}", "StartTime=now")
+                # (It may have started by itself meanwhile, and then refuses.)
+                words = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
+                subprocess.run(words, env=self.environment, capture_output=True, check=False)
             return self.state(job) == "RUNNING"
 
         until(lambda: self.state(job) == "PENDING")
