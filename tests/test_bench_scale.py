@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from trainer import checkpoint
-from trainer.bench.scale import document, formulas, life, measure, messages, simulate as simulation
+from trainer.bench.scale import document, formulas, life, measure, messages, probes, simulate as simulation
 from trainer.bench.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
 from trainer.bench.scale.life import best_interval, failure_times, live
 from trainer.bench.scale.messages import Fabric
@@ -392,7 +392,7 @@ def test_figures_of_a_run_and_of_this_machine(
     comm = tmp_path / "comm.json"
     comm.write_text(json.dumps({"alpha_s": 0.002, "bytes_per_s": 6e8, "ranks": 2}))
     # It trains in a process of its own: see the test below.
-    monkeypatch.setattr(measure, "_of_start", lambda _: {"start_s": (3.0, "measured: elsewhere")})
+    monkeypatch.setattr(measure, "of_start", lambda _: {"start_s": (3.0, "measured: elsewhere")})
     assert main(["bench", "scale", "--measure", str(run), "--comm", str(comm)]) == 0
     (tmp_path / "figures.yaml").write_text(capsys.readouterr().out)
     job = read_job(tmp_path / "figures.yaml")
@@ -421,7 +421,7 @@ PHASES = {
 
 @pytest.mark.slow
 def test_a_start_is_timed_until_its_first_row(digits_run: Path) -> None:
-    seconds, source = measure._of_start(digits_run)["start_s"]
+    seconds, source = probes.of_start(digits_run)["start_s"]
     assert 0.5 < seconds < 300 and source.startswith("measured:")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainer.flight_recorder import dump, parse, shortened
 
@@ -153,6 +153,7 @@ def test_the_watchdog_knows_what_gloo_does_not() -> None:
 STATES = st.sampled_from(["completed", "started", "scheduled"])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.lists(STATES, max_size=12)), min_size=1, max_size=4))
 def test_a_shortened_dump_says_the_same(ranks: list[tuple[int, list[str]]]) -> None:
     texts = {}
@@ -199,6 +200,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.compat
 @pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="torch 2.8 and later record gloo's"
 )

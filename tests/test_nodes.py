@@ -411,6 +411,7 @@ def test_a_folder_that_the_nodes_dont_share_is_bad_input(launchers: Launchers, t
     assert f"doesn't see node 0's run folder, {launchers.out}, as {tmp_path}: give --out" in text
 
 
+@pytest.mark.slow  # tests/test_elastic.py does the most of it with a real training
 @pytest.mark.parametrize("launchers", ["1:2"], indirect=True)
 def test_ranks_go_on_while_a_node_is_killed_and_comes_back(launchers: Launchers) -> None:
     first, second = launchers.start(0, "agree"), launchers.start(1, "agree")

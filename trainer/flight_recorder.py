@@ -69,7 +69,7 @@ def shortened(text: str) -> str | None:
                 **{key: entry.get(key) for key in ("input_sizes", "input_dtypes", "pg_id")},
             }
             for number, entry in sorted(seen.entries.items())
-            if first <= number < first + _KEPT or number == seen.entered
+            if first <= number < first + _KEPT
         ]
     if not kept:
         return None

@@ -15,6 +15,7 @@ _PING, _LAST = b"one more", b"the last"
 _CHUNK = 1 << 20
 _HELLO = struct.Struct("!8sii")  # what it is, round, rank
 _WHAT = b"trainer1"
+_HELLO_SECONDS = 0.5
 _BACKLOG = 64
 
 
@@ -50,13 +51,21 @@ def called(server: socket.socket, number: int, caller: int, seconds: float) -> L
             return Link(why="no answer")
         connection, _ = server.accept()
         with connection:
+            if not _is_caller(connection, number, caller):
+                continue
             try:
-                connection.settimeout(max(0.01, until - time.monotonic()))
-                if _HELLO.unpack(_exactly(connection, _HELLO.size)) != (_WHAT, number, caller):
-                    continue  # late, or a stranger
                 return _measured(connection, seconds, first=False)
             except OSError as error:
                 return Link(why=_words(error))
+
+
+def _is_caller(connection: socket.socket, number: int, caller: int) -> bool:
+    """Whether it is who was waited for, and not one who is late, or a stranger."""
+    connection.settimeout(_HELLO_SECONDS)
+    try:
+        return bool(_HELLO.unpack(_exactly(connection, _HELLO.size)) == (_WHAT, number, caller))
+    except OSError:
+        return False
 
 
 def calling(where: tuple[str, int], number: int, rank: int, seconds: float) -> Link:

@@ -105,6 +105,30 @@ def usual(pairs: Sequence[Pair]) -> tuple[float, float]:
     return statistics.median(rates), statistics.median(trips)
 
 
+def better(first: Pair, again: Pair) -> Pair:
+    """A link that was tried twice: what it can do is the better of both."""
+    if first.seconds is None or again.seconds is None:
+        return first if again.seconds is None else again
+    return first._replace(
+        seconds=min(first.seconds, again.seconds),
+        forth=max(first.forth or 0.0, again.forth or 0.0) or None,
+        back=max(first.back or 0.0, again.back or 0.0) or None,
+    )
+
+
+def faults(hosts: Mapping[int, Host], pairs: Sequence[Pair], seconds: float) -> dict[Pair, str]:
+    """The links that aren't as the others are, and what is wrong with each.
+
+    Args:
+        hosts: By their ranks.
+        pairs: All links.
+        seconds: That a dead link was waited for.
+    """
+    rate, trip = usual(pairs)
+    found = {pair: _fault(pair, hosts, rate, trip, len(pairs), seconds) for pair in pairs}
+    return {pair: fault for pair, fault in found.items() if fault}
+
+
 def verdict(told: Mapping[str, Any], seconds: float) -> list[str]:
     """One line for each link, or host, that isn't as the others are; empty if all is well.
 
@@ -115,16 +139,14 @@ def verdict(told: Mapping[str, Any], seconds: float) -> list[str]:
     hosts = {host.rank: host for host in (Host(*card) for card in told["hosts"])}
     pairs = [Pair(*pair) for pair in told["pairs"]]
     lines = [_absent(told["missing"], told["come"])] if told["missing"] else []
-    rate, trip = usual(pairs)
-    bad = {pair: _fault(pair, hosts, rate, trip, len(pairs), seconds) for pair in pairs}
-    bad = {pair: fault for pair, fault in bad.items() if fault}
+    bad = faults(hosts, pairs, seconds)
     ends = [rank for rank in hosts if len(hosts) > 2 and _all_bad(rank, pairs, bad)]
     # If no link is good, no host can be singled out.
     ends = ends if len(bad) < len(pairs) else []
     for rank in ends:
-        faults = [fault for pair, fault in bad.items() if rank in (pair.one, pair.other)]
+        own = [fault for pair, fault in bad.items() if rank in (pair.one, pair.other)]
         lines.append(
-            f"trainer: {_name(hosts[rank], hosts)}: all its {len(faults)} links, such as {faults[0]}"
+            f"trainer: {_name(hosts[rank], hosts)}: all its {len(own)} links, such as {own[0]}"
             f"{_check(hosts[rank])}"
         )
     lines += [

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import BadInputError
+from trainer.jobs.container import CACHE, DATA, RUNS, recipe_file, words
 from trainer.jobs.spec import JobSpec, Site, folder_of
 
 LOGS = ".jobs"
@@ -117,7 +118,7 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path) -> list[str]:
 
 def _command(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     if site.container != "venv":
-        return spec.command
+        return words(spec)
     data = "" if spec.data is None else str(folder_of("slurm", "data", spec.data))
     command = spec.command_with(str(runs), data)
     return [str(Path(site.venv).absolute() / "bin" / "trainer"), *command[1:]]
@@ -131,11 +132,13 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     srun = ["srun", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
-    mounts = [f"{runs}:/workspace/runs"]
+    mounts = [f"{runs}:{RUNS}"]
+    if there := recipe_file(spec):
+        mounts.append(f"{Path(spec.recipe).absolute()}:{there}:ro")
     if spec.data is not None:
-        mounts.append(f"{folder_of('slurm', 'data', spec.data)}:/data:ro")
+        mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
     if spec.cache is not None:
-        mounts.append(f"{folder_of('slurm', 'cache', spec.cache)}:/cache")
+        mounts.append(f"{folder_of('slurm', 'cache', spec.cache)}:{CACHE}")
     if site.container == "pyxis":
         srun += [f"--container-image={_enroot(spec.image)}", f"--container-mounts={','.join(mounts)}"]
         srun += ["--no-container-mount-home", "--container-workdir=/workspace"]
