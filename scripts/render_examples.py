@@ -27,7 +27,6 @@ IMAGE = f"registry.example/trainer@sha256:{64 * '0'}"
 # What all examples are: an ImageNet training with its data, runs and compiled kernels on claims.
 COMMON: dict[str, Any] = {
     "recipe": "resnet50-imagenet",
-    "settings": ("data.path=/data",),
     "name": "resnet50",
     "image": IMAGE,
     "data": "pvc:imagenet",

@@ -21,6 +21,7 @@ from trainer.jobs.spec import JobSpec, Place, Site
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]
+SMALL = ["--set", "data.micro_batch=16"]
 CLUSTER = ["--image", DIGEST, "--runs", "pvc:runs"]
 # A tool that writes down its words, says something, and ends with a code.
 TOOL = """#!/bin/sh
@@ -109,6 +110,12 @@ CASES = [
         "no kubectl on PATH, which --on kubernetes needs; --dry-run",
     ),
     (["digits", "--on", "docker", *ENGINE], "no docker on PATH, which --on docker needs; --dry-run prints"),
+    (
+        ["digits", "--on", "kubernetes", *CLUSTER, "--nodes", "3"],
+        "data.global_batch=64 is not a multiple of data.micro_batch=64 x 3 ranks",
+    ),
+    # What --data sets is checked, too.
+    (["digits", "--on", "kubernetes", *CLUSTER, "--data", "pvc:d"], "data.name=digits doesn't read it"),
     (["mine.yaml", "--on", "docker", *ENGINE], "mine.yaml: can't be read"),
     (["list.yaml", "--on", "docker", *ENGINE], "list.yaml: a recipe is a mapping"),
 ]
@@ -127,7 +134,7 @@ def test_bad_input_is_one_line(
 def test_gpus_that_this_machine_lacks(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
     tools.add("docker")
-    words = ["digits", "--on", "compose", *ENGINE, "--gpus-per-node"]
+    words = ["digits", "--on", "compose", *ENGINE, *SMALL, "--gpus-per-node"]
     assert "that is 4 GPUs, and nvidia-smi shows 2" in refused([*words, "2", "--nodes", "2"], capsys)
     assert main(["launch", *words, "2", "--dry-run"]) == 0
 
@@ -139,6 +146,13 @@ def test_a_dry_run_prints_and_does_nothing(tools: Tools, capsys: pytest.CaptureF
     assert set(job_files.documents(said.out)) == {"NetworkPolicy", "Job"}
     assert tools.calls() == []
     assert not list(Path().iterdir())
+
+
+def test_a_micro_batch_may_be_chosen_there(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    del tools
+    words = ["--nodes", "3", "--set", "data.micro_batch=auto", "--dry-run"]
+    assert main(["launch", "digits", "--on", "kubernetes", *CLUSTER, *words]) == 0
+    assert "data.micro_batch=auto" in capsys.readouterr().out
 
 
 def test_a_tag_is_warned_of(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +188,9 @@ def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[s
 
 def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("docker")
-    assert main(["launch", "digits", "--on", "compose", *ENGINE, "--nodes", "2", "--name", "mine"]) == 0
+    assert (
+        main(["launch", "digits", "--on", "compose", *ENGINE, "--nodes", "2", "--name", "mine", *SMALL]) == 0
+    )
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["docker", "compose", "--file", file, "up", "--detach"]]
     assert job_files.read_compose(Path(file).read_text())["nodes"] == 2
@@ -184,7 +200,7 @@ def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("place", ["kubernetes", "kubeflow"])
 def test_kubectl_is_given_the_file(place: str, tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("kubectl", "echo job.batch/mine created")
-    words = ["--on", place, *CLUSTER, "--name", "mine", "--namespace", "lab", "--nodes", "2"]
+    words = ["--on", place, *CLUSTER, "--name", "mine", "--namespace", "lab", "--nodes", "2", *SMALL]
     assert main(["launch", "digits", *words]) == 0
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["kubectl", "apply", "--filename", file]]

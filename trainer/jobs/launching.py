@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import itertools
 import os
 import shlex
 import sys
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from trainer.config import override, read_recipe, validated
+from trainer.config import override, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.jobs import slurm, sweep
 from trainer.jobs.places import render
@@ -47,8 +48,8 @@ def launch_job(options: argparse.Namespace) -> int:
     jobs = [spec] if array else specs
     files = [slurm.render_array(specs, site)] if array else [render(place, one, site) for one in specs]
     for one in specs:
-        _check_recipe(one)
         check_here(place, one)
+        _check_recipe(one)
     if spec.image and not pinned(spec.image):
         _warn(
             f"--image {spec.image} is not a digest: the tag may be another image tomorrow, in which a run "
@@ -147,13 +148,21 @@ def _check_recipe(spec: JobSpec) -> None:
     if spec.recipe.startswith(_INSIDE) and spec.recipe_text is None:
         _warn(f"{spec.recipe} can't be read here: its keys are checked when the job begins")
         return
-    values = override(read_recipe(spec.recipe), spec.settings)
+    settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
+    override(read_recipe(spec.recipe), settings)
     if importlib.util.find_spec("torch") is None:
         _warn("PyTorch isn't installed here: keys are checked when the job begins")
         return
-    from trainer.recipe import Recipe  # with torch, which takes two seconds
+    from trainer.tune.auto import provisional  # with torch, which takes two seconds
 
-    validated(Recipe, values, spec.recipe)
+    recipe, chosen_there = provisional(spec.recipe, settings)
+    batch, micro_batch = recipe.data.global_batch, recipe.data.micro_batch
+    ranks = spec.nodes * spec.ranks
+    if not chosen_there and spec.least_nodes is None and batch % (micro_batch * ranks):
+        raise BadInputError(
+            f"data.global_batch={batch} is not a multiple of data.micro_batch={micro_batch} x {ranks} ranks: "
+            "change one of them, or --nodes, or the ranks of a node"
+        )
 
 
 def _warn(line: str) -> None:
