@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Renders scripts/kubernetes by the code behind `trainer launch`; --check only tells whether it is current.
+"""Renders scripts/kubernetes and scripts/slurm by the code behind `trainer launch`; --check only compares.
 
 The image in them is a placeholder that no registry has: put your own reference there, with its digest, which
 stands in the variable TRAINER_IMAGE_DIGEST as well (a run's manifest says by it which image it ran in).
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trainer.jobs import container, kubernetes
+from trainer.jobs import container, kubernetes, slurm
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site
 
@@ -23,6 +23,7 @@ _HEAD = """\
 # The image is a placeholder: put the reference of yours there, and its digest in TRAINER_IMAGE_DIGEST.
 """
 FOLDER = Path(__file__).resolve().parent / "kubernetes"
+SLURM_FOLDER = FOLDER.with_name("slurm")
 IMAGE = f"registry.example/trainer@sha256:{64 * '0'}"
 # What all examples are: an ImageNet training with its data, runs and compiled kernels on claims.
 COMMON: dict[str, Any] = {
@@ -40,6 +41,16 @@ EXAMPLES: dict[str, tuple[Place, JobSpec, Site]] = {
     "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nodes=2), Site(kubeflow="v2")),
     "pytorchjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nodes=2), Site(kubeflow="v1")),
 }
+ON_HOSTS = {**COMMON, "data": "/shared/imagenet", "runs": "/shared/runs", "cache": "/shared/cache"}
+SLURM: dict[str, tuple[JobSpec, Site]] = {
+    "pyxis.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=2), Site()),
+    "apptainer.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=2), Site(container="apptainer")),
+    "venv.sbatch": (
+        JobSpec(**ON_HOSTS, **GPUS, nodes=2),
+        Site(container="venv", venv="/shared/trainer/.venv"),
+    ),
+    "elastic.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=4, least_nodes=2), Site()),
+}
 BASE = JobSpec(**COMMON, gpus_per_node=1, cpus_per_node=8, memory_gib=64, shm_gib=8)
 OVERLAYS = {
     "one-node": JobSpec(**COMMON, **GPUS),
@@ -48,8 +59,13 @@ OVERLAYS = {
 }
 
 
+def slurm_files() -> dict[str, str]:
+    """What scripts/slurm should hold: names and texts."""
+    return {name: slurm.render(spec, site) for name, (spec, site) in SLURM.items()}
+
+
 def files() -> dict[str, str]:
-    """What the folder should hold: names relative to it, and texts."""
+    """What scripts/kubernetes should hold: names relative to it, and texts."""
     found = {name: _headed(render(place, spec, site)) for name, (place, spec, site) in EXAMPLES.items()}
     base = list(yaml.safe_load_all(kubernetes.render(BASE, Site())))
     found["kustomize/base/job.yaml"] = _headed(container.dump(*base))
@@ -113,10 +129,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; code 1: something is old")
     options = parser.parse_args()
     wanted = {FOLDER / name: text for name, text in files().items()}
-    there = {path: path.read_text() for path in FOLDER.rglob("*.yaml")}
+    wanted |= {SLURM_FOLDER / name: text for name, text in slurm_files().items()}
+    kept = [*FOLDER.rglob("*.yaml"), *SLURM_FOLDER.glob("*.sbatch")]
+    there = {path: path.read_text() for path in kept}
     for path in sorted({*wanted, *there}):
         if wanted.get(path) != there.get(path):
-            print(f"{'old' if options.check else 'written'}: {path.relative_to(FOLDER)}")
+            print(f"{'old' if options.check else 'written'}: {path.relative_to(FOLDER.parent)}")
     if options.check:
         return int(wanted != there)
     for path in there:

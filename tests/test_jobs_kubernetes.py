@@ -273,6 +273,8 @@ def test_examples_are_current() -> None:
         for path in render_examples.FOLDER.rglob("*.yaml")
     }
     assert there == render_examples.files()
+    scripts = {path.name: path.read_text() for path in render_examples.SLURM_FOLDER.glob("*.sbatch")}
+    assert scripts == render_examples.slurm_files()
 
 
 def test_examples_are_valid() -> None:

@@ -122,6 +122,7 @@ def job_of(environ: Mapping[str, str]) -> dict[str, str]:
         "slurm_restarts": "SLURM_RESTART_COUNT",
         "slurm_nodes": "SLURM_JOB_NODELIST",
         "slurm_array_task": "SLURM_ARRAY_TASK_ID",
+        "kubernetes_pod": "POD_NAME",
         "kubernetes_index": "JOB_COMPLETION_INDEX",
     }
     return {key: environ[name] for key, name in names.items() if environ.get(name)}

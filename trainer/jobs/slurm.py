@@ -155,6 +155,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
         "--pwd=/workspace",
     ]
     return [
+        "# shellcheck disable=SC2329  # srun's shells call it",
         "in_the_image() { # its shell must outlive the signals that Slurm sends to every process",
         "    trap '' USR1 TERM",
         '    scratch=$(mktemp -d) && mkdir "$scratch/cache" "$scratch/tmp" || exit 1',
