@@ -175,7 +175,8 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
 
 
 def _enroot(image: str) -> str:
-    """A reference as enroot writes it: the registry's host is set off by `#`."""
+    """A reference as enroot writes it: the registry's host is set off by `#`, and a digest needs no tag."""
+    image = re.sub(r":[^:/@]+@", "@", image)
     host, slash, rest = image.partition("/")
     if image.startswith(("/", "./")) or image.endswith(".sqsh"):
         return image
