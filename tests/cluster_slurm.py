@@ -39,7 +39,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min
 PropagateResourceLimits=NONE
 ReturnToService=2
 JobRequeue=1
-KillWait=30
+KillWait=5
 MpiDefault=none
 SlurmdParameters=config_overrides
 {nodes}

@@ -18,8 +18,8 @@ from trainer.jobs.spec import JobSpec, Site
 
 pytestmark = pytest.mark.xdist_group("launch")
 VENV = Path(sys.executable).parent.parent
-# About ten seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
-SETTINGS = ("data.micro_batch=4", "epochs=10", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
+# Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
+SETTINGS = ("data.micro_batch=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
 
 
 @pytest.fixture(scope="module")
