@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.bench.claims.command import add_parser as add_claims
 from trainer.threads import wait_passively
 
 
@@ -139,6 +140,7 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     optimizers.set_defaults(run=_optimizers)
     _add_tasks(benches)
+    add_claims(benches)
 
 
 def _add_tasks(benches: Any) -> None:
