@@ -9,7 +9,6 @@ documentation shows (`trainer.bench.against`).
 """
 
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,14 +215,23 @@ def tiny_recipe(steps: int) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def interleaved(loops: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+def interleaved(
+    loops: Sequence[Callable[[], float]], rounds: int, progress: bool = True
+) -> list[list[float]]:
     """Times loops in turn, each round starting with another one; a round before them is warm-up.
+
+    Args:
+        loops: Each returns its seconds.
+        rounds: How many are kept.
+        progress: Whether to show it.
 
     Returns:
         For each loop its seconds, round by round.
     """
     times: list[list[float]] = [[] for _ in loops]
-    for number in track(range(rounds + 1), "measuring", transient=True, disable=not sys.stdout.isatty()):
+    numbers = range(rounds + 1)
+    # The bar has a thread, beside which nothing can be forked.
+    for number in track(numbers, "measuring", transient=True) if progress else numbers:
         for offset in range(len(loops)):
             which = (number + offset) % len(loops)
             times[which].append(loops[which]())

@@ -8,7 +8,7 @@ from trainer.bench.claims.ranks import RANKS
 from trainer.bench.claims.training import TRAINING
 
 # In the order in which they are measured: what takes long comes last.
-ABLATIONS: dict[str, Ablation] = {**PROCESSES, **TRAINING, **LOADING, **RANKS}
+ABLATIONS: dict[str, Ablation] = {**PROCESSES, **TRAINING, **RANKS, **LOADING}
 _LAST = ("compile", "rules", "allocators", "jemalloc", "tcmalloc", "numa", "utilisation")
 
 _DOCS = "https://docs.pytorch.org"
@@ -16,7 +16,8 @@ _DOCS = "https://docs.pytorch.org"
 FIELD = Source("field guides, as this project collected their figures")
 TUNING = Source("PyTorch, Performance Tuning Guide", f"{_DOCS}/tutorials/recipes/recipes/tuning_guide")
 PINNED = Source(
-    "PyTorch, good usage of non_blocking and pin_memory()", f"{_DOCS}/tutorials/intermediate/pinmem_nonblock.html"
+    "PyTorch, good usage of non_blocking and pin_memory()",
+    f"{_DOCS}/tutorials/intermediate/pinmem_nonblock.html",
 )
 LAYOUT = Source(
     "PyTorch, Channels Last Memory Format", f"{_DOCS}/tutorials/intermediate/memory_format_tutorial.html"
@@ -64,12 +65,8 @@ CLAIMS: tuple[Claim, ...] = (
         *(FIELD, "copy", "pageable", "pinned", 0.70),
         needs=("cuda",),
     ),
-    Claim(
-        "workers-1", "num_workers 1: faster than 0", *(TUNING, "workers", "0 workers", "1 workers")
-    ),
-    Claim(
-        "workers-2", "num_workers 2: faster than 0", *(TUNING, "workers", "0 workers", "2 workers")
-    ),
+    Claim("workers-1", "num_workers 1: faster than 0", *(TUNING, "workers", "0 workers", "1 workers")),
+    Claim("workers-2", "num_workers 2: faster than 0", *(TUNING, "workers", "0 workers", "2 workers")),
     Claim(
         "workers-quota",
         "num_workers from the CPU quota: faster than 0",
@@ -103,7 +100,9 @@ CLAIMS: tuple[Claim, ...] = (
         "uint8 until the device: about a quarter of the bytes",
         *(OURS, "floats", "float32", "uint8", 0.26, "bytes"),
     ),
-    Claim("pack", "a pack: an image takes about half of the time", *(OURS, "packs", "JPEG files", "pack", 0.55)),
+    Claim(
+        "pack", "a pack: an image takes about half of the time", *(OURS, "packs", "JPEG files", "pack", 0.55)
+    ),
     Claim(
         "pack-raw",
         "a pack of pixels: an image takes about a quarter",
@@ -122,7 +121,9 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("tf32", "TF32: faster than fp32", *(CUDA, "precision", "fp32", "tf32"), needs=("cuda",)),
     Claim(
-        "fp16", "fp16 with its scaler: 1.5 to 3 x as fast", *(FIELD, "precision", "fp32", "fp16", 1 / 1.5),
+        "fp16",
+        "fp16 with its scaler: 1.5 to 3 x as fast",
+        *(FIELD, "precision", "fp32", "fp16", 1 / 1.5),
         needs=("cuda",),
     ),
     Claim(
@@ -160,9 +161,7 @@ CLAIMS: tuple[Claim, ...] = (
         "activation checkpointing of every other block: at most 20 to 30 % more time",
         *(FIELD, "checkpointing", "none", "some", 1.30),
     ),
-    Claim(
-        "compile", "torch.compile: 1.3 to 2 x as fast", *(COMPILE, "compile", "none", "default", 1 / 1.3)
-    ),
+    Claim("compile", "torch.compile: 1.3 to 2 x as fast", *(COMPILE, "compile", "none", "default", 1 / 1.3)),
     Claim(
         "compile-reduce-overhead",
         "torch.compile with CUDA graphs (reduce-overhead): faster than without",
@@ -176,7 +175,9 @@ CLAIMS: tuple[Claim, ...] = (
         needs=("cuda",),
     ),
     Claim(
-        "fused", "fused optimiser: a step is faster than with a loop", *(ADAMW, "optimizer", "for-loop", "fused")
+        "fused",
+        "fused optimiser: a step is faster than with a loop",
+        *(ADAMW, "optimizer", "for-loop", "fused"),
     ),
     Claim(
         "fused-foreach",

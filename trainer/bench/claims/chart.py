@@ -47,11 +47,11 @@ def _at(ratio: float) -> float:
 
 def _row(row: Row, y: int) -> str:
     colour = _COLOURS[row.verdict]
-    claimed = _at(row.claim.most)
+    claimed, judged = _at(row.claim.most), escaped(_cut(verdict(row), 52))
     parts = [
         f'<text x="{_NAMES - 10}" y="{y}" text-anchor="end">{escaped(_cut(row.claim.text, 74))}</text>',
         f'<path class="claimed" d="M{claimed:.1f},{y - 10}v12"/>',
-        f'<text x="{_NAMES + _PLOT + 12}" y="{y}" style="fill:{colour}">{escaped(_cut(verdict(row), 52))}</text>',
+        f'<text x="{_NAMES + _PLOT + 12}" y="{y}" style="fill:{colour}">{judged}</text>',
     ]
     if row.measured is not None:
         low, middle, high = (_at(x) for x in (row.measured.low, row.measured.ratio, row.measured.high))

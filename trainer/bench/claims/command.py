@@ -1,6 +1,7 @@
 """`trainer bench claims`: the command line. Imports torch only when it runs."""
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,9 +29,9 @@ def add_parser(benches: Any) -> None:
 
 def _claims(options: argparse.Namespace) -> int:
     wait_passively()
-    return bench_claims(
-        options.quick, options.only, json=options.json, plot=options.plot, out=options.out
-    )
+    # Or asking whether there is a GPU would start CUDA here, and no process could be forked from this one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return bench_claims(options.quick, options.only, json=options.json, plot=options.plot, out=options.out)
 
 
 def bench_claims(

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,8 +12,17 @@ import numpy as np
 import torch
 
 from trainer.bench.claims.claim import Series
-from trainer.bench.claims.measuring import MIB, Ablation, Measurement, Scene, Side, Size, Turns, chosen
-from trainer.bench.claims.measuring import measure_windows as windows_of
+from trainer.bench.claims.measuring import (
+    MIB,
+    Ablation,
+    Measurement,
+    Scene,
+    Side,
+    Size,
+    Turns,
+    chosen,
+    measure_windows as windows_of,
+)
 from trainer.bench.overhead import interleaved
 from trainer.bench.photographs import write_photographs
 from trainer.bench.setting import now
@@ -31,7 +41,7 @@ from trainer.recipe import Recipe
 from trainer.run import make_task
 from trainer.tune.loader import grid_of, search_now
 
-_BATCH, _VALIDATION = 16, 10
+_BATCH, _VALIDATION = 8, 10
 _RECIPE = "resnet50-imagenet"
 _OURS = ("precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet", "model.width=8")
 _BATCHES = (f"data.global_batch={_BATCH}", f"data.micro_batch={_BATCH}", "data.evaluation_batch=8")
@@ -57,7 +67,10 @@ def packed(size: Size, raw: bool) -> Path:
 
 
 def _scene(folder: Path, kind: str = "folder", image_size: int = 128, loading_only: bool = False) -> Scene:
-    there = (f"data.name={kind}", f"data.path={folder}")
+    # torch's own way on Linux. Left to itself the trainer starts the second side's workers anew, which import
+    # torch: the first side's have threads by then.
+    method = "fork" if sys.platform == "linux" else "auto"
+    there = (f"data.name={kind}", f"data.path={folder}", f"data.start_method={method}")
     small = (*there, *_BATCHES, *_OURS, f"data.image_size={image_size}")
     # What only loads has a model because a run has one: it isn't used.
     return Scene(_RECIPE, small, small if loading_only else (*there, *_BATCHES))
@@ -130,7 +143,7 @@ def _loader_of(turns: Turns, dataset: data.Dataset | None = None) -> Loader:
 
 
 def _epochs(loops: Mapping[str, _Epochs], size: Size) -> Series:
-    seconds = interleaved(list(loops.values()), size.rounds)
+    seconds = interleaved(list(loops.values()), size.rounds, progress=False)
     per_image = [[s / size.images * 1e6 for s in series] for series in seconds]
     return Series(dict(zip(loops, per_image, strict=True)), "us an image")
 
@@ -155,7 +168,9 @@ def _persistence(wanted: Sequence[str], size: Size) -> Measurement:
             make = partial(_loader_of, turns) if anew else partial(_same, turns.parts.loader)
             loops[name] = _Epochs(turns, make, anew, size)
         time = _epochs(loops, size)
-    return Measurement(f"the loader alone, {side.settings[0]}, epochs of {size.images} photographs", {"time": time})
+    return Measurement(
+        f"the loader alone, {side.settings[0]}, epochs of {size.images} photographs", {"time": time}
+    )
 
 
 class AsFloats:
@@ -166,7 +181,10 @@ class AsFloats:
         self.units, self.uniforms, self.arrays = inner.units, inner.uniforms, inner.arrays
         self.in_process = inner.in_process
         image = inner.fields["image"]
-        self.fields = {**inner.fields, "image": image._replace(dtype=np.dtype(np.float32))}
+        self.fields: Mapping[str, data.Field] = {
+            **inner.fields,
+            "image": image._replace(dtype=np.dtype(np.float32)),
+        }
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -179,7 +197,7 @@ class AsFloats:
         """Reads as the inner one does, and converts."""
         image = np.empty(out["image"].shape, np.uint8)
         replaced = self._inner.read(samples, random, {**out, "image": image})
-        np.divide(image, np.float32(255), out=out["image"])  # type: ignore[arg-type]
+        np.divide(image, np.float32(255), out=out["image"])
         return replaced
 
 
@@ -189,7 +207,7 @@ def _floats(wanted: Sequence[str], size: Size) -> Measurement:
         loops, bytes_of = {}, {}
         for name in chosen({"float32": 0, "uint8": 0}, wanted):
             turns = Turns(scene, _one_worker_at_least(), stack)
-            dataset = turns.parts.training.task.train_data
+            dataset: data.Dataset = turns.parts.training.task.train_data
             if name == "float32":
                 dataset = AsFloats(dataset)
             loader = _loader_of(turns, dataset)
@@ -284,7 +302,7 @@ def _copies(wanted: Sequence[str], size: Size, computing: bool) -> Measurement:
         "pinned, non_blocking": partial(turn, page_locked, True),
     }
     loops = chosen(sides, wanted)
-    seconds = interleaved(list(loops.values()), size.rounds)
+    seconds = interleaved(list(loops.values()), size.rounds, progress=False)
     per_copy = [[s / _COPIES * 1e3 for s in series] for series in seconds]
     doing = "while it multiplies matrices" if computing else "by themselves"
     return Measurement(

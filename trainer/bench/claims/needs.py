@@ -19,9 +19,9 @@ def missing(need: str) -> str:
 
 
 def library(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """A shared library that LD_PRELOAD can take: from LD_LIBRARY_PATH, the environment's lib, or the system."""
-    folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), Path(sys.prefix) / "lib", "/opt/env/lib"]
-    folders += [Path(environ[key]) / "lib" for key in ("CONDA_PREFIX",) if environ.get(key)]
+    """A library that LD_PRELOAD can take: from LD_LIBRARY_PATH, the environment's lib, or the system."""
+    folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.prefix}/lib", "/opt/env/lib"]
+    folders += [f"{environ[key]}/lib" for key in ("CONDA_PREFIX",) if environ.get(key)]
     folders += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"]
     for folder in filter(None, folders):
         if found := sorted(Path(folder).glob(f"lib{name}.so*")):

@@ -1,4 +1,4 @@
-"""Ablations of whole processes: allocators, CPU binding, a GPU's utilisation; and what is a fact of the code."""
+"""Ablations of whole processes: allocators, CPU binding, a GPU's utilisation; and a fact of the recipes."""
 
 import json
 import subprocess
@@ -50,7 +50,12 @@ def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
     """One run on photographs: the share of the time in which the GPU had nothing to do."""
     settings = [
         *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch=64", "log.every=20"),
-        *("data.micro_batch=64", "compile.mode=default", f"max_windows={_UTILISED_WINDOWS}", "epochs=1000000"),
+        *(
+            "data.micro_batch=64",
+            "compile.mode=default",
+            f"max_windows={_UTILISED_WINDOWS}",
+            "epochs=1000000",
+        ),
         *("evaluate_every=0", "data.evaluation_batch=8", "optim.schedule=constant"),
     ]
     with tempfile.TemporaryDirectory(dir=size.scratch) as folder:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,9 +14,18 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import parallel
 from trainer.bench.claims.claim import Series
-from trainer.bench.claims.measuring import MIB, Ablation, Measurement, Scene, Side, Size, Turns, chosen, windows_in
+from trainer.bench.claims.measuring import (
+    MIB,
+    Ablation,
+    Measurement,
+    Scene,
+    Side,
+    Size,
+    Turns,
+    chosen,
+    windows_in,
+)
 from trainer.bench.overhead import interleaved
 from trainer.bench.reduction import received
 from trainer.errors import BadInputError
@@ -38,11 +48,10 @@ def _measure(wanted: Sequence[str], size: Size) -> Measurement:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     answers: Queue[Found] = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, port, list(wanted), size, answers)) for rank in range(2)
-    ]
+    arguments = (port, list(wanted), size, answers)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]  # type: ignore[attr-defined]
     for process in ranks:
         process.start()
     try:
@@ -85,7 +94,7 @@ def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) ->
         bytes_in[name].append((received(world) - before) / windows / world.size / MIB)
         return seconds / windows * 1e3
 
-    times = interleaved([partial(turn, name) for name in turns], size.rounds)
+    times = interleaved([partial(turn, name) for name in turns], size.rounds, progress=False)
     peaks = {name: [one.peak_bytes() / MIB] for name, one in turns.items()}
     return {
         "time": Series(dict(zip(turns, times, strict=True)), "ms a window"),
@@ -96,17 +105,17 @@ def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) ->
 
 @contextmanager
 def _views(on: bool) -> Iterator[None]:
-    """Whether the replicas made within it have gradients that are views of DDP's buckets, as the trainer's."""
-    kept = parallel.DistributedDataParallel
+    """Whether gradients of the replicas made within it are views of DDP's buckets, as the trainer's are."""
+    kept = DistributedDataParallel.__init__
 
-    def replica(model: Any, **settings: Any) -> DistributedDataParallel:
-        return kept(model, **{**settings, "gradient_as_bucket_view": on})
+    def made(self: DistributedDataParallel, *arguments: Any, **settings: Any) -> None:
+        kept(self, *arguments, **{**settings, "gradient_as_bucket_view": on})
 
-    parallel.DistributedDataParallel = replica  # type: ignore[misc,assignment]
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
     try:
         yield
     finally:
-        parallel.DistributedDataParallel = kept  # type: ignore[misc]
+        DistributedDataParallel.__init__ = kept  # type: ignore[method-assign]
 
 
 RANKS = {"ddp": Ablation(_measure, ("linux",))}

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.bench.claims.claim import Claim, Measured, Row, Source
-from trainer.report.text import number
+from trainer.report.text import DASH, number
 
 _HEAD = "| claim | from | what was measured | with / without | 95 % interval | at most | verdict |"
-_DASH = "–"
 VERDICTS = ("holds", "doesn't hold", "undecided", "not measured")
 
 
@@ -66,7 +65,7 @@ def _ratio(row: Row) -> list[str]:
     most = f"{row.claim.most:.2f}"
     measured: Measured | None = row.measured
     if measured is None:
-        return [_DASH, _DASH, most]
+        return [DASH, DASH, most]
     between = "counted" if measured.counted else f"{measured.low:.3f} to {measured.high:.3f}"
     return [f"{measured.ratio:.3f}", between, most]
 

@@ -15,15 +15,13 @@ from trainer.bench.claims.measuring import (
     Scene,
     Side,
     Size,
-
     chosen,
     measure_windows,
 )
-from trainer.bench.overhead import by_trainer, interleaved
-from trainer.config import override, read_recipe, validated
+from trainer.bench.overhead import TinyTask, by_trainer, interleaved, tiny_recipe
+from trainer.config import override, read_recipe
 from trainer.limits import read_limits, threads_per_rank
-from trainer.recipe import Recipe
-from trainer.run import Parts, make_task
+from trainer.run import Parts
 from trainer.step import Training
 
 _ON_CPU = ("precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet", "model.width=16")
@@ -45,7 +43,7 @@ TEXT = Scene(
         *("data.global_batch=12", "data.micro_batch=12"),
     ),
 )
-_LOG_WINDOWS = 50
+_LOG_WINDOWS = 200
 
 
 def _settings(**sides: Sequence[str]) -> dict[str, Side]:
@@ -102,31 +100,18 @@ def _threads(wanted: Sequence[str], size: Size) -> Measurement:
 
 def _logging(wanted: Sequence[str], size: Size) -> Measurement:
     """The trainer's whole loop, with its files, a row of figures for each window or every 50."""
-    sides = {"each window": 1, "every 50": _LOG_WINDOWS}
+    recipe, task = tiny_recipe(_LOG_WINDOWS), TinyTask()
+    sides = {"each window": 1, "every 50": 50}
     with tempfile.TemporaryDirectory(dir=size.scratch) as name:
-        loops, batch = [], 0
-        for side in chosen(sides, wanted):
-            length = ["epochs=1000000000", f"max_windows={_LOG_WINDOWS}", f"log.every={sides[side]}"]
-            values = override(read_recipe(IMAGES.recipe), [*IMAGES.settings, *_LOGGED, *length])
-            recipe = validated(Recipe, values, IMAGES.recipe)
-            batch = recipe.data.global_batch
-            loops.append(partial(by_trainer, make_task(recipe), recipe, Path(name)))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(threads_per_rank(read_limits(), 1))
-        seconds = interleaved(loops, size.rounds)
-        torch.set_num_threads(threads)
-    per_window = [[s / _LOG_WINDOWS * 1e3 for s in series] for series in seconds]
-    series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "ms a window")
-    return Measurement(
-        f"{IMAGES.recipe}: small_resnet, {batch} images of 8 x 8 a window, on a CPU", {"time": series}
-    )
+        loops = []
+        for every in chosen(sides, wanted).values():
+            side = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": every})})
+            loops.append(partial(by_trainer, task, side, Path(name)))
+        seconds = interleaved(loops, size.rounds, progress=False)
+    per_window = [[s / _LOG_WINDOWS * 1e6 for s in series] for series in seconds]
+    series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "us a window")
+    return Measurement("the smallest step there is, of `trainer bench overhead`, on a CPU", {"time": series})
 
-
-# The loop that is timed is the overhead bench's, which knows CPUs alone; small, so that rows weigh something.
-_LOGGED = (
-    *(*_ON_CPU, "model.width=4", "device=cpu", "data.image_size=8", "data.samples=256"),
-    *("data.classes=10", "data.global_batch=8", "data.micro_batch=8"),
-)
 
 _PRECISIONS = _settings(
     fp32=[], tf32=["precision.mode=tf32"], fp16=["precision.mode=fp16"], bf16=["precision.mode=bf16"]
@@ -184,4 +169,3 @@ TRAINING = {
     "logging": Ablation(_logging),
     "threads": Ablation(_threads, ("2 CPUs",)),
 }
-
