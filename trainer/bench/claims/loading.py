@@ -66,7 +66,7 @@ def packed(size: Size, raw: bool) -> Path:
     return folder
 
 
-def _scene(folder: Path, kind: str = "folder", image_size: int = 128, loading_only: bool = False) -> Scene:
+def _scene(folder: Path, kind: str = "folder", image_size: int = 64, loading_only: bool = False) -> Scene:
     # torch's own way on Linux. Left to itself the trainer starts the second side's workers anew, which import
     # torch: the first side's have threads by then.
     method = "fork" if sys.platform == "linux" else "auto"

@@ -36,7 +36,7 @@ class Extent(NamedTuple):
     part: float
 
 
-FULL = Extent(rounds=11, turn_s=0.3, images=256, limit_s=570.0, part=1.0)
+FULL = Extent(rounds=11, turn_s=0.3, images=128, limit_s=570.0, part=1.0)
 QUICK = Extent(rounds=6, turn_s=0.02, images=32, limit_s=55.0, part=1 / 6)
 
 
