@@ -86,6 +86,7 @@ def measured_apart(name: str, sides: Collection[str], size: Size, within: float)
         if process.is_alive() and process.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not have had the time to lead a group
             process.join()
 
 
