@@ -71,6 +71,7 @@ for _name, _where in HANGS.items():
     _job(_name, 2, hang(_where))
 _job("tree", 2, hang(Hang(1, "backward", 3)), parallel={"reduction": "tree"})
 _job("worker", 2, hang(Hang(1, "data", 9)), data={"workers": 1})
+_job("recorded", 2, hang(Hang(1, "forward", 5)))
 _job("alone", 1, hang(Hang(0, "forward", 6)))
 _job("network", 2, hang(Hang(0, "communication", 3)), hang(Hang(1, "communication", 3)))
 _job("stuck-disk", 1, _stuck_disk)
@@ -128,6 +129,32 @@ def test_tree(endings: dict[str, Ending]) -> None:
 def test_worker(endings: dict[str, Ending]) -> None:
     assert is_named(endings["worker"], Hang(1, "data", 9)), endings["worker"]
     assert "the loader's workers" in endings["worker"].text
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="gloo records from torch 2.8 on"
+)
+def test_recorded() -> None:
+    """With torch's flight recorder the verdict says which collective is waited for.
+
+    In a process of its own: the recorder reads its variable once.
+    """
+    code = "from tests.test_hang import JOBS; print(JOBS['recorded']().end().text)"
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert re.search(
+        r"rank 1 hangs in forward, window 5; rank 0 waits .*; collective \d+, all_reduce of [\d]+ Float: "
+        "rank 0 entered it, rank 1 did not",
+        ended.stdout,
+    ), ended.stdout
 
 
 def test_alone(endings: dict[str, Ending]) -> None:

@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,8 +20,6 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import BadInputError
-from trainer.launch import launch
 from trainer.rank import TORCHRUN, Outcome, ending, explain, is_rank, job_code
 
 ROOT = Path(__file__).parents[1]
@@ -327,20 +324,6 @@ def ranks_import_what_the_launcher_imported(tmp: Path) -> None:
 
 
 @_check
-def two_nodes_are_one_job(tmp: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{free.getsockname()[1]}"
-    runs = []
-    for node in range(2):
-        (tmp / str(node)).mkdir()
-        runs.append(_start(tmp / str(node), "tell", processes=1, nodes=2, node_rank=node, master=master))
-    assert runs[0].end() == (0, "")
-    assert runs[1].end() == (75, "")
-    assert [(run.folder / f"told-{rank}").exists() for rank, run in enumerate(runs)] == [True, True]
-
-
-@_check
 def plain_torchrun_works_too(tmp: Path) -> None:
     command = "-m torch.distributed.run --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 -m"
     ended = subprocess.run(
@@ -549,10 +532,3 @@ def test_ranks_are_known_by_their_variables() -> None:
     ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     assert is_rank(ours)
     assert not any(is_rank({name: "0" for name in ours if name != missing}) for missing in ours)
-
-
-def test_several_nodes_need_a_master_and_no_restarts() -> None:
-    with pytest.raises(BadInputError):
-        launch([], processes=1, threads=1, nodes=2)
-    with pytest.raises(BadInputError):
-        launch([], processes=1, threads=1, nodes=2, master="host:1", max_restarts=1)

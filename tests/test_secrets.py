@@ -110,7 +110,7 @@ def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     text = f"password={SECRET}"
     Display(1).say(text)
     warn(text)
-    launch._say(f"{text}\n")
+    launch.say(f"{text}\n")
     rank._leave_word(rank.Outcome(0, 1, line=text))
     rank._leave_word(rank.Outcome(0, 1, traceback=f"Error: {text}\n"))
     told = capfd.readouterr()

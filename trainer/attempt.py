@@ -30,7 +30,7 @@ from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.observe.profile import Kind
 from trainer.observe.trace import Trace
-from trainer.parallel import World, check_agreement, joined_world
+from trainer.parallel import World, check_agreement, joined_world, least_over_ranks
 from trainer.preempt import requested
 from trainer.progress import Progress, from_state
 from trainer.pulse import PULSE, mark
@@ -116,7 +116,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
     recipe, recipe_name, folder, mode, stop_after, task, data, kind = request
     with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = _threads(recipe, stored, mode, local_size)
+        # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
+        threads = least_over_ranks(_threads(recipe, stored, mode, local_size), world)
         torch.set_num_threads(threads)
         check_request(recipe, task, world.size)
         found, skipped = _newest(folder, mode, world)

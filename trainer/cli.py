@@ -11,6 +11,7 @@ from typing import Any
 from trainer.bench.commands import add_parser as bench_commands
 from trainer.data.commands import add_parser as data_commands
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.jobs.command import add_parser as launch_command
 from trainer.redact import redact_text
 from trainer.threads import wait_passively
 
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )
+    _add_nodes(train)
     train.add_argument(
         "--stop-after",
         type=int,
@@ -143,9 +145,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_predict(commands)
     data_commands(commands, _Parser)
+    launch_command(commands, _Parser)
 
     bench_commands(commands, _Parser)
     return parser
+
+
+def _add_nodes(train: argparse.ArgumentParser) -> None:
+    """Several nodes; Slurm, Kubeflow and plain variables say it without flags."""
+    train.add_argument(
+        "--nodes",
+        metavar="N|MIN:MAX",
+        help="nodes of the job, each with a launcher of its own; with MIN:MAX it goes on while nodes leave "
+        "and come (default: as Slurm, Kubeflow or NNODES say; else 1)",
+    )
+    train.add_argument(
+        "--node-rank", type=int, metavar="N", help="which of them this is, from 0 (default: NODE_RANK)"
+    )
+    train.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where node 0 is; its ranks' own store is at the next port (default: MASTER_ADDR:MASTER_PORT)",
+    )
+    train.add_argument(
+        "--join-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long nodes may take to come together (default: 600)",
+    )
 
 
 def _add_verify(commands: Any) -> None:
@@ -301,8 +329,10 @@ def _add_where_data_lies(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from trainer.cluster.discover import rank_variables
     from trainer.rank import is_rank, register
 
+    os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         register()  # before the slow imports, so that a signal finds a handler
     else:

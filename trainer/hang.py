@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainer import rank
 from trainer.errors import EXIT_FAILED, EXIT_HANG
+from trainer.flight_recorder import dump, parse
 from trainer.parallel import ParallelConfig, World
 from trainer.pulse import PULSE
 
@@ -33,6 +34,8 @@ _PATIENCE = 10  # times that long while a window compiles, and at the end
 _NAMED = 3
 _FRAMES = 20
 _NOTHING = "-"
+# With more ranks, reading what each one recorded would keep the store busy when it is needed.
+_MOST_RECORDS = 256
 
 _CHECK: dict[str, str] = {
     "start": "the disk of the run folder",
@@ -196,6 +199,8 @@ class Watch:
         self._heard: list[Seen] = []
         self._heard_times = 0
         self._proposal = self._agreed = ""
+        self._recorded: str | None = None
+        self._records: dict[int, str] = {}
         self._store: Any = None
         if self._seconds and world.size > 1:
             self._store = self._connect()
@@ -243,7 +248,7 @@ class Watch:
             waited = waited + step if verdict else 0.0
             if verdict and (self._store is None or waited > 4 * self._interval or unanswered >= limit):
                 self._leave(verdict)  # nobody to agree with
-            self._proposal = json.dumps(asdict(verdict)) if verdict else ""
+            self._proposal = json.dumps(asdict(self._with_record(verdict))) if verdict else ""
 
     def _verdict(self, limit: float, unanswered: float) -> Verdict | None:
         own = self._seen()
@@ -254,6 +259,12 @@ class Watch:
             return judge([first, own] if own.rank else [own], limit, limit)
         heard = [own if state.rank == own.rank else state for state in self._heard]
         return judge(heard, limit, 4 * self._interval) if heard else None
+
+    def _with_record(self, verdict: Verdict) -> Verdict:
+        """Adds which collective not all ranks entered, where torch's flight recorders know it."""
+        records = {number: self._records.get(number) or None for number in range(self._world.size)}
+        line = parse(records) if any(records.values()) and verdict.code == EXIT_HANG else None
+        return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
 
     def _limit(self) -> float:
         """Seconds without progress that are allowed now."""
@@ -296,6 +307,7 @@ class Watch:
                 if not self._listens():
                     self._heard, last = [], 0.0
                     continue
+                self._share_records()
                 *words, verdict = (text.decode() for text in self._store.multi_get(keys))
             except RuntimeError:  # nobody answers: `_watch` sees that it takes too long
                 self._store = None
@@ -315,6 +327,22 @@ class Watch:
             self._heard_times += 1
             if verdict != _NOTHING:
                 self._agreed = verdict
+
+    def _share_records(self) -> None:
+        """Publishes what this rank's flight recorder holds, and reads the others'."""
+        if self._world.size > _MOST_RECORDS or self._recorded == "":
+            return
+        if self._recorded is None:
+            self._recorded = ""  # asked, once: a driver that hangs may never answer
+            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
+            return
+        self._store.set(f"record-{self._world.rank}", self._recorded)
+        for number in range(self._world.size):
+            if self._store.check([f"record-{number}"]):
+                self._records[number] = self._store.get(f"record-{number}").decode()
+
+    def _record(self) -> None:
+        self._recorded = dump() or ""
 
     def _seen(self) -> Seen:
         phase = self._left or PULSE.phase

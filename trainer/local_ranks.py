@@ -59,10 +59,23 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     environment |= cpu_variables(recipe.parallel.cpu_binding, shares) or {CPUS_VARIABLE: ""}
     limits = within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
+    if device_kind(recipe) == "cuda":
+        environment |= _nccl_variables(os.environ, torch.__version__)
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
     return LocalRanks(count, threads_per_rank(limits, count) if threads == "auto" else threads, environment)
+
+
+def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """What NCCL says of itself, and a ring of its newest collectives for the verdict on a hang.
+
+    The interface is left to NCCL. Sources: NCCL's page on its environment; PyTorch's tutorial on the flight
+    recorder (2000), which is off by default in 2.5 to 2.9 and had another variable up to 2.7.
+    """
+    major, minor = (int(word) for word in torch_version.split(".")[:2])
+    ring = "TORCH_FR_BUFFER_SIZE" if (major, minor) >= (2, 8) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    return {name: environ.get(name, value) for name, value in (("NCCL_DEBUG", "WARN"), (ring, "2000"))}
 
 
 def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, dict[str, str]]:

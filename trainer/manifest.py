@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import trainer
+from trainer.cluster.discover import job_of
 from trainer.config import config_hash
 from trainer.observe.gpus import driver_version
 from trainer.parallel import World
@@ -72,6 +73,7 @@ def make_manifest(
         threads=threads,
         log_every=recipe.log.every,
         changed=changed,
+        job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
     manifest: dict[str, Any] = {

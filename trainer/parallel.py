@@ -237,7 +237,29 @@ def replicate(
         **_WITHOUT_BUFFERS,
     )
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
+    if not (config.static_graph or config.find_unused_parameters):
+        _lay_out_buckets(replica)
     return replica
+
+
+def _lay_out_buckets(replica: DistributedDataParallel) -> None:
+    """Lets DDP lay out its buckets before the first window, so that a run that goes on has the same ones.
+
+    DDP sums its first backward pass in a single bucket and all others in buckets by the order in which that
+    pass brought gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum
+    depends on where in a bucket an element lies, so the first window after a resume would have other bits.
+    A backward pass over zeros brings it forward, in the reverse order of the parameters: nearly the real one.
+    """
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:  # backward goes through the sum from its end
+        total = total + 0.0 * parameter.reshape(-1)[:1].sum().float()
+    replica.reducer.prepare_for_backward([])
+    total.backward()
+    replica.reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
+    mark("start")
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
@@ -267,6 +289,15 @@ def check_agreement(text: str, world: World) -> None:
             f"rank {world.rank} and rank {odd[0]} have different configurations, data or initial weights: "
             "give every host the same recipe and the same files"
         )
+
+
+def least_over_ranks(number: int, world: World) -> int:
+    """The smallest of the ranks' numbers; collective."""
+    if world.group is None:
+        return number
+    least = torch.tensor([number], device=world.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=world.group)
+    return int(least)
 
 
 def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:

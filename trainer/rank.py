@@ -21,6 +21,7 @@ from typing import NoReturn
 from trainer import preempt
 from trainer.affinity import bind
 from trainer.as_launcher import PATH_VARIABLE
+from trainer.cluster.discover import is_launcher_task
 from trainer.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -35,6 +36,7 @@ from trainer.redact import redact_text
 
 FOLDER_VARIABLE = "TRAINER_LAUNCH_FOLDER"
 PARENT_VARIABLE = "TRAINER_LAUNCH_PARENT"
+LOGS_VARIABLE = "TRAINER_LAUNCH_LOGS"
 TORCHRUN = -1  # the "rank" of an outcome that is torchrun's own
 
 _PR_SET_PDEATHSIG = 1
@@ -88,8 +90,9 @@ class _State:
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of the ranks that torchrun, our launcher or a Slurm hook started."""
-    return all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    """Whether this process is one of the ranks that torchrun, our launcher or Slurm started."""
+    there = all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return there and not is_launcher_task(environ)
 
 
 def run_rank(main: Callable[[], int | None]) -> int:
@@ -141,6 +144,7 @@ def register() -> None:
     preempt.install()
     die_with_parent()
     bind()
+    _write_to_a_log_of_its_own()
     # Taken out of the environment: a program that the rank starts must not write into this launch.
     os.environ.pop(PATH_VARIABLE, None)
     folder = os.environ.pop(FOLDER_VARIABLE, None)
@@ -153,6 +157,19 @@ def register() -> None:
     faulthandler.enable((_State.folder / f"rank-{_rank()}.fault").open("w"))
     # Last: from this file on the launcher sends signals.
     write_whole(_State.folder / f"rank-{_rank()}.pid", str(os.getpid()))
+
+
+def _write_to_a_log_of_its_own() -> None:
+    """With several nodes, all ranks but the first write to files: what libraries say there would mix."""
+    folder = os.environ.pop(LOGS_VARIABLE, None)
+    if folder is None or _rank() == 0:
+        return
+    with contextlib.suppress(OSError):  # then to the terminal, as else
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with (Path(folder) / f"rank-{_rank()}.log").open("ab") as log:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(log.fileno(), stream.fileno())
 
 
 def die_with_parent() -> None:

@@ -66,6 +66,7 @@ class Attempt(BaseModel):
         threads: Intra-op threads of each.
         log_every: Windows between its rows of figures: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
+        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -76,6 +77,7 @@ class Attempt(BaseModel):
     threads: int = Field(ge=1)
     log_every: int = Field(ge=1)
     changed: list[str]
+    job: dict[str, str] = {}
 
 
 class Stored(BaseModel):

@@ -28,8 +28,12 @@ from trainer.redact import redact
 from trainer.run_lock import LOCK, lock
 
 _PROBE = ".writable"
+# By it the launchers of several nodes see that they mean the same folder.
+MEETING = ".meeting"
+# What ranks on other nodes write to the terminal.
+LOGS = "logs"
 # What a start leaves that was killed before there was a manifest.
-_LEFTOVERS = {LOCK, _PROBE, "manifest.tmp"}
+_LEFTOVERS = {LOCK, _PROBE, MEETING, LOGS, "manifest.tmp"}
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:

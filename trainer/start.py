@@ -7,7 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
+import trainer
 from trainer.attempt import train_rank
+from trainer.cluster.discover import Nodes, find_nodes
+from trainer.cluster.rounds import launch_with_others
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.launch import launch
@@ -69,27 +74,21 @@ def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> Non
 
 
 def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
+    nodes = find_nodes(os.environ, options.nodes, options.node_rank, options.master)
+    _check_options(options, nodes)
     ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
     _check_tuned(options, recipe, ranks)
-    if options.max_restarts < 0:
-        raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
-    if not 0 < options.grace < math.inf:
-        raise BadInputError(f"--grace {options.grace}: give a number of seconds above 0")
-    if options.stop_after is not None and options.stop_after < 1:
-        raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
     wanted, stored = _wanted(options), _stored(options)
     settings = list(options.set)
     if provisional(options.recipe, settings)[1]:
         try:
-            # A run goes on with what it was begun with: the micro-batch is part of its arithmetic.
-            job = Job(recipe, ranks, threads, environment)
-            settings.append(stored_setting(stored) or chosen_setting(job))
+            settings.append(_micro_batch(stored, nodes, Job(recipe, ranks, threads, environment)))
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
             return EXIT_FAILED
         recipe = load_recipe(options.recipe, settings)
     task = make_task(recipe)
-    check_request(recipe, task, ranks)
+    check_request(recipe, task, ranks * (nodes.most if nodes else 1))
     if wanted is not None and stored is not None:
         config = recipe.model_dump(mode="json")
         check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
@@ -97,40 +96,102 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
             print(over[0])
             return over[1]
     # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
-    loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
-    environment |= told
-    made = False
-    if wanted is not None and stored is not None:
-        folder = wanted
-    elif wanted is not None:
-        folder, made = wanted, claim_folder(wanted)
-    else:
-        folder, made = new_folder(RUNS, options.recipe, recipe), True
+    if nodes is None:  # else by rule, in each rank: what one node found wouldn't hold on another
+        loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
+        settings += loading
+        environment |= told
+    begins = stored is None and not (nodes and nodes.number)
+    folder, made = _folder(options.recipe, recipe, wanted, begins)
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
     environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
-    arguments = [
-        "train",
-        options.recipe,
-        "--resume",
-        options.resume,
-        *(word for setting in [*settings, *loading] for word in ("--set", setting)),
-        *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
-        *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
-    ]
+    arguments = _words_for_ranks(options, settings)
     try:
-        return launch(
+        if nodes is None:
+            return launch(
+                arguments,
+                processes=ranks,
+                threads=threads,
+                environment=environment,
+                max_restarts=options.max_restarts,
+                grace_seconds=options.grace,
+                output=output,
+            )
+        return launch_with_others(
             arguments,
+            nodes=nodes,
+            folder=folder.absolute(),
+            same=_same(recipe),
             processes=ranks,
             threads=threads,
             environment=environment,
-            max_restarts=options.max_restarts,
             grace_seconds=options.grace,
+            join_seconds=options.join_timeout,
             output=output,
         )
     finally:
         if made:
             remove_unused(folder)
+
+
+def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
+    if options.max_restarts < 0:
+        raise BadInputError(f"--max-restarts {options.max_restarts}: give a number from 0 on")
+    for name, seconds in (("grace", options.grace), ("join-timeout", options.join_timeout)):
+        if not 0 < seconds < math.inf:
+            raise BadInputError(f"--{name} {seconds}: give a number of seconds above 0")
+    if options.stop_after is not None and options.stop_after < 1:
+        raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
+    if nodes is None:
+        return
+    if options.out is None:
+        raise BadInputError(
+            f"{nodes.most} nodes need one run folder: give --out, on a file system that all of them have"
+        )
+    if options.max_restarts:
+        raise BadInputError(
+            "--max-restarts is for a single node; several go on without a lost one by --nodes LEAST:MOST"
+        )
+
+
+def _micro_batch(stored: Stored | None, nodes: Nodes | None, job: Job) -> str:
+    """The setting for data.micro_batch=auto: a run goes on with its own, which is part of its arithmetic."""
+    if setting := stored_setting(stored):
+        return setting
+    if nodes is not None:
+        raise BadInputError(
+            "data.micro_batch=auto: each of several nodes would choose for itself; find it by `trainer tune` "
+            "on one of them, and give --tuned FILE"
+        )
+    return chosen_setting(job)
+
+
+def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tuple[Path, bool]:
+    """The run folder, and whether it was made here. With several nodes node 0 makes it."""
+    if wanted is None:
+        return new_folder(RUNS, name, recipe), True
+    return wanted, claim_folder(wanted) if begins else False
+
+
+def _words_for_ranks(options: argparse.Namespace, settings: list[str]) -> list[str]:
+    return [
+        "train",
+        options.recipe,
+        "--resume",
+        options.resume,
+        *(word for setting in settings for word in ("--set", setting)),
+        *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
+        *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
+    ]
+
+
+def _same(recipe: Recipe) -> dict[str, str]:
+    """What every node must have alike."""
+    return {
+        "trainer": trainer.__version__,
+        "PyTorch": torch.__version__,
+        "configuration": config_hash(recipe)[:16],
+    }
 
 
 def _wanted(options: argparse.Namespace) -> Path | None:

@@ -103,6 +103,24 @@ def _collective(broken: bool) -> None:
         time.sleep(0.3 if broken else 0.0)
 
 
+def _agree() -> int:
+    """As a run does: all stop when one is asked to."""
+    import torch
+    from torch import distributed
+
+    if os.environ["WORLD_SIZE"] != "1":
+        distributed.init_process_group("gloo")
+    while True:
+        asked = torch.tensor([float(preempt.requested() is not None)])
+        if os.environ["WORLD_SIZE"] != "1":
+            distributed.all_reduce(asked)
+        with (FOLDER / "worlds").open("a") as file:
+            file.write(f"{os.environ['WORLD_SIZE']}\n" if RANK == "0" else "")
+        if asked:
+            return EXIT_REQUEUE
+        time.sleep(0.05)
+
+
 def _terminate_a_fork() -> int:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     child.start()
@@ -135,6 +153,7 @@ def _tell_paths() -> None:
 
 
 WHAT: dict[str, Callable[[], int | None]] = {
+    "agree": _agree,
     "bad": _bad,
     "collective": lambda: _collective(broken=False),
     "crash": _crash,

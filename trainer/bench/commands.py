@@ -1,10 +1,12 @@
 """`trainer bench`: the command line of what measures."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from trainer.bench.claims.command import add_parser as add_claims
+from trainer.bench.scale import command as scale
 from trainer.threads import wait_passively
 
 
@@ -141,6 +143,39 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     optimizers.set_defaults(run=_optimizers)
     _add_tasks(benches)
     add_claims(benches)
+    _add_comm(benches)
+    scale.add_parser(benches)
+
+
+def _add_comm(benches: Any) -> None:
+    comm = benches.add_parser(
+        "comm",
+        help="all-reduce bandwidth against the link's limit; --preflight: which link is slow or dead",
+        allow_abbrev=False,
+    )
+    comm.add_argument("--ranks", type=int, metavar="N", help="on the CPUs of this host (default: 2)")
+    comm.add_argument("--gpus", metavar="GPUS", help="a count, or indices (default: all)")
+    comm.add_argument(
+        "--sizes", default="", metavar="LIST", help="such as 4K,1M (default: 4K to 256M, on CPUs to 64M)"
+    )
+    comm.add_argument("--dtypes", default="fp32", metavar="LIST", help="fp32,bf16 (default: fp32)")
+    comm.add_argument("--backend", choices=("gloo", "nccl", "auto"), default="auto", help="(default: auto)")
+    comm.add_argument("--rounds", type=int, default=11, metavar="N", help="interleaved rounds (default: 11)")
+    comm.add_argument("--limit", type=float, metavar="GBPS", help="the link's limit in Gbit/s, if you know")
+    comm.add_argument("--json", action="store_true", help="print JSON")
+    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
+    comm.add_argument(
+        "--preflight",
+        action="store_true",
+        help="try each link between hosts, or ranks of one host; exit code 1: one is slow or dead",
+    )
+    comm.add_argument(
+        "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
+    )
+    comm.add_argument("--nodes", metavar="N", help="as of trainer train: on each, with the next two")
+    comm.add_argument("--node-rank", type=int, metavar="N", help="as of trainer train")
+    comm.add_argument("--master", metavar="HOST:PORT", help="as of trainer train")
+    comm.set_defaults(run=_comm)
 
 
 def _add_tasks(benches: Any) -> None:
@@ -263,3 +298,15 @@ def _compression(options: argparse.Namespace) -> int:
     from trainer.bench.compression import bench_compression
 
     return bench_compression(options.run_folder, options.target)
+
+
+def _comm(options: argparse.Namespace) -> int:
+    from trainer.rank import is_rank, register
+
+    if is_rank(os.environ):
+        register()  # before the slow imports, so that a signal finds a handler
+    if options.preflight:  # what torch's store says of names that it can't look up helps nobody
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from trainer.bench.comm import bench_comm
+
+    return bench_comm(options)

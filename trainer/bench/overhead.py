@@ -215,15 +215,13 @@ def tiny_recipe(steps: int) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def interleaved(
-    loops: Sequence[Callable[[], float]], rounds: int, progress: bool = True
-) -> list[list[float]]:
+def interleaved(loops: Sequence[Callable[[], float]], rounds: int, shown: bool = True) -> list[list[float]]:
     """Times loops in turn, each round starting with another one; a round before them is warm-up.
 
     Args:
         loops: Each returns its seconds.
-        rounds: How many are kept.
-        progress: Whether to show it.
+        rounds: That count.
+        shown: Whether a bar shows how far it is.
 
     Returns:
         For each loop its seconds, round by round.
@@ -231,7 +229,7 @@ def interleaved(
     times: list[list[float]] = [[] for _ in loops]
     numbers = range(rounds + 1)
     # The bar has a thread, beside which nothing can be forked.
-    for number in track(numbers, "measuring", transient=True) if progress else numbers:
+    for number in track(numbers, "measuring", transient=True) if shown else numbers:
         for offset in range(len(loops)):
             which = (number + offset) % len(loops)
             times[which].append(loops[which]())

@@ -13,7 +13,7 @@ from trainer.report.thin import Cell, Point, thinned
 
 ACROSS, DOWN = 2000, 1000  # of the stretched viewBox
 STRETCHED = f'<svg viewBox="0 0 {ACROSS} {DOWN}" preserveAspectRatio="none" width="100%" height="100%">'
-_HEIGHT = 150  # CSS pixels of a plot
+HEIGHT = 150  # CSS pixels of a plot
 _APART = 13  # CSS pixels between two labels
 _ENDS = 6  # labels beside the ends of curves
 _RIGHT = 0.97  # from here on a curve ends on the right
@@ -101,7 +101,7 @@ def line_chart(
     parts = [
         axes(up, along),
         STRETCHED,
-        *(_curve(one, up, along) for one in lines),
+        *(curve(one, up, along) for one in lines),
         "</svg>",
         *(_mark(mark, along) for mark in marks),
         _ends(named, up, along) if len(named) <= _ENDS else "",
@@ -126,7 +126,7 @@ def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, 
     noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
     return (
         f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
-        f'<svg class="plot" height="{_HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
+        f'<svg class="plot" height="{HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
@@ -141,8 +141,8 @@ def _look(one: Line) -> str:
     return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
 
 
-def axes(up: Axis, along: Axis) -> str:
-    """Lines and figures beside a plot, and what they mean."""
+def axes(up: Axis, along: Axis, across: str = "window") -> str:
+    """Lines and figures beside a plot, and what they mean; `across` is what lies along the bottom."""
     parts = []
     for value, text in up.ticks:
         y = percent(1 - up.at(value))
@@ -151,10 +151,12 @@ def axes(up: Axis, along: Axis) -> str:
     parts.append('<line class="base" x2="100%" y1="100%" y2="100%"/>')
     for value, text in along.ticks:
         x = percent(along.at(value))
-        parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="100%" y2="{_HEIGHT + 4}"/>')
+        parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="100%" y2="{HEIGHT + 4}"/>')
         parts.append(f'<text class="tick" x="{x}" y="100%" dy="17" text-anchor="middle">{text}</text>')
     parts.append(f'<text class="axis y" x="-44" y="-12">{escaped(up.unit, 60)}</text>')
-    parts.append('<text class="axis x" x="100%" y="100%" dy="32" text-anchor="end">window</text>')
+    parts.append(
+        f'<text class="axis x" x="100%" y="100%" dy="32" text-anchor="end">{escaped(across, 60)}</text>'
+    )
     return "".join(parts)
 
 
@@ -163,7 +165,7 @@ def percent(part: float) -> str:
     return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
 
 
-def _curve(one: Line, up: Axis, along: Axis) -> str:
+def curve(one: Line, up: Axis, along: Axis) -> str:
     """Means as a line, with the range around it where rows were joined; a single point is a dot."""
 
     def place(window: int, value: float) -> tuple[int, int]:
@@ -215,14 +217,14 @@ def _mark(mark: Mark, along: Axis) -> str:
 def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
     """The last value beside each curve that ends on the right, apart from each other."""
     ended = [one for one in lines if along.at(one.drawn[-1][0]) > _RIGHT]
-    ends = [(_HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in ended]
+    ends = [(HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in ended]
     ends.sort(key=lambda end: end[0])
     floor, places = 0.0, list[float]()
     for y, _ in ends:
         places.append(max(y, floor + _APART if places else y))
         floor = places[-1]
     for n in range(len(places) - 1, -1, -1):
-        places[n] = min(places[n], _HEIGHT - _APART * (len(places) - 1 - n))
+        places[n] = min(places[n], HEIGHT - _APART * (len(places) - 1 - n))
     return "".join(
         f'<text class="end" x="{percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
         f"{up.text(one.drawn[-1][1].mean)}</text>"

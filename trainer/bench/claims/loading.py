@@ -143,7 +143,7 @@ def _loader_of(turns: Turns, dataset: data.Dataset | None = None) -> Loader:
 
 
 def _epochs(loops: Mapping[str, _Epochs], size: Size) -> Series:
-    seconds = interleaved(list(loops.values()), size.rounds, progress=False)
+    seconds = interleaved(list(loops.values()), size.rounds, shown=False)
     per_image = [[s / size.images * 1e6 for s in series] for series in seconds]
     return Series(dict(zip(loops, per_image, strict=True)), "us an image")
 
@@ -302,7 +302,7 @@ def _copies(wanted: Sequence[str], size: Size, computing: bool) -> Measurement:
         "pinned, non_blocking": partial(turn, page_locked, True),
     }
     loops = chosen(sides, wanted)
-    seconds = interleaved(list(loops.values()), size.rounds, progress=False)
+    seconds = interleaved(list(loops.values()), size.rounds, shown=False)
     per_copy = [[s / _COPIES * 1e3 for s in series] for series in seconds]
     doing = "while it multiplies matrices" if computing else "by themselves"
     return Measurement(

@@ -192,7 +192,7 @@ def measure_windows(
         count = per_turn or windows_in(size.turn_s, next(iter(turns.values())))
         for turn in turns.values():
             turn(3)  # compiles, records CUDA graphs, lets cuDNN choose
-        seconds = interleaved([_with(turn, count) for turn in turns.values()], size.rounds, progress=False)
+        seconds = interleaved([_with(turn, count) for turn in turns.values()], size.rounds, shown=False)
         per_window = [[s / count * 1e3 for s in series] for series in seconds]
         series = {"time": Series(dict(zip(turns, per_window, strict=True)), "ms a window")}
         if memory:

@@ -94,7 +94,7 @@ def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) ->
         bytes_in[name].append((received(world) - before) / windows / world.size / MIB)
         return seconds / windows * 1e3
 
-    times = interleaved([partial(turn, name) for name in turns], size.rounds, progress=False)
+    times = interleaved([partial(turn, name) for name in turns], size.rounds, shown=False)
     peaks = {name: [one.peak_bytes() / MIB] for name, one in turns.items()}
     return {
         "time": Series(dict(zip(turns, times, strict=True)), "ms a window"),

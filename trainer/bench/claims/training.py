@@ -107,7 +107,7 @@ def _logging(wanted: Sequence[str], size: Size) -> Measurement:
         for every in chosen(sides, wanted).values():
             side = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": every})})
             loops.append(partial(by_trainer, task, side, Path(name)))
-        seconds = interleaved(loops, size.rounds, progress=False)
+        seconds = interleaved(loops, size.rounds, shown=False)
     per_window = [[s / _LOG_WINDOWS * 1e6 for s in series] for series in seconds]
     series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "us a window")
     return Measurement("the smallest step there is, of `trainer bench overhead`, on a CPU", {"time": series})

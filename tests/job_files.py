@@ -1,0 +1,306 @@
+"""Reads what was rendered for a place back to what it means there, by each place's own rules."""
+
+import csv
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from trainer.jobs.spec import JobSpec
+
+GIB = {"g": 1, "Gi": 1}
+VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
+    """What every place's file must say of a job; `port`: where the file holds one."""
+    digest = spec.image.partition("@")[2]
+    return {
+        "name": spec.name,
+        "image": spec.image,
+        "nodes": spec.nodes,
+        "gpus": spec.gpus_per_node,
+        "cpus": spec.cpus_per_node,
+        "memory": spec.memory_gib,
+        "shm": spec.shm_gib,
+        "seconds": spec.minutes * 60,
+        "stop": spec.stop_seconds,
+        "user": spec.user,
+        "environment": {
+            **({"TRAINER_IMAGE_DIGEST": digest} if digest else {}),
+            **({} if spec.gpus_per_node else {"NVIDIA_VISIBLE_DEVICES": "void"}),
+            **spec.environment,
+        },
+        "mounts": {
+            target: where
+            for target, where in (
+                ("/workspace/runs", spec.runs),
+                ("/data", spec.data),
+                ("/cache", spec.cache),
+            )
+            if where
+        },
+        "command": spec.command,
+        "port": port,
+    }
+
+
+def read_docker(text: str) -> dict[str, Any]:
+    """As a shell and the engine read it."""
+    shell = "docker() { printf '%s\\0' \"$@\"; }\n" + text
+    done = subprocess.run(["/bin/sh"], input=shell.encode(), capture_output=True, check=True)
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words.pop(0) == "run"
+    found: dict[str, list[str]] = {}
+    while words[0].startswith("--"):
+        name = words.pop(0)[2:]
+        flag = name in ("detach", "read-only")
+        found.setdefault(name, []).append("" if flag else words.pop(0))
+    mounts = {}
+    for mount in found["mount"]:
+        fields = dict(field.partition("=")[::2] for field in next(csv.reader([mount])))
+        assert fields["type"] == "bind"
+        assert ("readonly" in fields) == (fields["target"] in ("/data",))
+        mounts[fields["target"]] = fields["source"]
+    assert found["cap-drop"] == ["ALL"]
+    assert found["security-opt"] == ["no-new-privileges"]
+    assert "read-only" in found
+    assert _writable({*(one.partition(":")[0] for one in found["tmpfs"]), *mounts})
+    assert all(one.endswith(":exec") for one in found["tmpfs"])
+    seconds, command = _untimed(words[1:], found["stop-timeout"][0])
+    return {
+        "name": found["name"][0],
+        "image": words[0],
+        "nodes": 1,
+        "gpus": int(found.get("gpus", ["0"])[0]),
+        "cpus": int(found["cpus"][0]),
+        "memory": _gib(found["memory"][0]),
+        "shm": _gib(found["shm-size"][0]),
+        "seconds": seconds,
+        "stop": int(found["stop-timeout"][0]),
+        "user": found["user"][0],
+        "environment": dict(one.partition("=")[::2] for one in found.get("env", [])),
+        "mounts": mounts,
+        "command": command,
+        "port": None,
+    }
+
+
+def read_compose(text: str) -> dict[str, Any]:
+    """As Compose reads it; all services must be the same but for what tells them apart."""
+    project = yaml.safe_load(text)
+    assert set(project) == {"name", "services", "networks"}
+    nodes = [
+        _compose_service(service, rank, len(project["services"]))
+        for rank, service in enumerate(project["services"].values())
+    ]
+    assert list(project["services"]) == [f"node-{rank}" for rank in range(len(nodes))]
+    assert all(node == nodes[0] for node in nodes)
+    return {**nodes[0], "name": project["name"], "nodes": len(nodes)}
+
+
+def _compose_service(service: dict[str, Any], rank: int, nodes: int) -> dict[str, Any]:
+    assert not {"ports", "privileged", "cap_add", "network_mode"} & set(service)
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"] is True
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["networks"] == ["nodes"]
+    assert service["restart"] == "no"
+    environment = {name: single(value) for name, value in service["environment"].items()}
+    rendezvous = {name: environment.pop(name) for name in VARIABLES if name in environment}
+    port = None
+    if nodes > 1:
+        assert rendezvous["NODE_RANK"] == str(rank)
+        assert rendezvous["MASTER_ADDR"] == "node-0"
+        assert rendezvous["NNODES"].rpartition(":")[2] == str(nodes)
+        port = int(rendezvous["MASTER_PORT"])
+    else:
+        assert not rendezvous
+    mounts = {}
+    for volume in service["volumes"]:
+        assert volume["bind"] == {"create_host_path": False}
+        assert volume.get("read_only", False) == (volume["target"] == "/data")
+        mounts[volume["target"]] = single(volume["source"])
+    assert _writable({*(one.partition(":")[0] for one in service["tmpfs"]), *mounts})
+    stop = re.fullmatch(r"(\d+)s", service["stop_grace_period"])
+    assert stop
+    seconds, command = _untimed([single(word) for word in service["command"]], stop[1])
+    gpus = 0
+    if "deploy" in service:
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        ids = device.get("device_ids")
+        gpus = len(ids) if ids else device["count"]
+        assert (nodes > 1) == bool(ids)
+        assert not ids or ids == [str(rank * gpus + gpu) for gpu in range(gpus)]
+    return {
+        "image": service["image"],
+        "gpus": gpus,
+        "cpus": service["cpus"],
+        "memory": _gib(service["mem_limit"]),
+        "shm": _gib(service["shm_size"]),
+        "seconds": seconds,
+        "stop": int(stop[1]),
+        "user": service["user"],
+        "environment": environment,
+        "mounts": mounts,
+        "command": command,
+        "port": port,
+    }
+
+
+def read_slurm(text: str) -> dict[str, Any]:
+    """As sbatch, the shell and Pyxis read it; Slurm has no users to choose, and no limit for /dev/shm."""
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.M))
+    shell = "export() { printf 'E%s\\0' \"$@\"; }\nset() { printf 'S%s\\0' \"$@\"; }\n"
+    shell += "df() { echo 0; }; mkdir() { :; }; scontrol() { :; }; SLURM_JOB_ID=0\n"
+    shell += "srun() { printf 'R%s\\0' \"$@\"; }\n" + text
+    done = subprocess.run(["/bin/bash"], input=shell.encode(), capture_output=True, check=False)
+    said = [word for word in done.stdout.decode().split("\0") if word]
+    environment = dict(word[1:].partition("=")[::2] for word in said if word.startswith("E"))
+    command = [word[1:] for word in said if word.startswith("S")]
+    assert command[:3] == ["-u", "--", "trainer"]
+    (mounted,) = [word for word in said if word.startswith("R--container-mounts=")]
+    mounts = [mount.split(":") for mount in mounted.partition("=")[2].split(",")]
+    (image,) = [word.partition("=")[2] for word in said if word.startswith("R--container-image=")]
+    shm = re.search(r"smaller than (\d+) GiB", text)
+    assert shm
+    return {
+        "name": options["job-name"],
+        "image": image.replace("#", "/"),
+        "nodes": int(options["nodes"]),
+        "gpus": int(options.get("gpus-per-node", 0)),
+        "cpus": int(options["cpus-per-task"]),
+        "memory": int(options["mem"].removesuffix("G")),
+        "shm": int(shm[1]),
+        "seconds": int(options["time"]) * 60,
+        "stop": int(options["signal"].removeprefix("USR1@")),
+        "environment": {name: value for name, value in environment.items() if name not in VARIABLES},
+        "mounts": {mount[1]: mount[0] for mount in mounts},
+        "command": command[2:],
+        "port": int(environment["MASTER_PORT"]),
+    }
+
+
+def documents(text: str) -> dict[str, Any]:
+    """The objects of a file for Kubernetes by their kinds."""
+    found = {}
+    for document in yaml.safe_load_all(text):
+        assert document["kind"] not in found
+        found[document["kind"]] = document
+    return found
+
+
+def templates(objects: dict[str, Any]) -> list[tuple[int, Any]]:
+    """Pod templates and how many pods each has, of a Job, a JobSet, a TrainJob or a PyTorchJob."""
+    if "PyTorchJob" in objects:
+        roles = objects["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+        return [(role["replicas"], role["template"]) for role in roles.values()]
+    job = indexed_job(objects)
+    assert job["completions"] == job["parallelism"]
+    return [(job["completions"], job["template"])]
+
+
+def indexed_job(objects: dict[str, Any]) -> Any:
+    """The spec of the Job."""
+    if "Job" in objects:
+        return objects["Job"]["spec"]
+    if "JobSet" in objects:
+        sets = objects["JobSet"]["spec"]
+    else:
+        sets = objects["TrainingRuntime"]["spec"]["template"]["spec"]
+    (replicated,) = sets["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    return replicated["template"]["spec"]
+
+
+def read_kubernetes(text: str) -> dict[str, Any]:
+    """As Kubernetes and Kubeflow's operators read it; all pods must be the same."""
+    objects = documents(text)
+    names = {document["metadata"]["name"] for document in objects.values()}
+    assert len(names) == 1
+    pods = templates(objects)
+    node = _pod(pods[0][1])
+    assert all(_pod(template) == node for _, template in pods)
+    nodes = sum(count for count, _ in pods)
+    if "TrainJob" in objects:
+        asked = objects["TrainJob"]["spec"]["trainer"]
+        runtime = objects["TrainingRuntime"]["spec"]
+        assert asked["numNodes"] == runtime["mlPolicy"]["numNodes"] == nodes
+        container = indexed_job(objects)["template"]["spec"]["containers"][0]
+        assert asked["resourcesPerNode"] == container["resources"]
+    if "PyTorchJob" in objects:
+        words = node["command"]
+        assert words[:2] == ["sh", "-c"]
+        assert words[3] == "sh"
+        node["command"] = words[4:]
+    return {**node, "name": names.pop(), "nodes": nodes}
+
+
+def _pod(template: Any) -> dict[str, Any]:
+    spec = template["spec"]
+    (container,) = spec["containers"]
+    assert "command" not in container  # the entrypoint stays the first process
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    limits = container["resources"]["limits"]
+    environment = {one["name"]: single(one["value"]) for one in container["env"] if "value" in one}
+    for name in VARIABLES:
+        environment.pop(name, None)
+    volumes = {one["name"]: one for one in spec["volumes"]}
+    mounts = {}
+    for mount in container["volumeMounts"]:
+        volume = volumes.pop(mount["name"])
+        mounts[mount["mountPath"]] = (volume, mount.get("readOnly", False))
+    assert not volumes
+    assert _writable(set(mounts))
+    claims = {}
+    for where, (volume, read_only) in mounts.items():
+        assert read_only == (where in ("/data", "/recipe"))
+        if claim := volume.get("persistentVolumeClaim"):
+            claims[where] = f"pvc:{claim['claimName']}"
+            assert claim.get("readOnly", False) == read_only
+    shm = mounts["/dev/shm"][0]["emptyDir"]
+    assert shm["medium"] == "Memory"
+    assert _gib(shm["sizeLimit"]) < _gib(limits["memory"])
+    security = spec["securityContext"]
+    ports = [one["containerPort"] for one in container.get("ports", [])]
+    assert not ports or ports == [ports[0], ports[0] + 1]
+    return {
+        "image": container["image"],
+        "gpus": int(limits.get("nvidia.com/gpu", 0)),
+        "cpus": int(limits["cpu"]),
+        "memory": _gib(limits["memory"]),
+        "shm": _gib(shm["sizeLimit"]),
+        "seconds": spec["activeDeadlineSeconds"],
+        "stop": spec["terminationGracePeriodSeconds"],
+        "user": f"{security['runAsUser']}:{security['runAsGroup']}",
+        "environment": environment,
+        "mounts": claims,
+        "command": [single(word) for word in container["args"]],
+        "port": ports[0] if ports else None,
+    }
+
+
+def single(text: str) -> str:
+    """What is left of a text when variables were put in; there are none."""
+    assert not re.search(r"\$", text.replace("$$", "")), text
+    return text.replace("$$", "$")
+
+
+def _untimed(words: Sequence[str], stop: str) -> tuple[int, list[str]]:
+    fixed = ["timeout", "--foreground", "--preserve-status", "--signal=USR1", f"--kill-after={stop}"]
+    assert list(words[:5]) == fixed
+    return int(words[5]), list(words[6:])
+
+
+def _gib(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(g|Gi)", text)
+    assert found, text
+    return int(found[1]) * GIB[found[2]]
+
+
+def _writable(mounted: set[str]) -> bool:
+    """Whether all is mounted that the image writes to, as its root is read-only."""
+    return {"/tmp", "/home/trainer", "/cache", "/workspace/runs"} <= mounted

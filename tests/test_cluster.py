@@ -1,0 +1,313 @@
+"""Which nodes a job has is found in every kind of environment; what a round's end means is pure."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, strategies as st
+
+from trainer.cluster import wire
+from trainer.cluster.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
+from trainer.cluster.meeting import Round, Verdict, verdict_on
+from trainer.cluster.rounds import interface_of
+from trainer.cluster.wire import Wire
+from trainer.errors import BadInputError
+from trainer.rank import Outcome, is_rank
+
+# As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
+STEP = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+}
+PLAIN = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+PET = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1234"}
+
+
+def _found(
+    environ: dict[str, str], nodes: str | None = None, rank: int | None = None, master: str | None = None
+) -> tuple[object, ...] | None:
+    found = find_nodes(environ, nodes, rank, master)
+    return None if found is None else found[:5]
+
+
+@pytest.mark.parametrize("environ", [PLAIN, PET], ids=["plain", "kubeflow"])
+def test_variables_say_it(environ: dict[str, str]) -> None:
+    assert _found(environ) == (4, 4, 3, "a", 1234)
+    assert _found(environ, rank=1, master="b:99") == (4, 4, 1, "b", 99)
+    assert _found(environ, nodes="2:4") == (2, 4, 3, "a", 1234)
+    assert _found(environ, nodes="1") is None
+    first = next(iter(environ))
+    assert _found({**environ, first: "1"}) is None
+    assert _found({**environ, first: "2:4"}) == (2, 4, 3, "a", 1234)
+    # A shell that has a MASTER_ADDR by chance is a single node.
+    assert _found({name: value for name, value in environ.items() if name != first}) is None
+
+
+def test_kubeflow_may_give_an_endpoint() -> None:
+    elastic = {"PET_NNODES": "1:2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "job-worker-0:29400"}
+    assert _found(elastic) == (1, 2, 1, "job-worker-0", 29400)
+
+
+def test_a_step_of_slurm_says_it() -> None:
+    found = find_nodes(STEP, None, None, None)
+    assert found == Nodes(2, 2, 1, "n1", 29500 + 2 * 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
+    assert found.name(1) == "node 1 (n2)"
+    # What the script says itself comes first: an elastic job, another interface's name.
+    assert _found({**STEP, "NNODES": "1:2", "MASTER_ADDR": "ib1"}) == (1, 2, 1, "ib1", 29968)
+    assert _found({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert rank_variables(STEP) == {}
+
+
+def test_two_jobs_on_a_node_of_slurm_have_ports_of_their_own() -> None:
+    ports = {find_nodes({**STEP, "SLURM_JOB_ID": str(job)}, None, None, None)[4] for job in range(500)}  # type: ignore[index]
+    assert len(ports) == 500
+    assert {port % 2 for port in ports} == {0}
+
+
+def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:
+    script = {name: value for name, value in STEP.items() if "STEP" not in name}
+    with pytest.raises(BadInputError, match=r"start it by `srun --ntasks-per-node=1 trainer train"):
+        find_nodes(script, None, None, None)
+    assert find_nodes(script, "1", None, None) is None
+
+
+def test_a_task_for_each_rank_needs_no_launcher() -> None:
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    told = rank_variables(step)
+    assert told == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29968",
+    }
+    assert is_rank({**step, **told})
+    assert rank_variables({**step, "RANK": "0"}) == {}  # torchrun's own ranks below srun
+
+
+def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
+    hooked = {**STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert is_launcher_task(hooked)
+    assert not is_rank(hooked)
+    for mark in ("TRAINER_IS_RANK", "TORCHELASTIC_RUN_ID"):
+        assert is_rank({**hooked, mark: "1"})
+    assert is_rank({**hooked, "SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "words"),
+    [
+        ({}, ("x", None, None), "--nodes x: give a number of nodes"),
+        ({}, ("0", None, None), "--nodes 0: give a number of nodes"),
+        ({}, ("4:2", None, None), "--nodes 4:2: give a number of nodes"),
+        ({}, ("2", None, "a:1"), "says 2 nodes, and nothing which one this is"),
+        ({}, ("2", 2, "a:1"), "says 2 nodes, and '2' which one this is: give --node-rank"),
+        ({}, ("2", 0, None), "nothing isn't where they meet"),
+        ({}, ("2", 0, "a:b"), "a:b isn't where they meet"),
+        ({}, ("2", 0, "a:65535"), "a:65535 isn't where they meet"),  # the next port is needed, too
+        ({**PLAIN, "NODE_RANK": "x"}, (None, None, None), "NNODES says 4 nodes, and 'x' which one"),
+    ],
+)
+def test_what_is_missing_or_impossible_is_one_line(
+    environ: dict[str, str], arguments: tuple[str | None, int | None, str | None], words: str
+) -> None:
+    with pytest.raises(BadInputError) as raised:
+        find_nodes(environ, *arguments)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("master", ["[fe80::1]:1234", "fe80::1", "[fe80::1]"])
+def test_an_address_may_be_of_ipv6(master: str) -> None:
+    found = _found({}, "2", 0, master)
+    assert found is not None
+    assert found[3:] == ("fe80::1", 1234 if master.endswith("1234") else 29500)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["n", "gpu-", "rack1-n", "a"]),
+            st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4)), min_size=1, max_size=3),
+            st.sampled_from([1, 2, 3]),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_node_lists_are_expanded(groups: list[tuple[str, list[tuple[int, int]], int]]) -> None:
+    wanted, parts = [], []
+    for prefix, spans, width in groups:
+        ranges = []
+        for first, more in spans:
+            wanted += [f"{prefix}{number:0{width}}" for number in range(first, first + more + 1)]
+            ranges.append(f"{first:0{width}}" + (f"-{first + more:0{width}}" if more else ""))
+        parts.append(f"{prefix}[{','.join(ranges)}]")
+    assert expand(",".join(parts)) == wanted
+
+
+@pytest.mark.skipif(not shutil.which("scontrol"), reason="no Slurm here to compare with")
+@pytest.mark.parametrize("text", ["n1", "n[1-3,07],m4", "a[1-2]b[01-03],c", "gpu-[001-003],x9"])
+def test_slurm_expands_them_alike(text: str) -> None:
+    told = subprocess.run(
+        ["scontrol", "show", "hostnames", text], capture_output=True, text=True, check=False
+    )
+    if told.returncode:
+        pytest.skip(f"scontrol can't say: {told.stderr.strip()}")
+    assert told.stdout.split() == expand(text)
+
+
+def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", consequence: bool = False) -> Outcome:
+    return Outcome(rank, code, line, time=at, consequence=consequence)
+
+
+DONE, STOPPED = [_outcome(rank, 0) for rank in range(2)], [_outcome(rank, 75) for rank in range(2)]
+BROKEN = [_outcome(0, 1, 2.0, "closed by peer", consequence=True), _outcome(1, 1, 1.0, "ValueError: x")]
+CUT = [_outcome(0, 1, 2.0, "closed by peer", consequence=True)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lost", "left", "host", "fixed", "elastic"),
+    [
+        (DONE, [], [], False, (False, 0), (False, 0)),
+        (STOPPED, [], [], False, (False, 75), (False, 75)),  # --stop-after
+        (STOPPED, [], ["node 1 leaves"], False, (False, 75), (True, 75)),
+        (STOPPED, [], ["node 0 leaves"], True, (False, 75), (False, 75)),  # they meet there
+        (STOPPED, [], ["node 1 has come"], False, (False, 75), (True, 75)),
+        (DONE, [], ["node 1 has come"], False, (False, 0), (False, 0)),  # it came too late
+        (CUT, ["node 1 is gone"], [], False, (False, 75), (True, 75)),
+        ([], ["node 1 is gone"], [], False, (False, 75), (True, 75)),
+        (BROKEN, [], [], False, (False, 1), (False, 1)),  # its own failure would come again
+        (BROKEN, [], ["node 1 leaves"], False, (False, 1), (False, 1)),
+        ([_outcome(0, 2, line="lr")], ["node 1 is gone"], [], False, (False, 2), (False, 2)),
+        ([_outcome(0, 76, line="hangs")], [], [], False, (False, 76), (False, 76)),
+    ],
+)
+def test_what_a_rounds_end_means(
+    outcomes: list[Outcome],
+    lost: list[str],
+    left: list[str],
+    host: bool,
+    fixed: tuple[bool, int],
+    elastic: tuple[bool, int],
+) -> None:
+    assert verdict_on(outcomes, 2, lost, left, elastic=False, host=host)[:2] == fixed
+    verdict = verdict_on(outcomes, 2, lost, left, elastic=True, host=host)
+    assert verdict[:2] == elastic
+    for line in lost if verdict.code != 2 else ():
+        assert f"trainer: {line}\n" in verdict.text
+    if verdict.again:
+        assert all(line in verdict.text for line in left)
+
+
+def test_the_cause_is_named_wherever_it_was() -> None:
+    text = verdict_on(BROKEN, 2, [], [], elastic=False, host=False).text
+    assert text == (
+        "trainer: rank 1 of 2: ValueError: x\ntrainer: as a consequence failed or was stopped: rank 0\n"
+    )
+
+
+def test_ranks_are_numbered_through_the_nodes() -> None:
+    rounds = [Round(1, place, (2, 1, 4), "", "") for place in range(3)]
+    assert [list(one.ranks) for one in rounds] == [[0, 1], [2], [3, 4, 5, 6]]
+    assert {one.world for one in rounds} == {7}
+
+
+# --- the wire ---
+
+
+@pytest.fixture
+def ends() -> tuple[Wire, Wire]:
+    one, other = socket.socketpair()
+    return Wire(one), Wire(other)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def test_messages_arrive_whole_and_in_order(ends: tuple[Wire, Wire]) -> None:
+    one, other = ends
+    for number in range(3):
+        one.say(number=number, text="x" * 1_000_000)  # more than a socket takes at once
+    got: list[int] = []
+
+    def all_there() -> bool:
+        one.turn()
+        got.extend(message["number"] for message in other.turn() if len(message["text"]) == 1_000_000)
+        return len(got) == 3
+
+    _until(all_there)
+    assert got == [0, 1, 2]
+
+
+def test_an_end_is_noticed_after_the_last_words(ends: tuple[Wire, Wire]) -> None:
+    one, other = ends
+    one.say(last="words")
+    one.close()
+    assert other.turn() == [{"last": "words"}]
+    other.turn()
+    assert other.gone == "its launcher ended"
+
+
+def test_silence_is_noticed(ends: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ends
+    monkeypatch.setattr(wire, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(wire, "SPEAK_SECONDS", 0.1)
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end:  # an end with nothing to say still says that it lives
+        assert one.turn() == [] == other.turn()
+        assert not other.gone
+        time.sleep(0.02)
+    _until(lambda: not other.turn() and other.gone.startswith("nothing was heard of it for 0.3 s"))
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[1, 2\n"])
+def test_noise_is_no_launcher(noise: bytes) -> None:
+    one, other = socket.socketpair()
+    end = Wire(other)
+    one.sendall(noise)
+    assert end.turn() == []
+    assert end.gone.startswith("it doesn't speak as a launcher does")
+
+
+def test_noise_without_an_end_is_none_either() -> None:
+    one, other = socket.socketpair()
+    end = Wire(other)
+    one.setblocking(False)
+
+    def refused() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            one.send(b"x" * (1 << 16))
+        end.turn()
+        return end.gone.startswith("it doesn't speak")
+
+    _until(refused)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.1") == ""
+
+
+def test_a_verdict_survives_the_wire(ends: tuple[Wire, Wire]) -> None:
+    one, other = ends
+    verdict = Verdict(True, 75, "trainer: node 1 leaves\n")
+    one.say(verdict=list(verdict))
+    assert Verdict(*other.turn()[0]["verdict"]) == verdict

@@ -1,0 +1,53 @@
+"""A job is compared with a Slurm partition by what sinfo prints."""
+
+import pytest
+
+from trainer.errors import BadInputError
+from trainer.jobs.partition import Node, fits, parsed
+from trainer.jobs.spec import JobSpec, Site
+
+# As sinfo --Node --format=%P|%c|%m|%G|%l prints it.
+TEXT = """\
+main*|96|1030000|gpu:h100:8(S:0-1)|2-00:00:00
+main*|64|515000|gpu:4|2-00:00:00
+cpu|64|256000|(null)|infinite
+odd line
+cpu|64+|256000|(null)|infinite
+"""
+
+
+def test_what_sinfo_prints_is_read() -> None:
+    assert parsed(TEXT) == [
+        (Node("main", 96, 1030000, 8, 2880), True),
+        (Node("main", 64, 515000, 4, 2880), True),
+        (Node("cpu", 64, 256000, 0, None), False),
+    ]
+    assert parsed("") == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "partition", "words"),
+    [
+        ({"gpus_per_node": 8}, None, ""),
+        ({"gpus_per_node": 4, "nodes": 2}, None, ""),
+        ({"gpus_per_node": 8, "nodes": 2}, None, "--nodes 2: partition main has 1 nodes"),
+        ({"gpus_per_node": 9}, None, "--gpus-per-node 9: no node of partition main has more than 8 GPUs"),
+        ({"minutes": "2-00:01"}, None, "--time 2881: partition main lets a job run for 2880 minutes"),
+        ({"minutes": "2-00:01"}, "cpu", ""),
+        ({"minutes": "2-00:01"}, "main,cpu", ""),
+        ({"gpus_per_node": 1}, "cpu", "--gpus-per-node 1: no node of partition cpu has more than 0 GPUs"),
+        ({}, "none", "--partition none: this cluster has cpu, main"),
+    ],
+)
+def test_a_job_fits_or_is_told_why_not(asked: dict[str, object], partition: str | None, words: str) -> None:
+    spec, site = JobSpec.model_validate({"recipe": "digits", **asked}), Site(partition=partition)
+    if not words:
+        fits(spec, site, parsed(TEXT))
+        return
+    with pytest.raises(BadInputError) as raised:
+        fits(spec, site, parsed(TEXT))
+    assert words in str(raised.value)
+
+
+def test_where_nothing_is_known_nothing_is_refused() -> None:
+    fits(JobSpec(recipe="digits", nodes=99), Site(partition="x"), [])

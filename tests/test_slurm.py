@@ -1,0 +1,191 @@
+"""On a real Slurm a job is stopped, requeued, and ends with the bits of one that never stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_slurm import NODES, Slurm, missing, running, until
+from trainer.errors import BadInputError
+from trainer.jobs.partition import check_partition
+from trainer.jobs.slurm import render
+from trainer.jobs.spec import JobSpec, Site
+
+pytestmark = pytest.mark.xdist_group("launch")
+VENV = Path(sys.executable).parent.parent
+# About ten seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
+SETTINGS = ("data.micro_batch=4", "epochs=10", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if why := missing():
+        if os.environ.get("TRAINER_REQUIRE_SLURM"):
+            pytest.fail(why)
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    for parent in folder.parents[:2]:  # munge wants its socket's folder to be seen by all
+        parent.chmod(0o755)
+    with running(folder) as started, _names():
+        yield started
+
+
+@contextmanager
+def _names() -> Iterator[None]:
+    """The nodes' names lead to this host while the tests run."""
+    hosts = Path("/etc/hosts")
+    before = hosts.read_text()
+    hosts.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(NODES)}\n")
+    try:
+        yield
+    finally:
+        hosts.write_text(before)
+
+
+def _spec(folder: Path, **more: object) -> JobSpec:
+    values: dict[str, object] = {
+        **{"recipe": "digits", "settings": SETTINGS, "name": "job", "nodes": 2, "ranks_per_node": 2},
+        **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 10, "grace_seconds": 30},
+        **{"runs": str(folder)},
+    }
+    return JobSpec.model_validate({**values, **more})
+
+
+def _submit(slurm: Slurm, spec: JobSpec) -> tuple[str, Path]:
+    """The job's number and its log."""
+    logs = Path(spec.runs) / ".jobs"
+    logs.mkdir(parents=True, exist_ok=True)
+    script = logs / f"{spec.name}.sbatch"
+    script.write_text(render(spec, Site(container="venv", venv=str(VENV))))
+    job = slurm.tell("sbatch", "--parsable", str(script))
+    return job, logs / f"{spec.name}-{job}.out"
+
+
+def _rows(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _manifest(run: Path) -> dict[str, object]:
+    manifest: dict[str, object] = json.loads((run / "manifest.json").read_text())
+    return manifest
+
+
+def _text(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_same_bits(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    run, spec = tmp_path / "job", _spec(tmp_path)
+    job, log = _submit(slurm, spec)
+    until(lambda: _rows(run) > 2)
+    slurm.tell("scancel", "--signal=USR1", job)  # as Slurm does before the time is up
+    until(lambda: "requeued, number 1" in _text(log))
+    assert "the same command goes on from there" in _text(log)
+    slurm.release(job)
+    until(lambda: _text(log).count("goes on after window") == 1 and _manifest(run)["status"] == "running")
+    (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
+    assert first == {"slurm_job": job, "slurm_nodes": "trainer-n[1-2]"}
+    assert second == {**first, "slurm_restarts": "1"}
+    slurm.tell("scancel", job)
+    until(lambda: slurm.state(job) == "CANCELLED")
+    assert _text(log).count("requeued") == 1  # who cancels doesn't want it back
+    assert _manifest(run)["status"] == "stopped"
+    again, log = _submit(slurm, spec)
+    until(lambda: slurm.state(again) == "COMPLETED")
+    assert _manifest(run)["status"] == "finished"
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        f"rank-{rank}.log" for rank in (1, 2, 3)
+    ]
+    # One that never stopped, on one node.
+    whole = [
+        str(VENV / "bin" / "trainer"),
+        "train",
+        "digits",
+        "--ranks",
+        "4",
+        "--out",
+        str(tmp_path / "whole"),
+    ]
+    words = [word for setting in SETTINGS for word in ("--set", setting)]
+    subprocess.run([*whole, *words], check=True, capture_output=True, timeout=300)
+    weights = [folder / "model.safetensors" for folder in (run, tmp_path / "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_bad_input_ends_the_job_with_one_line_and_no_requeue(slurm: Slurm, tmp_path: Path) -> None:
+    job, log = _submit(slurm, _spec(tmp_path, settings=("optim.lr=-1",)))
+    until(lambda: slurm.state(job) == "FAILED")
+    assert "optim.lr" in _text(log) and "requeued" not in _text(log)
+    assert "Traceback" not in _text(log)
+    assert "ExitCode=2:0" in slurm.tell("scontrol", "show", "job", "--oneliner", job)
+
+
+def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "tasks.sbatch"
+    words = "digits --set data.micro_batch=16 --set epochs=1 --set parallel.threads=1"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --mem=3G\n"
+        f"#SBATCH --output={tmp_path}/out\nsrun {VENV}/bin/trainer train {words} --out {tmp_path}/run\n"
+    )
+    job = slurm.tell("sbatch", "--parsable", str(script))
+    until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", _text(tmp_path / "out")
+    assert "(4 x CPU" in _text(tmp_path / "out")
+
+
+@pytest.mark.slow  # Slurm counts time in minutes
+def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
+    long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
+    job, log = _submit(slurm, _spec(tmp_path, settings=long, minutes=2, grace_seconds=10))
+    until(lambda: "requeued, number 1" in _text(log), 200)
+    assert "stopped by SIGUSR1 after window" in _text(log)
+    slurm.tell("scancel", job)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    job, log = _submit(slurm, _spec(tmp_path))
+    until(lambda: _rows(run) > 5)
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=down", "reason=test")
+    until(lambda: slurm.state(job) == "PENDING")
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    slurm.release(job)
+    until(lambda: slurm.state(job) == "COMPLETED")
+    assert "goes on after window" in _text(log)
+    assert _manifest(run)["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    job, log = _submit(slurm, _spec(tmp_path, settings=(*SETTINGS[:1], "epochs=3", *SETTINGS[2:])))
+    until(lambda: _rows(run) > 1)
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=drain", "reason=test")
+    until(lambda: slurm.state(job) == "COMPLETED")
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    assert "requeued" not in _text(log)
+
+
+def test_a_job_that_the_partition_cant_hold_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    check_partition(JobSpec(recipe="digits", nodes=2, memory_gib=7), Site())
+    for more, words in (
+        ({"nodes": 3}, "--nodes 3: partition main has 2 nodes with what this job asks for"),
+        ({"cpus_per_node": 5}, "--cpus-per-node 5: no node of partition main has more than 4 CPUs"),
+        ({"gpus_per_node": 1}, "--gpus-per-node 1: no node of partition main has more than 0 GPUs"),
+        ({"memory_gib": 8}, "--memory 8: no node of partition main has more than 7 GiB"),
+    ):
+        with pytest.raises(BadInputError) as raised:
+            check_partition(JobSpec.model_validate({"recipe": "digits", "memory_gib": 4, **more}), Site())
+        assert str(raised.value) == words
+    with pytest.raises(BadInputError, match="--partition x: this cluster has main"):
+        check_partition(JobSpec(recipe="digits", memory_gib=4), Site(partition="x"))

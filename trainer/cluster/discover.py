@@ -1,0 +1,231 @@
+"""Which nodes a job has, and which of them this is: from flags, plain variables, Kubeflow's, or Slurm's.
+
+Pure functions of the environment, apart from training. Sources (read 2026-11): torchrun's `PET_` variables,
+which Kubeflow's operators set (torch.distributed.argparse_util); the output environment of srun(1) and
+sbatch(1); enroot's hook 50-slurm-pytorch.sh, which sets RANK and its like for every task.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer.errors import BadInputError
+
+PORT = 29500
+# Two jobs can share a node: on Slurm each has ports of its own, the launchers' and, next to it, the ranks'.
+_SLURM_PORTS = 500
+# What a rank of our launcher has, and a rank of torchrun's doesn't need: it has torchrun's own.
+LAUNCHED = "TRAINER_IS_RANK"
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class Nodes(NamedTuple):
+    """The nodes of a job.
+
+    Attributes:
+        least: So many are enough to begin or to go on with.
+        most: So many there are when all are there.
+        number: Which one this is, from 0; node 0 is where the launchers meet.
+        host: Name or address of node 0.
+        port: Where they meet; the ranks' own store is on the next one.
+        names: Of the nodes, as far as they are known beforehand.
+        source: Who says so.
+    """
+
+    least: int
+    most: int
+    number: int
+    host: str
+    port: int
+    names: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job goes on with fewer."""
+        return self.least < self.most
+
+    def name(self, number: int) -> str:
+        """`node 2 (n3)`, or without the name where it isn't known."""
+        return f"node {number}" + (f" ({self.names[number]})" if number < len(self.names) else "")
+
+
+def find_nodes(
+    environ: Mapping[str, str], nodes: str | None, node_rank: int | None, master: str | None
+) -> Nodes | None:
+    """What this launcher is part of; None for a single node.
+
+    Args:
+        environ: The process's environment.
+        nodes: As --nodes: `4`, or `2:4` for at least 2 and at most 4.
+        node_rank: As --node-rank.
+        master: As --master: `host:port`, or `host`.
+
+    Raises:
+        BadInputError: If something is missing, or says something impossible.
+    """
+    told = _slurm(environ) | _kubeflow(environ) | _plain(environ)
+    if nodes is not None:
+        told |= {"nodes": nodes, "source": "--nodes"}
+    if "nodes" not in told:
+        _not_by_srun(environ)
+        return None
+    source = told["source"]
+    least, most = _count(told["nodes"], source)
+    if most == 1:
+        return None
+    number = str(node_rank) if node_rank is not None else told.get("number")
+    if number is None or not number.isdecimal() or int(number) >= most:
+        said = "nothing" if number is None else f"'{number}'"
+        raise BadInputError(
+            f"{source} says {most} nodes, and {said} which one this is: give --node-rank (or NODE_RANK), "
+            f"from 0 to {most - 1}, another on each"
+        )
+    host, port = _meeting_point(master or told.get("master", ""), told.get("port"), source)
+    return Nodes(least, most, int(number), host, port, tuple(told.get("names", "").split()), source)
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would tell a rank, where srun started a task for each of them; else nothing.
+
+    With one task on each node a task is a launcher.
+    """
+    tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
+    if tasks <= max(1, nodes) or any(name in environ for name in _RANK):
+        return {}
+    told = _slurm_place(environ)
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(tasks // nodes),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", told["master"]),
+        "MASTER_PORT": environ.get("MASTER_PORT", told["port"]),
+    }
+
+
+def is_launcher_task(environ: Mapping[str, str]) -> bool:
+    """Whether this is a Slurm node's only task, which starts the ranks though enroot's hook calls it one."""
+    tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
+    return (
+        0 < tasks == nodes
+        and environ.get("RANK") == environ.get("SLURM_PROCID")
+        and environ.get("WORLD_SIZE") == str(tasks)
+        and not any(name in environ for name in ("TORCHELASTIC_RUN_ID", LAUNCHED))
+    )
+
+
+def job_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a cluster calls this job, for the manifest; empty where none started it."""
+    names = {
+        "slurm_job": "SLURM_JOB_ID",
+        "slurm_restarts": "SLURM_RESTART_COUNT",
+        "slurm_nodes": "SLURM_JOB_NODELIST",
+        "slurm_array_task": "SLURM_ARRAY_TASK_ID",
+        "kubernetes_pod": "POD_NAME",
+        "kubernetes_index": "JOB_COMPLETION_INDEX",
+    }
+    return {key: environ[name] for key, name in names.items() if environ.get(name)}
+
+
+def expand(nodelist: str) -> list[str]:
+    """The names that Slurm's `n[1-3,07],m4` means: n1 n2 n3 n07 m4.
+
+    Raises:
+        ValueError: If it isn't such a list.
+    """
+    names = []
+    for part in re.findall(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*(?=,|$)", nodelist):
+        names += _expand_one(part) if part else []
+    if not names:
+        raise ValueError(f"'{nodelist}' names no node")
+    return names
+
+
+def _expand_one(part: str) -> list[str]:
+    found = re.fullmatch(r"([^\[\]]*)\[([^\]]*)\](.*)", part)
+    if found is None:
+        return [part]
+    before, ranges, after = found.groups()
+    middles = []
+    for span in ranges.split(","):
+        first, dash, last = span.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"'{span}' in '{part}' is no range of numbers")
+        middles += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return [before + middle + end for middle in middles for end in _expand_one(after)]
+
+
+def _plain(environ: Mapping[str, str]) -> dict[str, str]:
+    """NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: what our own jobs set, and many scripts do."""
+    names = {"nodes": "NNODES", "number": "NODE_RANK", "master": "MASTER_ADDR", "port": "MASTER_PORT"}
+    told = {key: environ[name] for key, name in names.items() if environ.get(name)}
+    return told | ({"source": "NNODES"} if "nodes" in told else {})
+
+
+def _kubeflow(environ: Mapping[str, str]) -> dict[str, str]:
+    names = {
+        "nodes": "PET_NNODES",
+        "number": "PET_NODE_RANK",
+        "master": "PET_MASTER_ADDR",
+        "port": "PET_MASTER_PORT",
+    }
+    told = {key: environ[name] for key, name in names.items() if environ.get(name)}
+    if "master" not in told and environ.get("PET_RDZV_ENDPOINT"):
+        told["master"], _, port = environ["PET_RDZV_ENDPOINT"].partition(":")
+        told |= {"port": port} if port else {}
+    return told | ({"source": "PET_NNODES"} if "nodes" in told else {})
+
+
+def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """A step with one task on each of several nodes."""
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES")
+    if nodes < 2 or _number(environ, "SLURM_STEP_NUM_TASKS") != nodes or "SLURM_STEP_ID" not in environ:
+        return {}
+    return {"nodes": str(nodes), "source": "SLURM_STEP_NUM_NODES", **_slurm_place(environ)}
+
+
+def _slurm_place(environ: Mapping[str, str]) -> dict[str, str]:
+    names = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost")
+    number = environ.get("SLURM_NODEID", "0")
+    port = PORT + 2 * (_number(environ, "SLURM_JOB_ID") % _SLURM_PORTS)
+    return {"number": number, "master": names[0], "port": str(port), "names": " ".join(names)}
+
+
+def _not_by_srun(environ: Mapping[str, str]) -> None:
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES")
+    if nodes > 1 and "SLURM_STEP_ID" not in environ:
+        raise BadInputError(
+            f"this Slurm job has {nodes} nodes, and this is its script on the first of them: start it by "
+            "`srun --ntasks-per-node=1 trainer train …`, or give --nodes 1 to use this node alone"
+        )
+
+
+def _count(text: str, source: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
+    least, most = (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise BadInputError(f"{source} {text}: give a number of nodes, such as 4, or least:most, such as 2:4")
+    return least, most
+
+
+def _meeting_point(master: str, port: str | None, source: str) -> tuple[str, int]:
+    """Host and port of node 0."""
+    if found := re.fullmatch(r"\[(.+)\](?::(\d+))?", master):  # an IPv6 address
+        host, given = found[1], found[2]
+    elif master.count(":") > 1:
+        host, given = master, None
+    else:
+        host, _, given = master.partition(":")
+    number = given or port or str(PORT)
+    if not host or not number.isdecimal() or not 0 < int(number) < (1 << 16) - 1:
+        raise BadInputError(
+            f"{source} says several nodes, and {master or 'nothing'} isn't where they meet: give --master "
+            "HOST:PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
+        )
+    return host, int(number)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0

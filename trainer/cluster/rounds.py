@@ -1,0 +1,188 @@
+"""Ranks on several nodes: the launchers meet, start theirs, and hear how all of them ended.
+
+One round is one world of ranks. A job of a fixed size plays a single one; an elastic job plays another when a
+node leaves or comes, and each goes on from the checkpoint of the one before.
+"""
+
+import fcntl
+import os
+import platform
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.cluster.discover import Nodes
+from trainer.cluster.guest import Guest, sees
+from trainer.cluster.host import Host
+from trainer.cluster.meeting import Round, Table, Verdict
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
+from trainer.launch import run_ranks, say, thread_variables
+from trainer.preempt import Inbox
+from trainer.rank import LOGS_VARIABLE, Outcome
+from trainer.run_folder import LOGS, MEETING
+
+_SIOCGIFADDR = 0x8915
+
+
+def launch_with_others(
+    arguments: Sequence[str],
+    *,
+    nodes: Nodes,
+    folder: Path | None,
+    same: Mapping[str, str],
+    processes: int,
+    threads: int,
+    environment: Mapping[str, str],
+    grace_seconds: float,
+    join_seconds: float,
+    output: int | None = None,
+    module: str = "trainer",
+) -> int:
+    """Runs `python -m module arguments` as ranks of all nodes; every node's launcher calls it.
+
+    Args:
+        arguments: What each rank gets as its command line.
+        nodes: Of the job, and which one this is.
+        folder: The run folder, the same on every node, or None.
+        same: What must be the same on every node, by name: versions, the configuration.
+        processes: Ranks on this node.
+        threads: Intra-op threads of each.
+        environment: Further variables for the ranks.
+        grace_seconds: How long ranks have to end after a signal.
+        join_seconds: How long the nodes may take to come together.
+        output: A file descriptor that takes the standard output of the ranks, or None.
+        module: What each rank runs.
+
+    Returns:
+        The job's exit code, as `trainer.launch.launch`: the same on every node, but 75 on one that is
+        asked to leave an elastic job.
+
+    Raises:
+        BadInputError: If this node can't be part of it.
+    """
+    variables = {**environment, **thread_variables(threads)}
+    if folder is not None:
+        variables[LOGS_VARIABLE] = str(folder / LOGS)
+    with Inbox() as signals:
+        table = _table(nodes, processes, same, folder, join_seconds, signals)
+        try:
+            while True:
+                meeting = table.gather()
+                if isinstance(meeting, Verdict):
+                    verdict = meeting
+                else:
+                    outcomes = _play(
+                        meeting,
+                        nodes,
+                        [module, *arguments],
+                        variables,
+                        folder,
+                        signals,
+                        grace_seconds,
+                        output,
+                        table,
+                    )
+                    verdict = table.conclude(outcomes, leaving=bool(signals.received))
+                if not verdict.again:
+                    say(verdict.text if nodes.number == 0 else _brief(verdict, nodes))
+                    return verdict.code
+                say(verdict.text)
+        finally:
+            if nodes.number == 0 and folder is not None:
+                (folder / MEETING).unlink(missing_ok=True)
+            table.close()
+
+
+def _table(
+    nodes: Nodes,
+    processes: int,
+    same: Mapping[str, str],
+    folder: Path | None,
+    join_seconds: float,
+    signals: Inbox,
+) -> Table:
+    def asked() -> bool:
+        return bool(signals.received)
+
+    def tell(text: str) -> None:
+        say(f"trainer: node {nodes.number} ({platform.node()}) {text}\n")
+
+    if nodes.number:
+        return Guest(nodes, processes, same, join_seconds, asked, tell)
+    host = Host(nodes, processes, same, str(folder), join_seconds, asked, tell)
+    if folder is not None:
+        (folder / MEETING).write_text(host.token)
+    return host
+
+
+def _play(
+    meeting: Round,
+    nodes: Nodes,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path | None,
+    signals: Inbox,
+    grace_seconds: float,
+    output: int | None,
+    table: Table,
+) -> list[Outcome]:
+    """Runs this node's ranks of a round."""
+    if nodes.number and folder is not None and not sees(folder, MEETING, meeting.token):
+        line = (
+            f"node {nodes.number} ({platform.node()}) doesn't see node 0's run folder, {meeting.folder}, as "
+            f"{folder}: give --out on a file system that all nodes have"
+        )
+        return [Outcome(rank, EXIT_BAD_INPUT, line, for_all=True) for rank in meeting.ranks]
+    first, last = meeting.ranks[0], meeting.ranks[-1]
+    say(
+        f"trainer: node {nodes.number} ({platform.node()}) starts ranks {first} to {last} of "
+        f"{meeting.world}; {len(meeting.sizes)} of {nodes.most} nodes are here\n"
+    )
+    rendezvous = [
+        *(f"--nnodes={len(meeting.sizes)}", f"--node-rank={meeting.place}"),
+        *(f"--master-addr={nodes.host}", f"--master-port={nodes.port + 1}"),
+    ]
+    return run_ranks(
+        command,
+        meeting.ranks,
+        meeting.world,
+        rendezvous,
+        {**variables, **_gloo_interface(meeting.address)},
+        signals,
+        grace_seconds,
+        output,
+        table,
+    )
+
+
+def _brief(verdict: Verdict, nodes: Nodes) -> str:
+    """What the other nodes print: node 0 shows the whole of it."""
+    first = verdict.text.partition("\n")[0].removeprefix("trainer: ")
+    if verdict.code == EXIT_DONE or not first:
+        return ""
+    return f"trainer: node {nodes.number} ({platform.node()}) ends with code {verdict.code}: {first}\n"
+
+
+def _gloo_interface(address: str) -> dict[str, str]:
+    """Names the interface that leads to the other nodes; gloo would take the one of this host's own name.
+
+    That is a loopback address on many hosts. NCCL chooses for itself.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    name = interface_of(address.removeprefix("::ffff:"))
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address (Linux), or nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""

@@ -1,0 +1,104 @@
+"""Lines of JSON between two launchers, without blocking, and whether the other end still lives."""
+
+import json
+import selectors
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+# Each end speaks at least this often, and is given up when it hasn't for so long: a cut cable says nothing.
+SPEAK_SECONDS = 2.0
+SILENT_SECONDS = 30.0
+# The longest thing that is said is a traceback of every rank of a node.
+_MOST_BYTES = 1 << 22
+
+Message = dict[str, Any]
+
+
+class Wire:
+    """One end of a connection.
+
+    Attributes:
+        gone: Why the other end can't be spoken to any more; empty while it can.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes a connected socket."""
+        connection.setblocking(False)
+        self._socket, self._out, self._in = connection, b"", b""
+        self._heard = self._spoke = time.monotonic()
+        self.gone = ""
+
+    @property
+    def here(self) -> str:
+        """This end's address."""
+        with suppress(OSError):
+            return str(self._socket.getsockname()[0])
+        return ""
+
+    def say(self, **message: object) -> None:
+        """Sends a message; what can't be sent at once follows with `turn`."""
+        self._out += json.dumps(message).encode() + b"\n"
+        self._spoke = time.monotonic()
+        self._flush()
+
+    def turn(self) -> list[Message]:
+        """Sends what is left, says that this end lives, and returns what has come."""
+        now = time.monotonic()
+        if now - self._spoke > SPEAK_SECONDS:
+            self.say()
+        self._flush()
+        self._read(now)
+        *lines, self._in = self._in.split(b"\n")
+        if not lines and not self.gone and now - self._heard > SILENT_SECONDS:
+            self.gone = f"nothing was heard of it for {SILENT_SECONDS:g} s: is its network up?"
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            self.gone = "it doesn't speak as a launcher does: does another program use this port?"
+            return []
+        return [message for message in messages if isinstance(message, dict) and message]
+
+    def wait(self, seconds: float) -> None:
+        """Waits until something comes, or for so long."""
+        if self.gone:
+            time.sleep(seconds)
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.select(seconds)
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Sends what is left, for at most so long, and ends the connection."""
+        end = time.monotonic() + seconds
+        while self._out and not self.gone and time.monotonic() < end:
+            self._flush()
+            time.sleep(0.01)
+        self._socket.close()
+        self.gone = self.gone or "it was left"
+
+    def _flush(self) -> None:
+        while self._out and not self.gone:
+            try:
+                self._out = self._out[self._socket.send(self._out) :]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.gone = f"its connection broke ({error.strerror})"
+
+    def _read(self, now: float) -> None:
+        while not self.gone:
+            try:
+                read = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.gone = f"its connection broke ({error.strerror})"
+                return
+            if not read:
+                self.gone = "its launcher ended"
+                return
+            self._heard, self._in = now, self._in + read
+            if len(self._in) > _MOST_BYTES and b"\n" not in self._in[-len(read) :]:
+                self.gone = "it doesn't speak as a launcher does: does another program use this port?"

@@ -1,0 +1,199 @@
+"""Which collective the ranks did not all enter, from what torch's flight recorder kept of each rank.
+
+torch keeps the newest collectives of its process groups in a ring: TORCH_FR_BUFFER_SIZE says of how many, up
+to torch 2.7 TORCH_NCCL_TRACE_BUFFER_SIZE. What it writes to disk by itself is a pickle, which is never read
+here; the same as JSON comes from `_dump_nccl_trace_json` (NCCL, from torch 2.5 on) and `_dump_fr_trace_json`
+(the others, from 2.8 on). Its fields are those of torch/csrc/distributed/c10d/FlightRecorder.hpp: `entries`
+(none: the key is absent), each with `process_group` [name, description], `collective_seq_id` (from 1 on, the
+same on all ranks of a group), `profiling_name`, sizes, dtypes and `state`: "scheduled" from when the host
+called it, "completed" once the GPU has done it, between them "started" if TORCH_NCCL_ENABLE_TIMING=1;
+`pg_status` with the last number that was completed; `pg_config` with the ranks of each group. Gloo leaves
+the state at "scheduled" and has no `pg_config`.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_KEPT = 3  # of each group, from the first that isn't completed on
+
+
+class _Group(NamedTuple):
+    """A process group: its name, what it is for, and its ranks as torch writes them, "[0, 1]"."""
+
+    name: str
+    description: str
+    ranks: str
+
+
+class _Seen(NamedTuple):
+    """What a rank kept of a group: collectives by their number, and the last numbers of each kind."""
+
+    entries: dict[int, dict[str, Any]]
+    entered: int
+    completed: int
+
+
+def dump() -> str | None:
+    """What this process's flight recorder holds, cut down to what `parse` looks at: some hundred bytes.
+
+    Call it in a thread that nobody waits for: it asks CUDA about events, and a driver that hangs may not
+    answer.
+
+    Returns:
+        JSON; None if nothing was recorded, or this torch can't tell.
+    """
+    import torch
+
+    name = "_dump_nccl_trace_json" if torch.cuda.is_initialized() else "_dump_fr_trace_json"
+    ask = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+    if ask is None:
+        return None
+    try:
+        return shortened(ask(includeCollectives=True, onlyActive=False).decode())
+    except (RuntimeError, ValueError, LookupError, TypeError):  # a device that is lost, or another form
+        return None
+
+
+def shortened(text: str) -> str | None:
+    """A dump with the last completed collective of each group and the few after it; None without any."""
+    whole = json.loads(text)
+    kept = []
+    for group, seen in _groups(whole).items():
+        first = seen.completed
+        kept += [
+            {
+                "process_group": [group.name, group.description],
+                **{key: entry.get(key) for key in ("collective_seq_id", "profiling_name", "state")},
+                **{key: entry.get(key) for key in ("input_sizes", "input_dtypes", "pg_id")},
+            }
+            for number, entry in sorted(seen.entries.items())
+            if first <= number < first + _KEPT
+        ]
+    if not kept:
+        return None
+    return json.dumps({"entries": kept, **{key: whole.get(key) for key in ("pg_config", "pg_status")}})
+
+
+def parse(dumps: Mapping[int, str | None]) -> str | None:
+    """Names the collective at which the ranks are not together.
+
+    It is, in each process group, the one after the last that all of them completed: some did not enter it, or
+    entered another one, or a smaller one, or have done it while others have not.
+
+    Args:
+        dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said
+            nothing.
+
+    Returns:
+        "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
+        waits, or nothing can be told.
+    """
+    seen: dict[_Group, dict[int, _Seen]] = {}
+    told = set[int]()
+    for rank, text in dumps.items():
+        try:
+            groups = _groups(json.loads(text)) if text else {}
+        except (ValueError, TypeError, AttributeError, KeyError):
+            groups = {}
+        told |= {rank} if groups else set()
+        for group, ours in groups.items():
+            seen.setdefault(group, {})[rank] = ours
+    sentences = [_sentence(group, ranks, told, dumps) for group, ranks in seen.items()]
+    return "; ".join(sentence for sentence in sentences if sentence) or None
+
+
+def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
+    """What a dump holds of each group; point-to-point operations, which concern two ranks, are left out."""
+    found: dict[_Group, dict[int, dict[str, Any]]] = {}
+    for entry in whole.get("entries", []):
+        if entry.get("is_p2p"):
+            continue
+        name, description = entry["process_group"]
+        ranks = str(whole.get("pg_config", {}).get(name, {}).get("ranks", ""))
+        group = _Group(str(name), str(description), ranks)
+        # Several operations that were coalesced have one number: the first of them stands for all.
+        found.setdefault(group, {}).setdefault(int(entry["collective_seq_id"]), entry)
+    return {
+        group: _Seen(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
+        for group, entries in found.items()
+    }
+
+
+def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, Any]) -> int:
+    """The last number that this rank's device has done; by the states, or by what the watchdog counted."""
+    done = [number for number, entry in entries.items() if entry.get("state") == "completed"]
+    groups = {str(entry.get("pg_id")) for entry in entries.values()}
+    done += [int(status[one].get("last_completed_collective", -1)) for one in groups if one in status]
+    return max([min(entries) - 1, *done])
+
+
+def _sentence(
+    group: _Group, seen: Mapping[int, _Seen], told: set[int], dumps: Mapping[int, str | None]
+) -> str:
+    """What to say of one group; empty if its ranks are together and none waits."""
+    members = [int(word) for word in re.findall(r"\d+", group.ranks)]
+    if not members:  # of a group that isn't all ranks only those are known that entered something
+        members = sorted(dumps if group.description == "default_pg" else seen)
+    # A rank whose recorder holds other groups, but nothing of this one, entered none of it.
+    known = [rank for rank in members if rank in seen or rank in told]
+    number = 1 + min((seen[rank].completed if rank in seen else 0 for rank in known), default=0)
+    there = {
+        rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
+    }
+    late = [rank for rank in known if rank not in seen or seen[rank].entered < number]
+    unknown = [rank for rank in members if rank not in known]
+    silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
+    head = f"collective {number}{_place(group)}"
+    if not there:  # either nobody has come to it, or who has was through with it long ago
+        past = [rank for rank in known if rank not in late]
+        return f"{head}: {_names(past)} entered it, {_names(late)} did not{silent}" if past else ""
+    wants = {rank: _what(entry) for rank, entry in there.items()}
+    kinds = list(dict.fromkeys(wants.values()))
+    if len(kinds) > 1:
+        parts = [f"{kind} on {_names([r for r in wants if wants[r] == kind])}" for kind in kinds]
+        return f"{head} differs: {', '.join(parts)}{silent}"
+    head += f", {kinds[0]}: "
+    if late:
+        return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not{silent}"
+    states = {
+        rank: "completed" if seen[rank].completed >= number else str(entry.get("state"))
+        for rank, entry in there.items()
+    }
+    return head + _states(states, known) + silent
+
+
+def _states(states: Mapping[int, str], known: Sequence[int]) -> str:
+    """How far the ranks are with a collective that all of them entered."""
+    waiting = [rank for rank in states if states[rank] != "completed"]
+    if done := [rank for rank in known if rank not in waiting]:
+        return f"done on {_names(done)}, not on {_names(waiting)}"
+    begun = [rank for rank in waiting if states[rank] == "started"]
+    if behind := [rank for rank in waiting if begun and rank not in begun]:
+        return f"it runs on {_names(begun)}, the device of {_names(behind)} has not come to it"
+    if len(waiting) == 1:
+        return f"{_names(waiting)} is in it"
+    return f"{_names(waiting)} are in it, and none is through"
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    """An operation with its sizes and dtype: "all_reduce of 3 x 4 Float"."""
+    operation = str(entry.get("profiling_name", "")).partition(":")[2] or "an operation"
+    sizes = [" x ".join(map(str, size)) or "1" for size in entry.get("input_sizes") or []]
+    types = list(dict.fromkeys(entry.get("input_dtypes") or []))
+    shown = ", ".join(sizes[:2]) + (f" and {len(sizes) - 2} more" if len(sizes) > 2 else "")
+    return f"{operation} of {shown} {'/'.join(types)}".rstrip() if sizes else operation
+
+
+def _place(group: _Group) -> str:
+    """A group by its ranks: of its name and description only the default one's means something."""
+    numbers = [int(word) for word in re.findall(r"\d+", group.ranks)]
+    return "" if group.description == "default_pg" or not numbers else f" of the group of {_names(numbers)}"
+
+
+def _names(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(ranks)]
+    shown: Sequence[str] = numbers if len(numbers) <= 8 else [*numbers[:6], f"{len(numbers) - 6} more"]
+    words = "rank " if len(numbers) == 1 else "ranks "
+    return words + (f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0])

@@ -1,0 +1,90 @@
+"""What a Slurm partition has, so that a job that can't run there is refused before it waits in a queue."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import NamedTuple
+
+from trainer.errors import BadInputError
+from trainer.jobs.spec import JobSpec, Site, minutes_of
+
+
+class Node(NamedTuple):
+    """A node as sinfo(1) tells: its partition, CPUs, memory in MiB, GPUs; the time limit in minutes."""
+
+    partition: str
+    cpus: int
+    memory: int
+    gpus: int
+    minutes: int | None
+
+
+def check_partition(spec: JobSpec, site: Site) -> None:
+    """Refuses what the partition doesn't have; where there is no sinfo, nothing.
+
+    Raises:
+        BadInputError: If the job asks for more.
+    """
+    if shutil.which("sinfo") is None:
+        return
+    told = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%P|%c|%m|%G|%l"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if told.returncode == 0:
+        fits(spec, site, parsed(told.stdout))
+
+
+def parsed(text: str) -> list[tuple[Node, bool]]:
+    """Each node, and whether its partition is the default, from sinfo's lines; other lines are left out."""
+    found = []
+    for line in text.splitlines():
+        words = line.strip().split("|")
+        if len(words) != 5 or not words[1].isdecimal() or not words[2].isdecimal():
+            continue
+        gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", words[3]))
+        try:
+            minutes = minutes_of(words[4])
+        except ValueError:  # infinite
+            minutes = None
+        name = words[0].removesuffix("*")
+        found.append((Node(name, int(words[1]), int(words[2]), gpus, minutes), words[0].endswith("*")))
+    return found
+
+
+def fits(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:
+    """Compares a job with the nodes that there are.
+
+    Raises:
+        BadInputError: For the first thing that they don't have.
+    """
+    if not there:
+        return
+    names = sorted({node.partition for node, _ in there})
+    wanted = (site.partition or "").split(",")
+    if site.partition and not set(wanted) <= set(names):
+        raise BadInputError(f"--partition {site.partition}: this cluster has {', '.join(names)}")
+    nodes = [node for node, default in there if (node.partition in wanted if site.partition else default)]
+    if not nodes:  # there is no default one: sbatch will say so
+        return
+    where = f"partition {nodes[0].partition}"
+    asked: list[tuple[str, int, Callable[[Node], int], str]] = [
+        ("gpus-per-node", spec.gpus_per_node, lambda node: node.gpus, "GPUs"),
+        ("cpus-per-node", spec.cpus_per_node, lambda node: node.cpus, "CPUs"),
+        ("memory", spec.memory_gib, lambda node: node.memory // 1024, "GiB"),
+    ]
+    for option, number, has, unit in asked:
+        if number > max(map(has, nodes)):
+            most = max(map(has, nodes))
+            raise BadInputError(f"--{option} {number}: no node of {where} has more than {most} {unit}")
+    suited = sum(all(has(node) >= number for _, number, has, _ in asked) for node in nodes)
+    if spec.nodes > suited:
+        raise BadInputError(f"--nodes {spec.nodes}: {where} has {suited} nodes with what this job asks for")
+    limits = [node.minutes for node in nodes]
+    if all(limit is not None and spec.minutes > limit for limit in limits):
+        most = max(filter(None, limits))
+        raise BadInputError(f"--time {spec.minutes}: {where} lets a job run for {most} minutes")
