@@ -142,7 +142,6 @@ def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> No
     optimizers.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     optimizers.set_defaults(run=_optimizers)
     _add_tasks(benches)
-    add_claims(benches)
     _add_comm(benches)
     scale.add_parser(benches)
 
@@ -179,6 +178,7 @@ def _add_comm(benches: Any) -> None:
 
 
 def _add_tasks(benches: Any) -> None:
+    add_claims(benches)
     dtmf = benches.add_parser(
         "dtmf", help="Goertzel's filters on the test set of the recipe dtmf", allow_abbrev=False
     )

@@ -1,6 +1,7 @@
 """`trainer bench claims`: the command line. Imports torch only when it runs."""
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -64,6 +65,8 @@ def bench_claims(
     from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
 
     claims, extent = select(only), QUICK if quick else FULL
+    # Every optimiser wants it, and it takes three seconds: once here, not in each process that is forked.
+    importlib.import_module("torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="trainer-claims-") as scratch:
         rows = run_claims(claims, quick, Path(scratch), _say)
     here = conditions()
