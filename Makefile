@@ -10,6 +10,7 @@ PYTHON  =
 RUNTIME = auto
 IMAGE   =
 DATA    =
+BENCH   = claims
 REGISTRY =
 RUN     = runs
 BASE    =
@@ -115,9 +116,9 @@ lint: ## check style, types, shell files and the Dockerfile
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
 	$(VENV)/bin/hadolint Dockerfile
 
-bench: ## measure the overhead per step over a hand-written loop
-	$(call bootstrap,--groups train)
-	$(VENV)/bin/trainer bench overhead $(ARGS)
+bench: ## measure here what guides claim (10 minutes; ARGS="--quick --only bf16,workers"); BENCH=overhead another
+	$(call bootstrap,--groups train bench)
+	$(VENV)/bin/trainer bench $(BENCH) $(ARGS)
 
 # Two tools can't listen to a GPU at once: under nsys the run leaves only ranges.
 profile: ## look at some windows of RECIPE: with Nsight Systems where nsys and a GPU are, else torch's profiler; OUT=folder

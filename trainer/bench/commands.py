@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.bench.claims.command import add_parser as add_claims
 from trainer.bench.scale import command as scale
 from trainer.threads import wait_passively
 
@@ -177,6 +178,7 @@ def _add_comm(benches: Any) -> None:
 
 
 def _add_tasks(benches: Any) -> None:
+    add_claims(benches)
     dtmf = benches.add_parser(
         "dtmf", help="Goertzel's filters on the test set of the recipe dtmf", allow_abbrev=False
     )

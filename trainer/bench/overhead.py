@@ -43,6 +43,7 @@ from trainer.progress import Progress
 from trainer.recipe import Recipe
 from trainer.run import assemble
 from trainer.step import take_figures
+from trainer.tasks import Task
 
 Series = npt.NDArray[np.float64]
 
@@ -167,7 +168,7 @@ class TinySteps:
         torch._foreach_lerp_(self._average, self._weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
 
 
-def by_trainer(task: TinyTask, recipe: Recipe, folder: Path) -> float:
+def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
     """The trainer's own loop, with its default logging to files; returns seconds."""
     world = World(0, 1, 0, torch.device("cpu"), None)
     parts = assemble(recipe, task, world, workers=0)
@@ -226,7 +227,9 @@ def interleaved(loops: Sequence[Callable[[], float]], rounds: int, shown: bool =
         For each loop its seconds, round by round.
     """
     times: list[list[float]] = [[] for _ in loops]
-    for number in track(range(rounds + 1), "measuring", transient=True, disable=not shown):
+    numbers = range(rounds + 1)
+    # The bar has a thread, beside which nothing can be forked.
+    for number in track(numbers, "measuring", transient=True) if shown else numbers:
         for offset in range(len(loops)):
             which = (number + offset) % len(loops)
             times[which].append(loops[which]())

@@ -115,20 +115,20 @@ def _measure(world: World, rounds: int) -> _Price:
     """Does the windows on this rank."""
     sides = [_side(name, world, rounds) for name in _REDUCTIONS]
     barrier = partial(torch.distributed.barrier, world.group) if world.group else lambda: None
-    received: list[list[int]] = [[], []]
+    bytes_in: list[list[int]] = [[], []]
 
     def timed(which: int) -> float:
         _, windows = sides[which]
         barrier()
-        before = _received(world)
+        before = received(world)
         seconds = windows()
-        received[which].append(_received(world) - before)
+        bytes_in[which].append(received(world) - before)
         return seconds
 
     seconds = interleaved([partial(timed, which) for which in range(2)], rounds)
     peak = [_peak(training, windows, world.device) for training, windows in sides]
     # What goes over this host's loopback is received by one of the ranks.
-    per_window = [statistics.median(counts) / _WINDOWS / world.size for counts in received]
+    per_window = [statistics.median(counts) / _WINDOWS / world.size for counts in bytes_in]
     return _Price(seconds, per_window, peak, sum(p.nbytes for p in sides[0][0].parameters))
 
 
@@ -176,7 +176,7 @@ class _Counting(Tournament):
         super().add(one)
 
 
-def _received(world: World) -> int:
+def received(world: World) -> int:
     """Bytes that came over the loopback of this host so far."""
     if world.group is None or not (table := Path("/proc/net/dev")).exists():
         return 0

@@ -99,16 +99,17 @@ def timed_windows(parts: Parts, windows: int, device: torch.device) -> Callable[
 
     def turn() -> float:
         nonlocal done
-        began = _now(device)
+        began = now(device)
         for _ in range(windows):
             train_window(training, batches, done)
             done += 1
-        return _now(device) - began
+        return now(device) - began
 
     return turn
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -45,7 +45,7 @@ def bench_workers(name: str, settings: Sequence[str], repeats: int) -> int:
     grid = grid_of(recipe, task, limits, 1)
     found, evidence = search_now(recipe, limits, grid, 1, threads)
     print("\n".join([conditions(), " ".join([name, *settings]), *evidence]), flush=True)
-    speeds = _grid_speeds(recipe, threads, grid.all(), repeats)
+    speeds = grid_speeds(recipe, threads, grid.all(), repeats)
     if not speeds.get(found.choice):
         print("nothing measured: see above")
         return EXIT_NOT_MEASURED
@@ -73,10 +73,10 @@ def bench_workers(name: str, settings: Sequence[str], repeats: int) -> int:
     return EXIT_DONE if within else EXIT_FAILED
 
 
-def _grid_speeds(
-    recipe: Recipe, threads: int, settings: Sequence[Loading], repeats: int
+def grid_speeds(
+    recipe: Recipe, threads: int, settings: Sequence[Loading], repeats: int, seconds: float = _SECONDS
 ) -> dict[Loading, list[float]]:
-    """Windows per second of each setting, in turn; what fails is left out."""
+    """Windows per second of each setting, in turns of so many seconds; what fails is left out."""
     speeds: dict[Loading, list[float]] = {setting: [] for setting in settings}
     accumulation = recipe.data.global_batch // recipe.data.micro_batch
     per_window = dict.fromkeys(settings, 0.0)
@@ -88,7 +88,7 @@ def _grid_speeds(
                 setting = settings[(number + offset) % len(settings)]
                 if setting not in speeds:
                     continue
-                turn = turn_for(setting, per_window[setting] or _SECONDS / 4, accumulation, _SECONDS)
+                turn = turn_for(setting, per_window[setting] or seconds / 4, accumulation, seconds)
                 timed = prober.time(turn, limit_of(turn))
                 if not isinstance(timed, Timed):
                     print(f"{setting}: left out, {timed}", flush=True)
