@@ -1,8 +1,11 @@
 """A job is compared with a Slurm partition by what sinfo prints."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from trainer.errors import BadInputError
+from trainer.jobs import partition
 from trainer.jobs.partition import Node, fits, parsed
 from trainer.jobs.spec import JobSpec, Site
 
@@ -47,6 +50,16 @@ def test_a_job_fits_or_is_told_why_not(asked: dict[str, object], partition: str 
     with pytest.raises(BadInputError) as raised:
         fits(spec, site, parsed(TEXT))
     assert words in str(raised.value)
+
+
+def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"/home/runs": "nfs4", "/tmp/data": "xfs", "/shared/venv": "lustre"}
+    monkeypatch.setattr(partition, "read_mount", lambda path: SimpleNamespace(kind=kinds[str(path)]))
+    spec = JobSpec(recipe="digits", runs="/home/runs", data="/tmp/data")
+    (line,) = partition.unseen_folders(spec, Site(container="venv", venv="/shared/venv"))
+    assert line.startswith(
+        "--data /tmp/data lies on a disk of this machine (xfs): every node of the job must"
+    )
 
 
 def test_where_nothing_is_known_nothing_is_refused() -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from trainer.config import override, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.jobs import slurm, sweep
+from trainer.jobs.partition import check_partition, unseen_folders
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site, pinned
 from trainer.jobs.submit import check_here, submit
@@ -50,6 +51,10 @@ def launch_job(options: argparse.Namespace) -> int:
     for one in specs:
         check_here(place, one)
         _check_recipe(one)
+    if place == "slurm":
+        check_partition(spec, site)
+        for line in unseen_folders(spec, site):
+            _warn(line)
     if spec.image and not pinned(spec.image):
         _warn(
             f"--image {spec.image} is not a digest: the tag may be another image tomorrow, in which a run "

@@ -4,10 +4,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+from trainer.doctor.disks import read_mount
 from trainer.errors import BadInputError
 from trainer.jobs.spec import JobSpec, Site, minutes_of
+
+_OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay")
 
 
 class Node(NamedTuple):
@@ -37,6 +41,22 @@ def check_partition(spec: JobSpec, site: Site) -> None:
     )
     if told.returncode == 0:
         fits(spec, site, parsed(told.stdout))
+
+
+def unseen_folders(spec: JobSpec, site: Site) -> list[str]:
+    """A line for each folder of the job on a disk of this machine, which compute nodes may not see."""
+    folders = {"runs": spec.runs, "data": spec.data, "cache": spec.cache}
+    if site.container == "venv":
+        folders["venv"] = site.venv
+    lines = []
+    for option, folder in folders.items():
+        kind = read_mount(Path(folder).absolute()).kind if folder else ""
+        if kind in _OWN_DISKS:
+            lines.append(
+                f"--{option} {folder} lies on a disk of this machine ({kind}): every node of the job must "
+                "see it, so give a folder on the cluster's file system (a head node may export this one)"
+            )
+    return lines
 
 
 def parsed(text: str) -> list[tuple[Node, bool]]:
