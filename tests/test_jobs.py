@@ -201,7 +201,7 @@ NAMES = st.from_regex(r"[A-Z][A-Z_]{3,8}", fullmatch=True).filter(lambda name: n
     folder=WORDS.filter(lambda name: name not in (".", "..") and "/" not in name and not name.isspace()),
     gpus=st.integers(0, 8),
     shm=st.integers(1, 20),
-    minutes=st.integers(1, 10000),
+    minutes=st.integers(62, 10000),
     grace=st.integers(1, 3600),
     where=st.sampled_from(sorted(PLACES)),
 )

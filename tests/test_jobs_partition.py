@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.errors import BadInputError
-from trainer.jobs import partition
+from trainer.jobs import partition, slurm
 from trainer.jobs.partition import Node, fits, parsed
 from trainer.jobs.spec import JobSpec, Site
 
@@ -14,6 +14,7 @@ TEXT = """\
 main*|96|1030000|gpu:h100:8(S:0-1)|2-00:00:00
 main*|64|515000|gpu:4|2-00:00:00
 cpu|64|256000|(null)|infinite
+debug|64|256000|(null)|30:00
 odd line
 cpu|64+|256000|(null)|infinite
 """
@@ -24,6 +25,7 @@ def test_what_sinfo_prints_is_read() -> None:
         (Node("main", 96, 1030000, 8, 2880), True),
         (Node("main", 64, 515000, 4, 2880), True),
         (Node("cpu", 64, 256000, 0, None), False),
+        (Node("debug", 64, 256000, 0, 30), False),
     ]
     assert parsed("") == []
 
@@ -39,7 +41,8 @@ def test_what_sinfo_prints_is_read() -> None:
         ({"minutes": "2-00:01"}, "cpu", ""),
         ({"minutes": "2-00:01"}, "main,cpu", ""),
         ({"gpus_per_node": 1}, "cpu", "--gpus-per-node 1: no node of partition cpu has more than 0 GPUs"),
-        ({}, "none", "--partition none: this cluster has cpu, main"),
+        ({"minutes": 31}, "debug", "--time 31: partition debug lets a job run for 30 minutes"),
+        ({}, "none", "--partition none: this cluster has cpu, debug, main"),
     ],
 )
 def test_a_job_fits_or_is_told_why_not(asked: dict[str, object], partition: str | None, words: str) -> None:
@@ -64,3 +67,15 @@ def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.Mo
 
 def test_where_nothing_is_known_nothing_is_refused() -> None:
     fits(JobSpec(recipe="digits", nodes=99), Site(partition="x"), [])
+
+
+def test_a_signal_must_not_be_due_before_there_is_progress() -> None:
+    """Otherwise the job would come back for ever."""
+    with pytest.raises(ValueError, match="stop comes 120 s before the end, so 2 minutes are too"):
+        JobSpec(recipe="digits", minutes=2)
+    assert JobSpec(recipe="digits", minutes=4).stop_seconds == 120
+
+
+def test_a_port_that_job_numbers_push_too_far_is_refused() -> None:
+    with pytest.raises(BadInputError, match="--port 65000: on Slurm up to 999 are added"):
+        slurm.render(JobSpec(recipe="digits", port=65000, image="x"), Site())

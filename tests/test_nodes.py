@@ -204,8 +204,9 @@ def test_a_node_with_something_else_is_refused(cluster: Cluster, same: dict[str,
     with pytest.raises(BadInputError) as raised:
         cluster.gather(cluster.table(1, same)).result(20)
     assert words.format(host=socket.gethostname()) in str(raised.value)
-    cluster.asked[0] = True
-    mine.result(20)
+    verdict = mine.result(20)
+    assert isinstance(verdict, Verdict)
+    assert verdict.code == 2  # it would wait in vain
     assert any("was refused" in line for line in cluster.said[0])
 
 
@@ -216,6 +217,9 @@ def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
         b"\xff\n",
         b"{}\n",
         b'{"node": 1}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"node": 1, "name": "x", "ranks": Infinity, "same": {}}\n',
+        b'{"node": true, "name": "x", "ranks": 1, "same": {}}\n',
         b'{"node": 9, "name": "x", "ranks": 1, "same": {}}\n',
     ):
         with socket.create_connection(("127.0.0.1", cluster.port)) as caller:
@@ -296,8 +300,54 @@ def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
     assert (verdict.code, verdict.again) == (1, False)
 
 
-def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster) -> None:
+def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cluster) -> None:
+    """The host may begin at once; a guest that is slow reads both lines together."""
+    cluster.least, cluster.most = 1, 3
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    last = cluster.table(2)
+    coming = cluster.gather(last)
+    _turn_until(lambda: mine.stop, mine)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    assert cluster.conclude(mine, 75).result(20).again
+    begun = cluster.gather(mine).result(20)
+    time.sleep(0.3)  # the verdict and the round lie in the socket
+    assert cluster.conclude(other, 75).result(20).again
+    rounds = [begun, cluster.gather(other).result(5), coming.result(20)]
+    assert [one.world for one in rounds if isinstance(one, Round)] == [6, 6, 6]
+
+
+def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) -> None:
+    cluster.least, cluster.most = 1, 3
+    mine, other, last = (cluster.table(number) for number in range(3))
+    assert isinstance(mine, Host)
+    mine.suits = lambda world: world != 6
+    waits = cluster.gather(last)
+    assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
+    assert not waits.done()
+    other.close()
+    assert cluster.conclude(mine, 1).result(20).again
+    assert [one.world for one in _met(cluster, mine)] == [4]
+    assert isinstance(waits.result(20), Round)
+
+
+def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
+    cluster.least = cluster.most = 3
+    mine = cluster.gather(cluster.table(0))
+    first = cluster.gather(cluster.table(1))
+    time.sleep(0.3)
+    with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
+        cluster.gather(cluster.table(1)).result(20)
+    assert not first.done()
+    assert not mine.done()
+    for number in (0, 1):
+        cluster.asked[number] = True
+
+
+def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its old connection may still look alive: the host died without a word."""
+    monkeypatch.setattr(host, "_ALIVE_SECONDS", 0.0)
     cluster.least = 1
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster_slurm import NODES, Slurm, missing, running, until
 from trainer.errors import BadInputError
 from trainer.jobs.partition import check_partition
-from trainer.jobs.slurm import render
+from trainer.jobs.slurm import render, render_array
 from trainer.jobs.spec import JobSpec, Site
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -139,6 +139,37 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
     until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
     assert slurm.state(job) == "COMPLETED", _text(tmp_path / "out")
     assert "(4 x CPU" in _text(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
+    specs = [_spec(tmp_path, name=f"job-{n}", nodes=1, settings=(*SETTINGS, f"seed={n}")) for n in (0, 1)]
+    (tmp_path / ".jobs").mkdir()
+    script = tmp_path / ".jobs" / "array.sbatch"
+    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV))))
+    array = slurm.tell("sbatch", "--parsable", str(script))
+    logs = [tmp_path / ".jobs" / f"job-0-{array}_{task}.out" for task in (0, 1)]
+    for task in (0, 1):  # one of the two has the array's own number
+        until(lambda task=task: _rows(tmp_path / f"job-{task}") > 2)
+        slurm.tell("scancel", "--signal=USR1", f"{array}_{task}")
+        until(lambda task=task: "requeued, number 1" in _text(logs[task]))
+        slurm.release(f"{array}_{task}")
+    for task in (0, 1):
+        until(lambda task=task: _manifest(tmp_path / f"job-{task}")["status"] == "finished")
+        assert _text(logs[task]).count("goes on after window") == 1
+
+
+@pytest.mark.slow
+def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    settings = (*SETTINGS, "epochs=30", "parallel.reduction=tree")
+    job, log = _submit(slurm, _spec(tmp_path, least_nodes=1, settings=settings))
+    until(lambda: _rows(run) > 4)
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=down", "reason=test")
+    until(lambda: "on 2 ranks instead of 4" in _text(log))
+    until(lambda: slurm.state(job) == "COMPLETED")
+    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    assert _manifest(run)["status"] == "finished"
 
 
 @pytest.mark.slow  # Slurm counts time in minutes

@@ -306,6 +306,7 @@ class Watch:
                 self._first = Seen(**json.loads(self._store.get(keys[0]))[1])
                 if not self._listens():
                     self._heard, last = [], 0.0
+                    self._forget_records()
                     continue
                 self._share_records()
                 *words, verdict = (text.decode() for text in self._store.multi_get(keys))
@@ -340,6 +341,12 @@ class Watch:
         for number in range(self._world.size):
             if self._store.check([f"record-{number}"]):
                 self._records[number] = self._store.get(f"record-{number}").decode()
+
+    def _forget_records(self) -> None:
+        """What was recorded of a wait that is over says nothing of the next one."""
+        if self._recorded:
+            self._store.set(f"record-{self._world.rank}", "")
+            self._recorded, self._records = None, {}
 
     def _record(self) -> None:
         self._recorded = dump() or ""

@@ -148,6 +148,9 @@ class LocalJob:
         """The outcome of a rank that left none."""
         if self.inbox.interrupted_twice:
             return Outcome(rank, EXIT_FAILED, "stopped by a second SIGINT", for_all=True)
+        if rank in self.overdue and self._stopped and not self.inbox.received:
+            # A node came while this rank was still starting, too early to hear of it: nothing is lost.
+            return Outcome(rank, EXIT_REQUEUE)
         if rank in self.overdue:
             since = self.signals[0].name if self.signals else "the others' end"
             line = f"did not end within {self.grace:g} s of {since} and was killed"

@@ -30,10 +30,12 @@ from trainer.run_lock import LOCK, lock
 _PROBE = ".writable"
 # By it the launchers of several nodes see that they mean the same folder.
 MEETING = ".meeting"
+# Of the job on several nodes, written by node 0's launcher when it ends.
+EXIT_CODE = ".exit-code"
 # What ranks on other nodes write to the terminal.
 LOGS = "logs"
 # What a start leaves that was killed before there was a manifest.
-_LEFTOVERS = {LOCK, _PROBE, MEETING, LOGS, "manifest.tmp"}
+_LEFTOVERS = {LOCK, _PROBE, MEETING, LOGS, EXIT_CODE, "manifest.tmp"}
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:

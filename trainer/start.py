@@ -25,6 +25,7 @@ from trainer.redact import redact_text
 from trainer.resume import RUNS, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
+from trainer.tasks import Task
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
 from trainer.tune.job import Interrupted, Job
 from trainer.tune.loader import for_ranks as loader_for_ranks
@@ -88,7 +89,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
             return EXIT_FAILED
         recipe = load_recipe(options.recipe, settings)
     task = make_task(recipe)
-    check_request(recipe, task, ranks * (nodes.most if nodes else 1))
+    _check_batch(recipe, task, ranks, nodes)
     if wanted is not None and stored is not None:
         config = recipe.model_dump(mode="json")
         check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
@@ -128,6 +129,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
             grace_seconds=options.grace,
             join_seconds=options.join_timeout,
             output=output,
+            suits=lambda world: _shares(recipe, task, world),
         )
     finally:
         if made:
@@ -152,6 +154,21 @@ def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
         raise BadInputError(
             "--max-restarts is for a single node; several go on without a lost one by --nodes LEAST:MOST"
         )
+
+
+def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None) -> None:
+    """Refuses what can't be shared out to the ranks; of an elastic job one number of nodes must do."""
+    counts = range(nodes.least, nodes.most) if nodes else ()
+    if not any(_shares(recipe, task, ranks * count) for count in counts):
+        check_request(recipe, task, ranks * (nodes.most if nodes else 1))
+
+
+def _shares(recipe: Recipe, task: Task, world: int) -> bool:
+    try:
+        check_request(recipe, task, world)
+    except BadInputError:
+        return False
+    return True
 
 
 def _micro_batch(stored: Stored | None, nodes: Nodes | None, job: Job) -> str:

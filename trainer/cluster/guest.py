@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.cluster.discover import Nodes
 from trainer.cluster.meeting import VERSION, Round, Verdict, packed
-from trainer.cluster.wire import Message, Wire
+from trainer.cluster.wire import NOISE, Message, Wire
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.rank import Outcome, job_code
 
@@ -53,14 +53,14 @@ class Guest:
         Raises:
             BadInputError: If node 0 refuses this one.
         """
-        self.stop = self.over = False
-        self._round = self._verdict = None
+        self._verdict = None
         began = noticed = time.monotonic()
         problem = ""
         while self._round is None:
             if self.asked():
                 return Verdict(False, EXIT_REQUEUE, "trainer: stopped while nodes were awaited\n")
             if self._wire is None or self._wire.gone:
+                self.stop = self.over = False
                 problem = self._knock()
             else:
                 self._wire.wait(_POLL_SECONDS)
@@ -81,14 +81,18 @@ class Guest:
         """As `meeting.Table`."""
         assert self._wire is not None
         for message in self._wire.turn():
-            self._take_down(message)
-        if self._wire.gone and self._round is not None:
+            try:
+                self._take_down(message)
+            except (TypeError, ValueError):
+                self._wire.gone = NOISE
+        if self._wire.gone:
             self.over = True
 
     def conclude(self, outcomes: Sequence[Outcome], leaving: bool) -> Verdict:
         """As `meeting.Table`."""
         assert self._wire is not None
         self._wire.say(ended=packed(outcomes, self._began), leaving=leaving)
+        self._round = None
         while self._verdict is None and not self._wire.gone:
             self._wire.wait(_POLL_SECONDS)
             self.turn()
@@ -114,6 +118,7 @@ class Guest:
         if "verdict" in message:
             again, code, text = message["verdict"]
             self._verdict = Verdict(bool(again), int(code), str(text))
+            self.stop = self.over = False  # what follows in the same breath is of the next round
         self.stop = self.stop or "stop" in message
         self.over = self.over or "over" in message
 

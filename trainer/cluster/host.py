@@ -11,13 +11,15 @@ from typing import Any
 
 from trainer.cluster.discover import Nodes
 from trainer.cluster.meeting import VERSION, Round, Verdict, verdict_on
-from trainer.cluster.wire import Message, Wire
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.cluster.wire import NOISE, Message, Wire
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.rank import Outcome
 
 # With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
 _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0
 _NOTICE_SECONDS = 15.0
+# Who was heard so lately is there; a host that went down needs longer to come back.
+_ALIVE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
@@ -52,6 +54,7 @@ class Host:
         seconds: How long the nodes may take to come together.
         asked: Whether this launcher was asked to stop.
         say: Tells people what it waits for.
+        suits: Whether the batch can be shared out to so many ranks.
     """
 
     nodes: Nodes
@@ -61,6 +64,7 @@ class Host:
     seconds: float
     asked: Callable[[], bool]
     say: Callable[[str], None]
+    suits: Callable[[int], bool] = lambda _: True
     stop: bool = False
     over: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -70,6 +74,7 @@ class Host:
     _playing: dict[int, _Guest] = field(default_factory=dict)
     _strangers: list[Wire] = field(default_factory=list)
     _lost: dict[int, str] = field(default_factory=dict)
+    _refused: str = ""
     _came: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,6 +83,7 @@ class Host:
         Raises:
             BadInputError: If the port can't be had.
         """
+        _listen(self.nodes.port + 1).close()  # where torchrun's store will be
         self._server = _listen(self.nodes.port)
 
     def gather(self) -> Round | Verdict:
@@ -92,11 +98,13 @@ class Host:
                 there, changed = set(self._guests), now
             if self.asked():
                 return self._end(Verdict(False, EXIT_REQUEUE, "trainer: stopped while nodes were awaited\n"))
+            if self._refused:
+                return self._end(Verdict(False, EXIT_BAD_INPUT, f"trainer: {self._refused}\n"))
             count = 1 + len(there)
-            if count == self.nodes.most or (
-                count >= self.nodes.least and now - max(changed, began) >= settle
-            ):
-                return self._begin()
+            if count == self.nodes.most or now - max(changed, began) >= settle:
+                playing = self._players()
+                if 1 + len(playing) >= self.nodes.least:
+                    return self._begin(playing)
             if now - began > self.seconds:
                 return self._end(Verdict(False, EXIT_FAILED, self._missing()))
             if now - noticed > _NOTICE_SECONDS:
@@ -151,9 +159,16 @@ class Host:
             guest.wire.close()
         self._server.close()
 
-    def _begin(self) -> Round:
-        """Starts a round with everybody who is there."""
-        self._playing = dict(sorted(self._guests.items()))
+    def _players(self) -> dict[int, _Guest]:
+        """The nodes for the next round: as many as can share out the batch; the others stay and wait."""
+        playing = dict(sorted(self._guests.items()))
+        while playing and not self.suits(self.ranks + sum(guest.ranks for guest in playing.values())):
+            playing.popitem()
+        return playing
+
+    def _begin(self, playing: dict[int, _Guest]) -> Round:
+        """Starts a round."""
+        self._playing = playing
         self._lost, self._came = {}, []
         sizes = (self.ranks, *(guest.ranks for guest in self._playing.values()))
         number = self._round.number + 1 if self._round else 1
@@ -179,7 +194,10 @@ class Host:
         for guest in self._everybody():
             for message in guest.wire.turn():
                 if "ended" in message:
-                    guest.outcomes = [Outcome(**outcome) for outcome in message["ended"]]
+                    try:
+                        guest.outcomes = [Outcome(**outcome) for outcome in message["ended"]]
+                    except TypeError:
+                        guest.wire.gone = NOISE
                     guest.leaving = bool(message.get("leaving"))
         self._guests = {number: guest for number, guest in self._guests.items() if not guest.wire.gone}
 
@@ -190,8 +208,8 @@ class Host:
             problem = self._problem(
                 number, str(name), int(ranks), {"launcher": str(VERSION), **self.same}, same
             )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            problem = "it doesn't speak as a launcher of this trainer does"
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            problem = NOISE
         if problem:
             wire.say(refused=problem)
             wire.close()
@@ -201,20 +219,26 @@ class Host:
         if before is not None:  # it was started again before its end was noticed
             before.wire.close(0.0)
         self._guests[number] = _Guest(wire, str(name), int(ranks))
-        if self._round is not None and not self.over:
+        if self._round is not None and not self.over and self.nodes.elastic:
             self._came.append(number)
 
     def _problem(
         self, number: Any, name: str, ranks: int, here: Mapping[str, str], there: Mapping[str, str]
     ) -> str:
-        if not isinstance(number, int) or not 0 < number < self.nodes.most or ranks < 1:
+        if type(number) is not int or not 0 < number < self.nodes.most or ranks < 1:
             return f"{name} calls itself node {number}, and the job has nodes 0 to {self.nodes.most - 1}"
+        before = self._guests.get(number)
+        if before is not None and not before.wire.gone and before.wire.silent < _ALIVE_SECONDS:
+            return f"{before.name} is node {number} already, and {name} says it is: give each its own number"
         for what in here:
             if here[what] != there.get(what):
-                return (
+                line = (
                     f"node {number} ({name}) has another {what} than node 0: {there.get(what)}, not "
                     f"{here[what]}; give every node the same image, files and command"
                 )
+                if self._round is None and not self.nodes.elastic:
+                    self._refused = line
+                return line
         return ""
 
     def _everybody(self) -> list[_Guest]:

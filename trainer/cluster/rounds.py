@@ -9,18 +9,19 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.cluster.discover import Nodes
 from trainer.cluster.guest import Guest, sees
 from trainer.cluster.host import Host
 from trainer.cluster.meeting import Round, Table, Verdict
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.launch import run_ranks, say, thread_variables
 from trainer.preempt import Inbox
 from trainer.rank import LOGS_VARIABLE, Outcome
-from trainer.run_folder import LOGS, MEETING
+from trainer.run_folder import EXIT_CODE, LOGS, MEETING
 
 _SIOCGIFADDR = 0x8915
 
@@ -38,6 +39,7 @@ def launch_with_others(
     join_seconds: float,
     output: int | None = None,
     module: str = "trainer",
+    suits: Callable[[int], bool] = lambda _: True,
 ) -> int:
     """Runs `python -m module arguments` as ranks of all nodes; every node's launcher calls it.
 
@@ -53,6 +55,7 @@ def launch_with_others(
         join_seconds: How long the nodes may take to come together.
         output: A file descriptor that takes the standard output of the ranks, or None.
         module: What each rank runs.
+        suits: Whether the batch can be shared out to so many ranks.
 
     Returns:
         The job's exit code, as `trainer.launch.launch`: the same on every node, but 75 on one that is
@@ -65,7 +68,7 @@ def launch_with_others(
     if folder is not None:
         variables[LOGS_VARIABLE] = str(folder / LOGS)
     with Inbox() as signals:
-        table = _table(nodes, processes, same, folder, join_seconds, signals)
+        table = _table(nodes, processes, same, folder, join_seconds, signals, suits)
         try:
             while True:
                 meeting = table.gather()
@@ -86,11 +89,15 @@ def launch_with_others(
                     verdict = table.conclude(outcomes, leaving=bool(signals.received))
                 if not verdict.again:
                     say(verdict.text if nodes.number == 0 else _brief(verdict, nodes))
+                    if nodes.number == 0 and folder is not None:
+                        with suppress(OSError):  # for a script that sees only the codes of all nodes together
+                            (folder / EXIT_CODE).write_text(f"{verdict.code}\n")
                     return verdict.code
                 say(verdict.text)
         finally:
             if nodes.number == 0 and folder is not None:
-                (folder / MEETING).unlink(missing_ok=True)
+                with suppress(OSError):
+                    (folder / MEETING).unlink()
             table.close()
 
 
@@ -101,6 +108,7 @@ def _table(
     folder: Path | None,
     join_seconds: float,
     signals: Inbox,
+    suits: Callable[[int], bool],
 ) -> Table:
     def asked() -> bool:
         return bool(signals.received)
@@ -110,9 +118,13 @@ def _table(
 
     if nodes.number:
         return Guest(nodes, processes, same, join_seconds, asked, tell)
-    host = Host(nodes, processes, same, str(folder), join_seconds, asked, tell)
+    host = Host(nodes, processes, same, str(folder), join_seconds, asked, tell, suits)
     if folder is not None:
-        (folder / MEETING).write_text(host.token)
+        try:
+            (folder / MEETING).write_text(host.token)
+        except OSError as error:
+            host.close()
+            raise BadInputError(f"--out {folder}: can't be written ({error.strerror})") from error
     return host
 
 

@@ -13,6 +13,8 @@ SILENT_SECONDS = 30.0
 # The longest thing that is said is a traceback of every rank of a node.
 _MOST_BYTES = 1 << 22
 
+NOISE = "it doesn't speak as a launcher does: does another program use this port?"
+
 Message = dict[str, Any]
 
 
@@ -37,6 +39,11 @@ class Wire:
             return str(self._socket.getsockname()[0])
         return ""
 
+    @property
+    def silent(self) -> float:
+        """Seconds since the other end was heard."""
+        return time.monotonic() - self._heard
+
     def say(self, **message: object) -> None:
         """Sends a message; what can't be sent at once follows with `turn`."""
         self._out += json.dumps(message).encode() + b"\n"
@@ -55,8 +62,8 @@ class Wire:
             self.gone = f"nothing was heard of it for {SILENT_SECONDS:g} s: is its network up?"
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
-            self.gone = "it doesn't speak as a launcher does: does another program use this port?"
+        except (ValueError, RecursionError):
+            self.gone = NOISE
             return []
         return [message for message in messages if isinstance(message, dict) and message]
 
@@ -75,6 +82,11 @@ class Wire:
         while self._out and not self.gone and time.monotonic() < end:
             self._flush()
             time.sleep(0.01)
+        with suppress(OSError):  # closed at once, what the other hasn't read yet could be lost to it
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(0.1)
+            while time.monotonic() < end and self._socket.recv(1 << 16):
+                pass
         self._socket.close()
         self.gone = self.gone or "it was left"
 
@@ -88,7 +100,8 @@ class Wire:
                 self.gone = f"its connection broke ({error.strerror})"
 
     def _read(self, now: float) -> None:
-        while not self.gone:
+        end = len(self._in) + _MOST_BYTES  # who never stops must not keep this end from the others
+        while not self.gone and len(self._in) < end:
             try:
                 read = self._socket.recv(1 << 16)
             except BlockingIOError:
@@ -101,4 +114,4 @@ class Wire:
                 return
             self._heard, self._in = now, self._in + read
             if len(self._in) > _MOST_BYTES and b"\n" not in self._in[-len(read) :]:
-                self.gone = "it doesn't speak as a launcher does: does another program use this port?"
+                self.gone = NOISE

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trainer.doctor.disks import read_mount
 from trainer.errors import BadInputError
-from trainer.jobs.spec import JobSpec, Site, minutes_of
+from trainer.jobs.spec import JobSpec, Site
 
 _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay")
 
@@ -32,13 +32,11 @@ def check_partition(spec: JobSpec, site: Site) -> None:
     """
     if shutil.which("sinfo") is None:
         return
-    told = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%P|%c|%m|%G|%l"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    words = ["sinfo", "--noheader", "--Node", "--format=%P|%c|%m|%G|%l"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired:  # no slurmctld answers: sbatch will say so
+        return
     if told.returncode == 0:
         fits(spec, site, parsed(told.stdout))
 
@@ -67,13 +65,19 @@ def parsed(text: str) -> list[tuple[Node, bool]]:
         if len(words) != 5 or not words[1].isdecimal() or not words[2].isdecimal():
             continue
         gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", words[3]))
-        try:
-            minutes = minutes_of(words[4])
-        except ValueError:  # infinite
-            minutes = None
+        minutes = _limit(words[4])
         name = words[0].removesuffix("*")
         found.append((Node(name, int(words[1]), int(words[2]), gpus, minutes), words[0].endswith("*")))
     return found
+
+
+def _limit(text: str) -> int | None:
+    """Minutes of a limit as sinfo prints it: `2-00:00:00`, `1:00:00`, `30:00` (minutes and seconds)."""
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text)
+    if found is None:  # infinite
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in found.groups())
+    return (days * 24 + hours) * 60 + minutes
 
 
 def fits(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:

@@ -17,7 +17,23 @@ from trainer.jobs.container import CACHE, DATA, RUNS, recipe_file, words
 from trainer.jobs.spec import JobSpec, Site, folder_of
 
 LOGS = ".jobs"
+EXIT_CODE = ".exit-code"  # as trainer.run_folder, which imports torch
 _AFTER_THE_FIRST_SECONDS = 60
+_NOT_FROM_OUTSIDE = (
+    *(
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+    ),
+    *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
+)
+# The highest that job numbers add to the port, and the ranks' store at the next one.
+_MORE_PORTS = 2 * 499 + 1
 
 
 def render(spec: JobSpec, site: Site) -> str:
@@ -43,6 +59,10 @@ def render_array(specs: Sequence[JobSpec], site: Site) -> str:
             )
     if site.container != "venv" and not spec.image:
         raise BadInputError(f"--container {site.container} needs an image: give --image, or --container venv")
+    if spec.port + _MORE_PORTS > 65535:
+        raise BadInputError(
+            f"--port {spec.port}: on Slurm up to {_MORE_PORTS} are added, by the job's number; lower it"
+        )
     runs = folder_of("slurm", "runs", spec.runs)
     lines = [
         "#!/bin/bash",
@@ -50,6 +70,10 @@ def render_array(specs: Sequence[JobSpec], site: Site) -> str:
         *_resources(specs, site, runs),
         "",
         "set -u",
+    ]
+    lines += [
+        "# What the submitter's shell happened to say of nodes isn't said of this job.",
+        f"unset {' '.join(_NOT_FROM_OUTSIDE)}",
     ]
     if spec.least_nodes is not None:
         lines.append(f"export NNODES={spec.nnodes}")
@@ -65,21 +89,29 @@ def render_array(specs: Sequence[JobSpec], site: Site) -> str:
     if several:
         lines.append("case $SLURM_ARRAY_TASK_ID in")
         for number, one in enumerate(specs):
-            lines.append(f"    {number}) set -- {shlex.join(_command(one, site, runs))} ;;")
+            folder = shlex.quote(f"{runs}/{one.name}")
+            lines.append(f"    {number}) run={folder}; set -- {shlex.join(_command(one, site, runs))} ;;")
         lines.append("esac")
     else:
+        lines.append(f"run={shlex.quote(f'{runs}/{spec.name}')}")
         lines.append(f"set -- {shlex.join(_command(spec, site, runs))}")
-    return "\n".join([*lines, "", *_step(spec, site, runs), "code=$?", "", *_AFTERWARDS]) + "\n"
+    begin = [f'rm -f "$run/{EXIT_CODE}"']
+    return "\n".join([*lines, *begin, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
 
 
 # A job that was cancelled ends with 75 as well; it isn't to come back.
 _AFTERWARDS = [
+    "# srun says the highest code of all tasks that ever ended; node 0's launcher says the job's.",
+    f'if [ -s "$run/{EXIT_CODE}" ]; then code=$(cat "$run/{EXIT_CODE}"); fi',
+    "",
+    "job=$SLURM_JOB_ID",
+    '[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID',
     'if [ "$code" -eq 75 ]; then',
-    '    state=$(scontrol show job --oneliner "$SLURM_JOB_ID" |',
+    '    state=$(scontrol show job --oneliner "$job" |',
     "        sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
     '    if [ "$state" = RUNNING ]; then',
     '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it goes on from its checkpoint" >&2',
-    '        scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+    '        scontrol requeue "$job" && sleep 60',
     "    fi",
     "fi",
     'exit "$code"',
@@ -128,8 +160,11 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     """The srun: a task on each node."""
     # All launchers end within a second and with one code, which srun would hide if it killed the slower.
     # A node that leaves an elastic job is no reason to end the others at all.
-    wait = 0 if spec.least_nodes is not None else _AFTER_THE_FIRST_SECONDS
-    srun = ["srun", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={wait}"]
+    # sbatch's own --no-kill doesn't hold for its steps.
+    ends = (
+        ["--wait=0", "--no-kill"] if spec.least_nodes is not None else [f"--wait={_AFTER_THE_FIRST_SECONDS}"]
+    )
+    srun = ["srun", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *ends]
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS}"]

@@ -111,6 +111,11 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"shm_gib: /dev/shm counts as memory: {self.shm_gib} GiB don't fit in {self.memory_gib}"
             )
+        if self.minutes * 60 <= self.stop_seconds + 60:
+            raise ValueError(
+                f"minutes: the signal to stop comes {self.stop_seconds} s before the end, so {self.minutes} "
+                "minutes are too short; give more, or a shorter --grace"
+            )
         if self.gpus_per_node and self.ranks_per_node != 1:
             raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
         if self.least_nodes is not None and self.least_nodes > self.nodes:
