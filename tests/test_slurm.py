@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,15 +149,25 @@ def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -
     script = tmp_path / ".jobs" / "array.sbatch"
     script.write_text(render_array(specs, Site(container="venv", venv=str(VENV))))
     array = slurm.tell("sbatch", "--parsable", str(script))
-    logs = [tmp_path / ".jobs" / f"job-0-{array}_{task}.out" for task in (0, 1)]
-    for task in (0, 1):  # one of the two has the array's own number
-        until(lambda task=task: _rows(tmp_path / f"job-{task}") > 2)
-        slurm.tell("scancel", "--signal=USR1", f"{array}_{task}")
-        until(lambda task=task: "requeued, number 1" in _text(logs[task]))
-        slurm.release(f"{array}_{task}")
-    for task in (0, 1):
-        until(lambda task=task: _manifest(tmp_path / f"job-{task}")["status"] == "finished")
-        assert _text(logs[task]).count("goes on after window") == 1
+    tasks = [
+        (f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-0-{array}_{n}.out") for n in (0, 1)
+    ]
+    for task, run, log in tasks:  # one of the two has the array's own number
+        _stop_and_go_on(slurm, task, run, log)
+    for _, run, log in tasks:
+        until(partial(_is_finished, run))
+        assert _text(log).count("goes on after window") == 1
+
+
+def _stop_and_go_on(slurm: Slurm, job: str, run: Path, log: Path) -> None:
+    until(lambda: _rows(run) > 2)
+    slurm.tell("scancel", "--signal=USR1", job)
+    until(lambda: "requeued, number 1" in _text(log))
+    slurm.release(job)
+
+
+def _is_finished(run: Path) -> bool:
+    return _manifest(run)["status"] == "finished"
 
 
 @pytest.mark.slow
