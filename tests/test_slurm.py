@@ -144,7 +144,10 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
-    specs = [_spec(tmp_path, name=f"job-{n}", nodes=1, settings=(*SETTINGS, f"seed={n}")) for n in (0, 1)]
+    specs = [
+        _spec(tmp_path, name=f"job-{n}", nodes=1, settings=(*SETTINGS, "epochs=12", f"seed={n}"))
+        for n in (0, 1)
+    ]
     (tmp_path / ".jobs").mkdir()
     script = tmp_path / ".jobs" / "array.sbatch"
     script.write_text(render_array(specs, Site(container="venv", venv=str(VENV))))
@@ -152,18 +155,23 @@ def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -
     tasks = [
         (f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-0-{array}_{n}.out") for n in (0, 1)
     ]
-    for task, run, log in tasks:  # one of the two has the array's own number
-        _stop_and_go_on(slurm, task, run, log)
+    for task, run, _ in tasks:
+        until(partial(_has_rows, run))
+        slurm.tell("scancel", "--signal=USR1", task)
+    for task, _, log in tasks:  # one of the two has the array's own number
+        until(partial(_is_requeued, log))
+        slurm.release(task)
     for _, run, log in tasks:
         until(partial(_is_finished, run))
         assert _text(log).count("goes on after window") == 1
 
 
-def _stop_and_go_on(slurm: Slurm, job: str, run: Path, log: Path) -> None:
-    until(lambda: _rows(run) > 2)
-    slurm.tell("scancel", "--signal=USR1", job)
-    until(lambda: "requeued, number 1" in _text(log))
-    slurm.release(job)
+def _has_rows(run: Path) -> bool:
+    return _rows(run) > 0
+
+
+def _is_requeued(log: Path) -> bool:
+    return "requeued, number 1" in _text(log)
 
 
 def _is_finished(run: Path) -> bool:
