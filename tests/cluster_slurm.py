@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-NODES = ("trainer-n1", "trainer-n2")
+# Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
+PREFIX = f"trainer{os.getpid()}-n"
+NODES = (f"{PREFIX}1", f"{PREFIX}2")
+PORT = 20000 + 8 * (os.getpid() % 1000)
 _CONF = """
 ClusterName=trainer
 SlurmctldHost={host}(127.0.0.1)
@@ -107,7 +110,7 @@ def running(folder: Path) -> Iterator[Slurm]:
     """Starts a cluster and ends it, with all that ran on it."""
     folder.mkdir(parents=True)
     folder.chmod(0o755)
-    for name in ("state", "spool.trainer-n1", "spool.trainer-n2"):
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir()
     host = socket.gethostname().partition(".")[0]
     ports = _free_ports(3)

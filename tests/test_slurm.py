@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_slurm import NODES, Slurm, missing, running, until
+from tests.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
 from trainer.errors import BadInputError
 from trainer.jobs.partition import check_partition
 from trainer.jobs.slurm import render, render_array
@@ -39,20 +39,20 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @contextmanager
 def _names() -> Iterator[None]:
     """The nodes' names lead to this host while the tests run."""
-    hosts = Path("/etc/hosts")
-    before = hosts.read_text()
-    hosts.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(NODES)}\n")
+    hosts, line = Path("/etc/hosts"), f"127.0.0.1 {' '.join(NODES)}\n"
+    with hosts.open("a") as file:
+        file.write(line)
     try:
         yield
     finally:
-        hosts.write_text(before)
+        hosts.write_text(hosts.read_text().replace(line, ""))
 
 
 def _spec(folder: Path, **more: object) -> JobSpec:
     values: dict[str, object] = {
         **{"recipe": "digits", "settings": SETTINGS, "name": "job", "nodes": 2, "ranks_per_node": 2},
         **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 10, "grace_seconds": 30},
-        **{"runs": str(folder)},
+        **{"runs": str(folder), "port": PORT},
     }
     return JobSpec.model_validate({**values, **more})
 
@@ -93,7 +93,7 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     slurm.release(job)
     until(lambda: _text(log).count("goes on after window") == 1 and _manifest(run)["status"] == "running")
     (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
-    assert first == {"slurm_job": job, "slurm_nodes": "trainer-n[1-2]"}
+    assert first == {"slurm_job": job, "slurm_nodes": f"{PREFIX}[1-2]"}
     assert second == {**first, "slurm_restarts": "1"}
     slurm.tell("scancel", job)
     until(lambda: slurm.state(job) == "CANCELLED")
@@ -134,7 +134,8 @@ def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
     words = "digits --set data.micro_batch=16 --set epochs=1 --set parallel.threads=1"
     script.write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --mem=3G\n"
-        f"#SBATCH --output={tmp_path}/out\nsrun {VENV}/bin/trainer train {words} --out {tmp_path}/run\n"
+        f"#SBATCH --output={tmp_path}/out\nexport MASTER_PORT={PORT}\n"
+        f"srun {VENV}/bin/trainer train {words} --out {tmp_path}/run\n"
     )
     job = slurm.tell("sbatch", "--parsable", str(script))
     until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
@@ -184,10 +185,10 @@ def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
     settings = (*SETTINGS, "epochs=30", "parallel.reduction=tree")
     job, log = _submit(slurm, _spec(tmp_path, least_nodes=1, settings=settings))
     until(lambda: _rows(run) > 4)
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=down", "reason=test")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
     until(lambda: "on 2 ranks instead of 4" in _text(log))
     until(lambda: slurm.state(job) == "COMPLETED")
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     assert _manifest(run)["status"] == "finished"
 
 
@@ -205,9 +206,9 @@ def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) ->
     run = tmp_path / "job"
     job, log = _submit(slurm, _spec(tmp_path))
     until(lambda: _rows(run) > 5)
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=down", "reason=test")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
     until(lambda: slurm.state(job) == "PENDING")
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     slurm.release(job)
     until(lambda: slurm.state(job) == "COMPLETED")
     assert "goes on after window" in _text(log)
@@ -219,9 +220,9 @@ def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -
     run = tmp_path / "job"
     job, log = _submit(slurm, _spec(tmp_path, settings=(*SETTINGS[:1], "epochs=3", *SETTINGS[2:])))
     until(lambda: _rows(run) > 1)
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=drain", "reason=test")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=test")
     until(lambda: slurm.state(job) == "COMPLETED")
-    slurm.tell("scontrol", "update", "nodename=trainer-n2", "state=resume")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     assert "requeued" not in _text(log)
 
 
