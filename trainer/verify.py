@@ -158,6 +158,10 @@ def replay(
             stop_after=part.until if part.until < windows else None,
             profile=None,
             tuned=None,
+            nodes="1",  # all of its ranks here, however many nodes it had
+            node_rank=None,
+            master=None,
+            join_timeout=600.0,
         )
         with _progress() as output:
             code = start(request, output)
