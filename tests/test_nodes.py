@@ -307,7 +307,7 @@ def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cl
     _met(cluster, mine, other)
     last = cluster.table(2)
     coming = cluster.gather(last)
-    _turn_until(lambda: mine.stop, mine)
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
     assert isinstance(other, Guest) and other._wire is not None
     other._wire.say(ended=[], leaving=False)
     assert cluster.conclude(mine, 75).result(20).again
@@ -315,6 +315,7 @@ def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cl
     time.sleep(0.3)  # the verdict and the round lie in the socket
     assert cluster.conclude(other, 75).result(20).again
     rounds = [begun, cluster.gather(other).result(5), coming.result(20)]
+    assert not other.stop and not other.over
     assert [one.world for one in rounds if isinstance(one, Round)] == [6, 6, 6]
 
 
