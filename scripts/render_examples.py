@@ -28,6 +28,8 @@ IMAGE = f"registry.example/trainer@sha256:{64 * '0'}"
 # What all examples are: an ImageNet training with its data, runs and compiled kernels on claims.
 COMMON: dict[str, Any] = {
     "recipe": "resnet50-imagenet",
+    # The recipe's global batch of 256, shared out to as many as 32 ranks.
+    "settings": ("data.micro_batch=8",),
     "name": "resnet50",
     "image": IMAGE,
     "data": "pvc:imagenet",

@@ -15,7 +15,7 @@ import yaml
 from tests import job_files
 from tests.test_jobs import PLACES, job
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
-from trainer.jobs import container, pods
+from trainer.jobs import container, launching, pods
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec
 
@@ -334,3 +334,11 @@ def test_an_overlay_is_what_would_be_rendered(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert job_files.documents(done.stdout) == wanted
+
+
+def test_every_example_is_a_job_that_would_train() -> None:
+    """The recipe's batch can be shared out to its ranks."""
+    specs = [spec for _, spec, _ in render_examples.EXAMPLES.values()]
+    specs += [*render_examples.OVERLAYS.values(), *(spec for spec, _ in render_examples.SLURM.values())]
+    for spec in [*specs, render_examples.BASE]:
+        launching._check_recipe(spec)
