@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import torch
 from pydantic import Field, model_validator
@@ -124,7 +124,7 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     if size == 1:
         yield World(rank, size, local, device, None)
         return
-    with nullcontext() if kind == "cuda" else _silenced_stdout():
+    with nullcontext() if kind == "cuda" else silenced(sys.stdout):
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),
@@ -143,16 +143,17 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
 
 
 @contextmanager
-def _silenced_stdout() -> Iterator[None]:
-    # Gloo's C++ announces every connection on standard output, whatever the log level.
-    sys.stdout.flush()
-    kept = os.dup(1)
+def silenced(stream: TextIO) -> Iterator[None]:
+    """Throws away what C++ writes to standard output or error: gloo, say, announces each connection."""
+    stream.flush()
+    number = 2 if stream is sys.stderr else 1
+    kept = os.dup(number)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    os.dup2(nowhere, number)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
+        os.dup2(kept, number)
         os.close(kept)
         os.close(nowhere)
 

@@ -1,8 +1,8 @@
 """What every ablation has in common: how much is measured, and a recipe's windows in one process."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from trainer.bench.overhead import interleaved
 from trainer.bench.setting import now
 from trainer.config import override, read_recipe, validated
 from trainer.limits import read_limits, threads_per_rank, workers_per_rank
-from trainer.parallel import World
+from trainer.parallel import World, silenced
 from trainer.peak import Peak
 from trainer.precision import set_matmul_mode
 from trainer.recipe import Recipe
@@ -156,7 +156,7 @@ class Turns:
             before, peak = torch.cuda.memory_allocated(self.device), Peak(self.device)
             self(1)
             return peak.close() - before
-        with _without_stderr(), profile(use_cpu=True, profile_memory=True) as seen:
+        with silenced(sys.stderr), profile(use_cpu=True, profile_memory=True) as seen:
             self(1)
         return _highest(seen)
 
@@ -235,16 +235,3 @@ def _highest(seen: Any) -> int:
         there += change
         highest = max(highest, there)
     return highest
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    # torch's C++ warns of each tensor that was there before, and that CUPTI finds no GPU.
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

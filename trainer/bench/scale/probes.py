@@ -20,7 +20,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.background import stage
 from trainer.errors import BadInputError
 from trainer.limits import read_limits, threads_per_rank
-from trainer.parallel import World, _silenced_stdout
+from trainer.parallel import World, silenced
 from trainer.recipe import Recipe
 from trainer.run import assemble, device_kind, make_task
 
@@ -39,7 +39,7 @@ def of_buckets(recipe: Recipe) -> Found:
     parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=0)
     t = parts.training
     alone = dist.HashStore()  # type: ignore[attr-defined]
-    with _silenced_stdout():
+    with silenced(sys.stdout):
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     ready = list[tuple[float, int]]()
