@@ -176,12 +176,21 @@ def test_no_recorder_no_dump() -> None:
 
 
 _HANG = """
-import os, sys, time
+import json, os, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed as dist
 from trainer.flight_recorder import dump, parse
-pipe = os.pipe()
+
+def settled():  # gloo's thread counts a collective a moment after it let the caller go
+    for _ in range(100):
+        text = dump() or "{}"
+        if any(int(group["last_completed_collective"]) == 2 for group in json.loads(text)["pg_status"].values()):
+            break
+        time.sleep(0.1)
+    return text
+
+pipe, over = os.pipe(), os.pipe()
 child = os.fork()
 rank = 0 if child else 1
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2,
@@ -191,11 +200,11 @@ dist.all_reduce(tensor)
 dist.barrier()
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-    own = dump()
-    print(parse({0: own, 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
+    print(parse({0: settled(), 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
 else:
-    os.write(pipe[1], (dump() or "").encode())
-    time.sleep(0.5)
+    os.write(pipe[1], settled().encode())
+    os.close(over[1])
+    os.read(over[0], 1)  # until rank 0 is gone: a peer that leaves first would end its all_reduce
 os._exit(0)
 """
 
