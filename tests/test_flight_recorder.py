@@ -184,8 +184,9 @@ from trainer.flight_recorder import dump, parse
 
 def settled():  # gloo's thread counts a collective a moment after it let the caller go
     for _ in range(100):
-        text = dump() or "{}"
-        if any(int(group["last_completed_collective"]) == 2 for group in json.loads(text)["pg_status"].values()):
+        text = dump() or '{"pg_status": {}}'
+        groups = json.loads(text)["pg_status"].values()
+        if any(int(group["last_completed_collective"]) == 2 for group in groups):
             break
         time.sleep(0.1)
     return text
