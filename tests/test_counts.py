@@ -61,7 +61,7 @@ def test_the_instructions_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_window_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> None:
-    """Operators, bytes that they copy, what would wait for a device, files opened: the same in each window."""
+    """Operators, bytes that they copy, what would wait for a device, files opened: each time the same."""
     seen: list[Counter[str]] = []
     now: Counter[str] = Counter()
 
@@ -87,21 +87,21 @@ def test_what_would_wait_is_seen() -> None:
     """On a CPU none of these does, so nothing else would tell."""
     value, mask = torch.ones(3), torch.tensor([True, False, True])
     reads: dict[str, Callable[[], Any]] = {
-        "item": lambda: value[0].item(),
+        "item": value[0].item,
         "if": lambda: bool(value[0] > 0),
-        "tolist": lambda: value.tolist(),
-        "numpy": lambda: value.numpy(),
+        "tolist": value.tolist,
+        "numpy": value.numpy,
         "asarray": lambda: np.asarray(value),
-        "cpu": lambda: value.cpu(),
+        "cpu": value.cpu,
         "to": lambda: value.to("cpu"),
-        "nonzero": lambda: value.nonzero(),
+        "nonzero": value.nonzero,
         "mask": lambda: value[mask],
         "put": lambda: value.clone().index_put_((mask,), torch.zeros(())),
         "equal": lambda: torch.equal(value, value),
-        "unique": lambda: value.unique(),
+        "unique": value.unique,
     }
     for name, read in reads.items():
-        with counting(seen := Counter()):
+        with counting(seen := Counter[str]()):
             read()
         assert of(seen, "waits"), name
     with counting(seen):

@@ -1,4 +1,4 @@
-"""Promise: a window allocates so much and leaves nothing behind; a sample's bytes are moved once, as bytes."""
+"""Promise: a window allocates so much and leaves nothing behind; a sample is moved once, as bytes."""
 
 import gc
 import sys
@@ -62,8 +62,9 @@ def changes(counted: profile) -> list[int]:
 
 
 def test_nothing_of_pythons_grows_from_window_to_window(tmp_path: Path) -> None:
-    """Bytes of Python's own memory after 150, 200, … windows, all between two rows of figures."""
-    kept, looks = array("q", [0] * 8), range(150, 550, 50)
+    """Bytes of Python's own memory after 150, 250, … windows, with no row of figures between."""
+    looks = range(150, 950, 100)
+    kept = array("q", [0] * len(looks))  # so that what is found takes no memory of its own
 
     def done(window: int) -> None:
         if window == 100:
@@ -74,13 +75,13 @@ def test_nothing_of_pythons_grows_from_window_to_window(tmp_path: Path) -> None:
             kept[looks.index(window)] = tracemalloc.get_traced_memory()[0]
 
     try:
-        tiny_windows(tmp_path, 510, done, log_every=1000)
+        tiny_windows(tmp_path, looks[-1] + 1, done, log_every=1000)
     finally:
         tracemalloc.stop()
     growth = np.diff(np.array(kept))
-    # A list that gets None in each window would take 400 bytes more each time.
-    assert np.median(growth) < 50, growth
-    assert growth.sum() < 8 * 50 * len(growth), growth
+    # A list that gets None in each window would take 800 bytes more each time. The median, because another
+    # thread may keep something, once.
+    assert abs(np.median(growth)) < 50, growth
 
 
 def forget_names() -> None:
@@ -102,7 +103,7 @@ def test_the_bytes_that_a_window_of_the_digits_copies(resident: bool) -> None:
     batches = parts.loader(training.share.batches())
     windows = []
     for window in range(6):
-        with counting(seen := Counter()):
+        with counting(seen := Counter[str]()):
             train_window(training, batches, window)
         windows.append(seen)
     assert windows[1:] == windows[1:2] * 5
@@ -117,7 +118,7 @@ def test_the_bytes_that_a_window_of_the_digits_copies(resident: bool) -> None:
 def test_a_batch_that_lies_in_memory_is_gathered_once() -> None:
     batches = digits("data.resident=true").loader(range(4))
     for _ in range(3):
-        with counting(seen := Counter()):
+        with counting(seen := Counter[str]()):
             batch = next(batches)
         size = sum(field.nbytes for field in batch.fields.values())
         assert of(seen, "copied") == {"copied aten.index_select.default": size}
@@ -141,7 +142,7 @@ def test_a_batch_is_written_once_to_the_ring_and_used_there(monkeypatch: pytest.
         written.clear()
         gc.collect()
         tracemalloc.start()
-        with counting(seen := Counter()):
+        with counting(seen := Counter[str]()):
             batch = next(batches)
         extra = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

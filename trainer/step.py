@@ -41,8 +41,8 @@ class Training:
         clip: Largest gradient norm; 0: none.
         group: Process group, or None for a single process.
         nonfinite: Looks for the first module that gives no finite numbers, or None.
-        cuda_graphs: True where gradients must stay where they are: a graph replayed for the next shard
-            of a window would overwrite those that it handed out for the last.
+        cuda_graphs: True where forward and backward are replayed as CUDA graphs: each replay overwrites what
+            the one before handed out, gradients among it.
         ragged: True where the units of a window are known only after loading (valid tokens).
         ring: What the guards look at, or None.
         skips: True where an update whose loss or gradients aren't finite is not made.
@@ -50,6 +50,9 @@ class Training:
         loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
             by its window's units; with a tree those of all ranks.
         norm: float (): gradient norm of the last window, before clipping.
+        keeps_gradients: True where gradients are added to tensors that stay where they are, because a graph
+            is replayed again before they are used (several shards), or DDP has its own place for them.
+            Otherwise a graph's gradients are used where they lie, which spares an addition for each.
     """
 
     task: Task
@@ -78,7 +81,8 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in self.parameters if self.cuda_graphs else ():
+        self.keeps_gradients = self.cuda_graphs and (self.share.accumulation > 1 or self.group is not None)
+        for parameter in self.parameters if self.keeps_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
         index = device.index if device.type == "cuda" else None
         # The CPU's too where the model is on a GPU: it may draw there (stochastic depth, say).
@@ -199,7 +203,7 @@ def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor
 def _take_gradients(t: Training) -> list[torch.Tensor]:
     """The gradients of a shard, to keep; zeros for a parameter that had no part in it."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in t.parameters]
-    if t.cuda_graphs:
+    if t.keeps_gradients:
         gradients = [g.clone() for g in gradients]  # the next replay writes to the same place
     _clear_gradients(t)
     return gradients
@@ -208,7 +212,7 @@ def _take_gradients(t: Training) -> list[torch.Tensor]:
 def _sum_by_tree(t: Training, tree: TreeReduction) -> torch.Tensor:
     """Puts the gradients of the window in place; returns its loss, float64 ()."""
     sums = tree.end_window()
-    if t.cuda_graphs:
+    if t.keeps_gradients:
         torch._foreach_copy_([p.grad for p in t.parameters if p.grad is not None], sums.gradients)
     else:
         for parameter, gradient in zip(t.parameters, sums.gradients, strict=True):
@@ -218,7 +222,7 @@ def _sum_by_tree(t: Training, tree: TreeReduction) -> torch.Tensor:
 
 
 def _clear_gradients(t: Training) -> None:
-    if t.cuda_graphs:
+    if t.keeps_gradients:
         torch._foreach_zero_([p.grad for p in t.parameters if p.grad is not None])
     else:
         for parameter in t.parameters:

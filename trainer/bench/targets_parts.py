@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from trainer.bench.claims.measuring import Scene, Side, Turns
 from trainer.bench.claims.training import IMAGES
 from trainer.bench.photographs import write_photographs
+from trainer.bench.targets_graphs import graphs
 from trainer.checkpoint.store import newest_good, write
 from trainer.errors import BadInputError
 from trainer.state import load_tensors, tensors_of
@@ -172,6 +173,11 @@ def make_parser() -> argparse.ArgumentParser:
     parts.add_parser("synchronisations").set_defaults(run=lambda _: synchronisations())
     parts.add_parser("cuts").set_defaults(run=lambda _: cuts())
     parts.add_parser("roofline").set_defaults(run=lambda _: roofline())
+    replayed = parts.add_parser("graphs", allow_abbrev=False)
+    replayed.add_argument("--mode", choices=("reduce-overhead", "none"), default="reduce-overhead")
+    replayed.add_argument("--rounds", type=int, default=0)
+    replayed.add_argument("--steps", type=int, default=0)
+    replayed.set_defaults(run=lambda o: graphs(o.mode, o.rounds, o.steps))
     timm = parts.add_parser("timm", allow_abbrev=False)
     timm.add_argument("--precision", choices=("bf16", "fp16"), default="bf16")
     timm.add_argument("--batch", type=int, default=256)

@@ -81,7 +81,7 @@ def _with_optimizer(foreach: bool, parts: Parts) -> None:
 def _keep_gradients(parts: Parts) -> None:
     """Gradients are set to zero after a window and stay, as with zero_grad(set_to_none=False)."""
     training = parts.training
-    training.cuda_graphs = True  # for which it does just that
+    training.keeps_gradients = True  # as it does for CUDA graphs
     for parameter in training.parameters:
         parameter.grad = torch.zeros_like(parameter)
 

@@ -1,0 +1,160 @@
+"""Promise: replayed graphs overwrite nothing that a step still needs, and their target has a command."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tests.toys import TokenTask, assemble_alone, make_recipe
+from trainer.bench import targets, targets_graphs
+from trainer.bench.targets_graphs import SmallTask, graphs, small_recipe
+from trainer.bench.targets_parts import main
+from trainer.compiling import missing_for_compiling
+from trainer.errors import BadInputError
+from trainer.step import Training, train_window
+
+CPU = torch.device("cpu")
+
+
+class Replayed(nn.Module):
+    """A model as CUDA graphs give it: what it hands out lies in one place each time and doesn't last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.places: dict[object, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for place in self.places.values():
+            place.fill_(math.nan)  # a new iteration: what the last one handed out is gone
+        return _Replay.apply(self, x, *self.model.parameters())  # type: ignore[no-untyped-call]
+
+    def put(self, name: object, value: torch.Tensor) -> torch.Tensor:
+        place = self.places.setdefault(name, torch.empty_like(value))
+        return place.copy_(value).detach()
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owner: Replayed, x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        names = [name for name, _ in owner.model.named_parameters()]
+        ctx.owner, ctx.own = owner, [value.detach().requires_grad_() for value in values]
+        with torch.enable_grad():
+            ctx.out = functional_call(owner.model, dict(zip(names, ctx.own, strict=True)), (x,))
+        return owner.put("out", ctx.out.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> Any:
+        gradients = torch.autograd.grad(ctx.out, ctx.own, given)
+        return None, None, *(ctx.owner.put(number, one) for number, one in enumerate(gradients))
+
+
+def trained(replayed: bool, micro_batch: int, **sections: Any) -> tuple[Training, list[torch.Tensor]]:
+    recipe = make_recipe(
+        epochs=3, data={"global_batch": 8, "micro_batch": micro_batch}, ema={"decay": 0.9}, **sections
+    )
+    parts = assemble_alone(recipe, TokenTask(40))
+    t = parts.training
+    t.cuda_graphs = replayed
+    if replayed:
+        t.replica = Replayed(t.model)
+    t.__post_init__()
+    batches = parts.loader(t.share.batches())
+    for window in range(t.share.plan.windows):
+        train_window(t, batches, window)
+    assert t.average is not None
+    return t, [t.loss, t.norm, *t.model.parameters(), *t.average.model.parameters()]
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4, 2])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"lr": 0.01, "clip": 1.0}},
+        {"optim": {"lr": 0.01}, "guard": {"nonfinite": "skip"}},
+        {"optim": {"lr": 0.01, "clip": 1.0}, "parallel": {"threads": 1, "reduction": "tree"}},
+    ],
+    ids=["clip", "skip", "tree"],
+)
+def test_what_a_replay_overwrites_is_not_needed_any_more(sections: dict[str, Any], micro_batch: int) -> None:
+    _, expected = trained(False, micro_batch, **sections)
+    t, got = trained(True, micro_batch, **sections)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    # One shard's gradients are used where the graph has put them; several are added up elsewhere.
+    assert t.keeps_gradients == (micro_batch < 8)
+    assert all((p.grad is not None) == t.keeps_gradients for p in t.parameters)
+
+
+def test_the_emulation_overwrites_gradients() -> None:
+    """Otherwise the test above would show nothing: torch takes a graph's gradient over, without a copy."""
+    model = nn.Linear(2, 1, bias=False)
+    replayed = Replayed(model)
+    replayed(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.data_ptr() == replayed.places[0].data_ptr()
+    replayed(torch.ones(1, 2))
+    assert model.weight.grad.isnan().all()
+
+
+def test_both_loops_run_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graphs", "--mode", "none", "--rounds", "2", "--steps", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["mode"], found["rounds"], found["steps"], found["measured"]) == ("none", 2, 3, False)
+    assert all(found[name] > 0 for name in ("ratio", "trainer_us", "by_hand_us", "eager_us"))
+    assert found["low"] <= found["ratio"] <= found["high"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_compiling(CPU) is not None, reason="nothing to compile with")
+def test_both_loops_run_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    assert main(["graphs", "--rounds", "1", "--steps", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["mode"] == "default"
+
+
+def test_both_loops_do_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many updates with the same rates, clipping and decay: they end with the same weights."""
+    models: list[nn.Module] = []
+    original = SmallTask.model
+
+    def model(self: SmallTask) -> nn.Module:
+        torch.manual_seed(0)
+        models.append(original(self))
+        return models[-1]
+
+    monkeypatch.setattr(SmallTask, "model", model)
+    task = SmallTask(4, 8)
+    task.x[:], task.y[:] = task.x[:1], task.y[:1]  # all samples alike, so that their order says nothing
+    recipe = small_recipe("none", 4, 20)
+    targets_graphs.by_trainer(task, recipe, CPU, 20)()
+    targets_graphs.by_hand(task, recipe, CPU, 20, compiled=False)()
+    ours, hand = (list(model.parameters()) for model in models)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, hand, strict=True))
+
+
+def test_without_a_compiler_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets_graphs, "missing_for_compiling", lambda _: "no compiler was found")
+    with pytest.raises(BadInputError, match=r"compile\.mode=reduce-overhead: no compiler was found"):
+        graphs()
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({}, True),
+        ({"high": 1.06}, None),
+        ({"low": 1.06, "high": 1.08}, False),
+        ({"measured": False}, None),
+        ({"skipped": 2}, None),
+    ],
+)
+def test_what_is_concluded(changed: dict[str, Any], met: bool | None) -> None:
+    found = {"ratio": 1.02, "low": 1.01, "high": 1.03, "trainer_us": 510, "by_hand_us": 500, "eager_us": 1500}
+    found |= {"skipped": 0, "measured": True} | changed
+    (judge,) = (one.judge for one in targets.TARGETS if one.what == "small model's step with CUDA graphs")
+    said, verdict = judge({"graphs": found})
+    assert verdict is met and said.startswith("1.020 x (")
