@@ -136,6 +136,13 @@ def test_both_loops_do_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, hand, strict=True))
 
 
+@pytest.mark.parametrize("allocator", ["managed", "async"])
+def test_allocators_that_cannot_hold_graphs_are_refused(allocator: str) -> None:
+    with pytest.raises(ValueError, match=f"memory.allocator={allocator} can't serve CUDA graphs"):
+        make_recipe(memory={"allocator": allocator}, compile={"mode": "reduce-overhead"})
+    make_recipe(memory={"allocator": allocator}, compile={"mode": "default"})
+
+
 def test_without_a_compiler_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets_graphs, "missing_for_compiling", lambda _: "no compiler was found")
     with pytest.raises(BadInputError, match=r"compile\.mode=reduce-overhead: no compiler was found"):

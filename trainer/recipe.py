@@ -127,10 +127,11 @@ class Recipe(Section):
                 "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
                 "use window.last=cross"
             )
-        if self.memory.allocator == "managed" and self.compile.mode != "none" and self.compile.cuda_graphs:
+        unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
+        if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:
             raise ValueError(
-                "memory.allocator=managed can't serve CUDA graphs (pytorch#163257): use "
-                "compile.mode=default, or another allocator"
+                f"memory.allocator={self.memory.allocator} can't serve CUDA graphs "
+                f"({unable[self.memory.allocator]}): use compile.mode=default, or another allocator"
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
