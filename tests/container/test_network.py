@@ -60,7 +60,6 @@ def test_training_on_two_ranks_asks_nobody(train_image: str) -> None:
         trainer train digits --ranks 2 --set data.micro_batch=32 $compiled --out /tmp/run
         trainer report /tmp/run
         trainer checkpoints /tmp/run
-        trainer doctor > /dev/null || test $? = 1
         python -c 'import tensorboard, tokenizers, s3fs, torchaudio, torchvision'
     """
     with watched(train_image, "sleep", "900") as (name, sent):
@@ -73,7 +72,7 @@ def test_jupyterlab_and_tensorboard_ask_nobody(dev_image: str) -> None:
     token = "0123456789abcdef"
     asked = f"""
         import json, urllib.request
-        for path in ("lab", "api/contents", "api/kernelspecs", "lab/api/settings", "lab/api/listings/@x"):
+        for path in ("lab", "api/contents", "api/kernelspecs", "lab/api/settings"):
             urllib.request.urlopen(f"http://127.0.0.1:8888/{{path}}?token={token}").read()
         urllib.request.urlopen("http://127.0.0.1:6006").read()
     """
