@@ -217,7 +217,7 @@ def test_a_missing_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_library_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(against._DISTRIBUTIONS, "lightning", "no-such-distribution")
+    monkeypatch.setitem(against.LIBRARIES, "lightning", "no-such-distribution")
     assert main(["bench", "accumulation", "--against", "lightning"]) == 2
     assert "pip install .[bench]" in capsys.readouterr().err
 
@@ -225,7 +225,7 @@ def test_a_library_that_is_not_installed(
 def test_who_offers_what_is_known_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("lightning", "accelerate", "timm", "ignite"):
         monkeypatch.setitem(sys.modules, library, None)
-    for name in against._DISTRIBUTIONS:
+    for name in against.LIBRARIES:
         importlib.reload(importlib.import_module(f"trainer.bench.against.{name}"))
     assert list(against.offering("accumulate")) == ["lightning", "accelerate", "timm"]
     assert list(against.offering("train_tiny")) == ["lightning", "fabric", "accelerate", "ignite"]
