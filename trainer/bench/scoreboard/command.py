@@ -60,7 +60,8 @@ def bench_scoreboard(
         measure: Measures one bench; by default in a process of its own.
 
     Returns:
-        0 whoever wins; 1 if a bench or a library in it failed; 3 if nothing was measured.
+        0 whoever wins; 1 if a bench or a library in it failed, or if the trainer isn't right wherever that is
+        counted; 3 if nothing was measured.
 
     Raises:
         BadInputError: For a name that is no bench's, or files that can't be read or written.

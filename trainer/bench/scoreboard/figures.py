@@ -70,6 +70,11 @@ class Counted:
             return "equal"
         return "trainer wins" if self.ours > self.right else "trainer loses"
 
+    @property
+    def broken(self) -> bool:
+        """Whether the trainer isn't right everywhere, which it promises."""
+        return self.ours is None and self.right < self.of
+
 
 @dataclass(frozen=True)
 class Absent:
@@ -116,8 +121,10 @@ class Part:
 
     @property
     def failures(self) -> bool:
-        """Whether it failed, or a library in it."""
-        return bool(self.failed) or any(isinstance(row, Absent) and row.failed for row in self.rows)
+        """Whether it failed, or a library in it, or the trainer by its own count."""
+        absent = (row for row in self.rows if isinstance(row, Absent))
+        counted = (row for row in self.rows if isinstance(row, Counted))
+        return bool(self.failed) or any(r.failed for r in absent) or any(r.broken for r in counted)
 
 
 @dataclass(frozen=True)

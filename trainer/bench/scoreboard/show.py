@@ -19,14 +19,28 @@ from trainer.bench.scoreboard.figures import (
     Timed,
     outcomes,
 )
-from trainer.report.text import DASH, duration, number, share
+from trainer.report.text import DASH, duration, number, plain, share
 
 _TIMED = "| trainer | against | trainer's | theirs | trainer's / theirs | 95 % interval | |"
 _COUNTED = "| way | right | trainer on the same | |"
-_LEAD = """\
-Every bench is measured against each library that it knows; one that isn't installed keeps its row. A time is compared
-round by round, the sides in turn; it is decided only if the whole 95 % interval of the ratio lies on one side of 1. What
-is counted is exact."""
+_LEAD = (
+    "Every bench is measured against each library that it knows; one that isn't installed keeps its row. "
+    "A time is compared round by round, the sides in turn; it is decided only if the whole 95 % interval of "
+    "the ratio lies on one side of 1. What is counted is exact."
+)
+_REFUTE = """\
+A library is used as its own documentation says, with the fastest settings that we know. Its loop is a
+function of a few lines (below); what is the same for all sides, the trainer's too, stands in
+`trainer/bench/{overhead,loader,tokens,accumulation,resume}.py`, with the two loops by hand and nanoGPT's.
+If you know better settings, change the function and run `trainer bench scoreboard --only BENCH`, or
+`trainer bench BENCH --against LIBRARY` for that bench's own table. A time here is refuted if on a quiet
+machine the interval lies on the other side of 1, a count if it differs at all."""
+_WORDS: dict[Outcome, str] = {
+    "trainer wins": "",  # too many to name
+    "trainer loses": "The trainer loses",
+    "equal": "Equal",
+    "undecided": "Undecided",
+}
 
 
 def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -> str:
@@ -41,7 +55,8 @@ def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -
     took = duration(sum(part.seconds for part in parts))
     head = [
         "# Scoreboard",
-        f"Written by `{command}` in {took}. {_LEAD}",
+        f"Written by `{command}` in {took}, or by `make bench BENCH=scoreboard ARGS=…` with its options. "
+        f"{_LEAD}",
         f"![ratios and counts]({stem}.svg)",
         f"[All raw figures]({stem}.json)",
     ]
@@ -52,10 +67,13 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
     """What was found, without what surrounds it in a file."""
     shares = " and ".join(share(one) for one in machine.shares)
     load = f"Before and after, this process got {shares} of its CPUs when it wanted all of them"
-    quiet = (
-        f"{load}." if machine.quiet else f"**{load}: other work ran beside it. The times are a rough guide.**"
-    )
-    blocks = [f"{machine.conditions}\n{machine.libraries}", quiet, "## Who wins", summary(parts)]
+    busy = f"**{load}: other work ran beside it. The times are a rough guide at most.**"
+    blocks = [
+        f"{machine.conditions}\n{machine.libraries}",
+        f"{load}." if machine.quiet else busy,
+        "## Who wins",
+        summary(parts),
+    ]
     for part in parts:
         blocks += [f"## {BENCHES[part.name].title}", _part(part)]
     return "\n\n".join(blocks)
@@ -63,24 +81,26 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
 
 def summary(parts: Sequence[Part]) -> str:
     """How the comparisons ended; what the trainer didn't win is named one by one."""
-    lines = [f"- The trainer wins {len(outcomes(parts, 'trainer wins'))} of {_compared(parts)} comparisons."]
-    words: dict[Outcome, str] = {
-        "trainer loses": "**It loses",
-        "equal": "Equal",
-        "undecided": "Undecided",
-    }
-    for outcome, word in words.items():
-        found = outcomes(parts, outcome)
+    table = [f"| bench | {' | '.join(_WORDS)} |", "|---" * (1 + len(_WORDS)) + "|"]
+    for part in parts:
+        counts = " | ".join(str(len(outcomes([part], outcome))) for outcome in _WORDS)
+        table.append(f"| {part.name} | {counts} |")
+    lines = []
+    for outcome, word in _WORDS.items():
+        found = outcomes(parts, outcome) if word else []
         named = "; ".join(f"{part.name} against {_short(row)}" for part, row in found)
-        end = "**" if word.startswith("**") else ""
-        lines.append(f"- {word} {len(found)}{end}{f': {named}' if found else ''}.")
-    failed = [f"{part.name}: {part.failed}" for part in parts if part.failed]
-    failed += [
-        f"{part.name} against {r.against}: {r.why}" for part in parts for r in _absent(part) if r.failed
+        if found:
+            lines.append(f"- **{word} {len(found)}:** {named}.")
+        elif outcome == "trainer loses":
+            lines.append("- The trainer loses nowhere here.")
+    absent = [(part.name, row) for part in parts for row in part.rows if isinstance(row, Absent)]
+    lines += [f"- **Failed:** {part.name}: {plain(part.failed)}." for part in parts if part.failed]
+    lines += [
+        f"- **Failed:** {name} against {row.against}: {plain(row.why)}." for name, row in absent if row.failed
     ]
-    lines += [f"- **Failed:** {one}" for one in failed]
-    missing = [f"{part.name} against {r.against}" for part in parts for r in _absent(part) if not r.failed]
-    return "\n".join([*lines, *([f"- Not measured: {'; '.join(missing)}."] if missing else [])])
+    missing = [f"{name} against {row.against}" for name, row in absent if not row.failed]
+    lines += [f"- Not measured: {'; '.join(missing)}."] if missing else []
+    return "\n\n".join(["\n".join(table), "\n".join(lines)])
 
 
 def refutation(parts: Sequence[Part]) -> str:
@@ -90,18 +110,9 @@ def refutation(parts: Sequence[Part]) -> str:
         function = BENCHES[part.name].function
         for name, measure in offering(function).items() if function else ():
             settings = (inspect.getdoc(measure) or "").partition("\n")[0]
-            rows.append(
-                f"| {part.name} | {name} | `trainer/bench/against/{name}.py`, `{function}` | {settings} |"
-            )
-    return (
-        "A library is used as its own documentation says, with the fastest settings that we know. If you know better, "
-        "its loop is a function of a few lines that you can read and change; what is the same for all sides, the "
-        "trainer's too, is `trainer/bench/{overhead,loader,tokens,accumulation,resume}.py`. Change it, then run "
-        "`trainer bench scoreboard --only BENCH`, or the bench alone with its own table: `trainer bench BENCH --against "
-        "LIBRARY`. A claim is refuted if the interval of the ratio lies on the other side of 1 on a quiet machine, or "
-        "if a count differs at all. nanoGPT's loop and the two by hand, which aren't libraries', stand in the files of "
-        "their benches.\n\n" + "\n".join(rows)
-    )
+            loop = f"`{function}` in `trainer/bench/against/{name}.py`"
+            rows.append(f"| {part.name} | {name} | {loop} | {settings} |")
+    return "\n\n".join([_REFUTE, "\n".join(rows)] if len(rows) > 2 else [_REFUTE])
 
 
 def libraries(names: Mapping[str, bool]) -> str:
@@ -134,14 +145,6 @@ def _as_dict(row: Row) -> dict[str, Any]:
     return {"kind": type(row).__name__.lower(), **asdict(row), "outcome": outcome}
 
 
-def _compared(parts: Sequence[Part]) -> int:
-    return sum(not isinstance(row, Absent) and row.outcome is not None for part in parts for row in part.rows)
-
-
-def _absent(part: Part) -> list[Absent]:
-    return [row for row in part.rows if isinstance(row, Absent)]
-
-
 def _short(row: Timed | Counted) -> str:
     if isinstance(row, Counted):
         return f"{row.against} ({row.right} of {row.of}, the trainer {row.ours})"
@@ -151,24 +154,25 @@ def _short(row: Timed | Counted) -> str:
 def _part(part: Part) -> str:
     bench = BENCHES[part.name]
     if part.failed:
-        return f"**Failed:** {part.failed}"
+        return f"**Failed:** {plain(part.failed)}"
     counted = any(isinstance(row, Counted) for row in part.rows)
     head = _COUNTED if counted else _TIMED
     rows = [head, "|---" * (head.count("|") - 1) + "|"]
     rows += [f"| {' | '.join(_cells(row, counted))} |" for row in part.rows]
-    about = (
-        f"{bench.unit[0].upper()}{bench.unit[1:]}{'' if counted else '; less is better'}. {part.conditions}."
-    )
-    return f"{about}\n\n" + "\n".join(rows)
+    unit = bench.unit if counted else f"{bench.unit}, less is better"
+    how = f"{part.conditions[:1].upper()}{part.conditions[1:]}"
+    return f"Compared: {unit}. {how}. {bench.note}\n\n" + "\n".join(rows)
 
 
 def _cells(row: Row, counted: bool) -> list[str]:
     if isinstance(row, Absent):
-        return [row.against, DASH, DASH, row.why] if counted else [DASH, row.against, *[DASH] * 4, row.why]
+        why = plain(row.why).replace("|", "\\|")
+        return [row.against, DASH, DASH, why] if counted else [DASH, row.against, *[DASH] * 4, why]
     if isinstance(row, Counted):
         ours = DASH if row.ours is None else f"{row.ours} of {row.of}"
-        outcome = ". ".join(filter(None, (row.outcome and _marked(row.outcome), row.note)))
-        return [row.against, f"{row.right} of {row.of}", ours, outcome]
+        wrong = "**the trainer breaks its promise**" if row.broken else ""
+        words = ". ".join(filter(None, (row.outcome and _marked(row.outcome), wrong, row.note)))
+        return [row.against, f"{row.right} of {row.of}", ours, words]
     costs = [number(cost, 4) for cost in (row.our_cost, row.their_cost)]
     between = f"{row.low:.3f} to {row.high:.3f}"
     return [row.ours, row.against, *costs, f"{row.ratio:.3f}", between, _marked(row.outcome)]

@@ -24,13 +24,10 @@ def by_overhead(extent: Extent) -> Part:
     others = {"by hand": times.hand, "by hand, lean": times.lean}
     others |= {titled(name): series for name, series in times.theirs.items()}
     own = titled("trainer")
+    compared = [timed(own, name, times.ours, series) for name, series in others.items()]
     return Part(
         "overhead",
-        [
-            *(timed(own, name, times.ours, series) for name, series in others.items()),
-            *rows,
-            *failed_rows(failed),
-        ],
+        [*compared, *rows, *failed_rows(failed)],
         f"{extent.rounds} interleaved rounds of {extent.steps} steps on one thread; nothing is logged but by "
         f"the trainer, a row of figures every {times.log_every} windows",
         {name: list(series) for name, series in {own: times.ours, **others}.items()},
@@ -81,7 +78,7 @@ def by_tokens(extent: Extent) -> Part:
     return Part(
         "tokens",
         [row],
-        f"{extent.token_rounds} interleaved rounds, batches of 32 x 1024 tokens as x and y, one thread, a file "
-        f"of {extent.megabytes} MB in the page cache",
+        f"{extent.token_rounds} interleaved rounds, batches of 32 x 1024 tokens as x and y, one thread, "
+        f"a file of {extent.megabytes} MB in the page cache",
         {row.ours: list(times.ours * _US), row.against: list(times.theirs * _US)},
     )
