@@ -88,6 +88,7 @@ def test_the_judge_accepts_the_right_gradients(case: Case) -> None:
 def test_the_judge_sees_a_wrong_scale() -> None:
     score = judge(trained(Case(5, 4, False), [4, 1], [1.0, 0.25]), 4, [4, 1])
     assert not score.exact
+    assert score.right == 1
     assert score.ragged == pytest.approx([0.25])
     assert score.full is not None
     assert score.full <= 1e-12
@@ -101,6 +102,7 @@ def test_the_judge_sees_wrong_updates(sizes: list[int]) -> None:
         recorded.updates.append(recorded.updates[-1])
     score = judge(recorded, 4, [4, 3])
     assert score.cut == sizes
+    assert score.right == {1: 1, 3: 1, 0: 0}[len(sizes)] + (0 in sizes)
     assert not score.exact
 
 

@@ -116,10 +116,11 @@ def check_files(out: Path | None, json: Path | None, timm_train: Path | None) ->
     """
     if out is not None and out.suffix != ".md":
         raise BadInputError(f"--out {out}: give a file that ends in .md; .svg and .json go beside it")
-    for option, file in (("--out", out), ("--json", json)):
-        if file is not None and not file.parent.is_dir():
+    beside = [("--out", out.with_suffix(suffix)) for suffix in (".md", ".svg", ".json")] if out else []
+    for option, file in [*beside, *([("--json", json)] if json else [])]:
+        if not file.parent.is_dir():
             raise BadInputError(f"{option} {file}: there is no folder {file.parent}; make it first")
-        if file is not None and file.is_dir():
+        if file.is_dir():
             raise BadInputError(f"{option} {file}: that is a folder; give a file")
     if timm_train is not None and not timm_train.is_file():
         raise BadInputError(f"--timm-train: there is no file {timm_train}")

@@ -94,10 +94,9 @@ def summary(parts: Sequence[Part]) -> str:
         elif outcome == "trainer loses":
             lines.append("- The trainer loses nowhere here.")
     absent = [(part.name, row) for part in parts for row in part.rows if isinstance(row, Absent)]
-    lines += [f"- **Failed:** {part.name}: {plain(part.failed)}." for part in parts if part.failed]
-    lines += [
-        f"- **Failed:** {name} against {row.against}: {plain(row.why)}." for name, row in absent if row.failed
-    ]
+    failed = [(part.name, part.failed) for part in parts if part.failed]
+    failed += [(f"{name} against {row.against}", row.why) for name, row in absent if row.failed]
+    lines += [f"- **Failed:** {what}: {plain(why)}." for what, why in failed]
     missing = [f"{name} against {row.against}" for name, row in absent if not row.failed]
     lines += [f"- Not measured: {'; '.join(missing)}."] if missing else []
     return "\n\n".join(["\n".join(table), "\n".join(lines)])
