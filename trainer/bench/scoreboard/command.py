@@ -98,7 +98,8 @@ def bench_scoreboard(
     data, contents = as_json(parts, machine, command), dict[Path, str]()
     if out is not None:
         contents[out] = document(parts, machine, command, out.stem)
-        contents[out.with_suffix(".svg")] = chart(machine.conditions, parts)
+        busy = "" if machine.quiet else "; other work ran beside it"
+        contents[out.with_suffix(".svg")] = chart(f"{machine.conditions}{busy}", parts)
         contents[out.with_suffix(".json")] = data
     if json is not None:
         contents[json] = data
