@@ -73,7 +73,7 @@ down: ## stop them; caches stay
 
 image-test: ## run the tests that need a container engine and the images
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest tests/container $(ARGS)
+	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-n auto --dist loadfile)
 
 # Tests that measure time run after the others, and alone. With ARGS all that it selects run in one process.
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
@@ -93,7 +93,7 @@ compat-newest: override STACK = torch2.14-cu130
 compat-oldest compat-newest: override VENV = build/compat/$(notdir $(STACK))
 compat-oldest compat-newest:
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest -m compat $(ARGS)
+	$(VENV)/bin/python -m pytest -m compat $(or $(ARGS),-n auto --dist loadgroup)
 
 test-all: ## run every test
 	$(call bootstrap,--groups train test)

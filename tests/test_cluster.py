@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 from trainer.cluster import wire
 from trainer.cluster.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
+from trainer.cluster.interface import interface_of
 from trainer.cluster.meeting import Round, Verdict, verdict_on
-from trainer.cluster.rounds import interface_of
 from trainer.cluster.wire import Wire
 from trainer.errors import BadInputError
 from trainer.rank import Outcome, is_rank

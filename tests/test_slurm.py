@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -224,6 +225,27 @@ def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -
     until(lambda: slurm.state(job) == "COMPLETED")
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     assert "requeued" not in _text(log)
+
+
+def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: Slurm) -> None:
+    source = "".join(
+        path.read_text() for path in (Path(__file__).parents[1] / "trainer" / "doctor").glob("*.py")
+    )
+    found = re.findall(r'(?:#SBATCH|srun|sbatch)((?: --[a-z-]+(?:=[^\s",]+)?)+)', source)
+    options = {re.sub(r"\{[^}]*\}?|\b8\b", "2", text).replace("NODE", NODES[1]) for text in found}
+    # Pyxis' options are a plugin's, and these nodes say nothing of GPUs and disks.
+    asked = {option for option in options if not re.search("container|gpus-per-node|tmp", option)}
+    assert len(asked) >= 6
+    for option in asked:
+        slurm.tell("srun", "--test-only", *option.split(), "true")
+    for variable, shell in (
+        ("host", 'echo "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"'),
+        ("port", "echo $((20000 + SLURM_JOB_ID % 10000))"),
+    ):
+        assert shell.removeprefix("echo ").strip('"') in source, variable
+        said = slurm.tell("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", shell).split()
+        assert said[0] == said[1] == (NODES[0] if variable == "host" else said[0])
+        assert variable == "host" or 20000 <= int(said[0]) < 30000
 
 
 def test_a_job_that_the_partition_cant_hold_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

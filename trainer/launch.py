@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from trainer import as_launcher, rank as ranks
+from trainer.cluster.interface import gloo_interface
 from trainer.cluster.meeting import Table
 from trainer.errors import EXIT_FAILED
 from trainer.local_job import LocalJob
@@ -57,6 +58,8 @@ def launch(
         0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
     """
     variables = {**(environment or {}), **thread_variables(threads)}
+    if processes > 1:
+        variables = {**gloo_interface("127.0.0.1"), **variables}
     with nullcontext(inbox) if inbox else Inbox() as signals:
         for attempt in range(1, max_restarts + 2):
             outcomes = run_ranks(
@@ -120,9 +123,22 @@ def run_ranks(
 
 
 def _alone() -> list[str]:
-    # Port 0: the system chooses, so that launches don't clash. An address: no name service is needed.
-    options = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=is_host=1"]
-    return [*options, f"--rdzv-id=trainer-{os.getpid()}", "--local-addr=127.0.0.1"]
+    # Port 0: the system chooses, so that launches don't clash.
+    options = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={_here()}:0", "--rdzv-conf=is_host=1"]
+    return [*options, f"--rdzv-id=trainer-{os.getpid()}", f"--local-addr={_here()}"]
+
+
+def _here() -> str:
+    """What this host calls itself without asking a name service.
+
+    torch asks one for the name of 127.0.0.1, which it writes as an IPv6 address that no hosts file has; where
+    none answers that takes ten seconds at each connection. `localhost` is another address first, with a name.
+    """
+    try:
+        known = Path("/etc/hosts").read_text().split()
+    except (OSError, UnicodeDecodeError):
+        known = []
+    return "localhost" if "localhost" in known else "127.0.0.1"
 
 
 def say(text: str) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -237,6 +238,8 @@ def replicate(
         find_unused_parameters=config.find_unused_parameters,
         **_WITHOUT_BUFFERS,
     )
+    # Compiled code gives 1 x 1 kernels the strides of channels_last: other numbers for the same layout.
+    warnings.filterwarnings("ignore", r"Grad strides do not match(.|\n)*sizes\(\) = \[\d+, \d+, 1, 1\]")
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
     if not (config.static_graph or config.find_unused_parameters):
         _lay_out_buckets(replica)

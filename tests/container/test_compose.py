@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import chromium, find_chromium
+from tests.container.kernel import KERNEL
 from tests.container.run import check_log, engine, trouble, wait_for
 
 pytestmark = pytest.mark.container
@@ -169,34 +170,6 @@ def test_no_token_is_no_start(project: Project) -> None:
     line = project.compose("run", "--rm", "-T", "--env", "JUPYTER_TOKEN=", "jupyter", code=2)
     assert "JupyterLab needs a token" in line
     assert line.count("\n") == 1
-
-
-KERNEL = """
-import asyncio, json, sys, uuid
-from tornado.httpclient import AsyncHTTPClient
-from tornado.websocket import websocket_connect
-
-async def main(token, code):
-    base = "127.0.0.1:8888/api/kernels"
-    made = await AsyncHTTPClient().fetch(f"http://{base}?token={token}", method="POST", body="{}")
-    kernel = json.loads(made.body)["id"]
-    socket = await websocket_connect(f"ws://{base}/{kernel}/channels?token={token}")
-    header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "version": "5.3"}
-    header |= {"username": "", "session": ""}
-    content = {"code": code, "silent": False, "store_history": False, "allow_stdin": False}
-    await socket.write_message(json.dumps(
-        {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}))
-    while message := json.loads(await socket.read_message()):
-        kind = message["msg_type"]
-        if kind == "stream":
-            print(message["content"]["text"], end="")
-        elif kind == "error":
-            sys.exit("\\n".join(message["content"]["traceback"]))
-        elif kind == "execute_reply":
-            return
-
-asyncio.run(asyncio.wait_for(main(*sys.argv[1:]), 120))
-"""
 
 
 def test_a_kernel_computes(project: Project) -> None:

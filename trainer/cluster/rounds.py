@@ -4,11 +4,7 @@ One round is one world of ranks. A job of a fixed size plays a single one; an el
 node leaves or comes, and each goes on from the checkpoint of the one before.
 """
 
-import fcntl
-import os
 import platform
-import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,14 +12,13 @@ from pathlib import Path
 from trainer.cluster.discover import Nodes
 from trainer.cluster.guest import Guest, sees
 from trainer.cluster.host import Host
+from trainer.cluster.interface import gloo_interface
 from trainer.cluster.meeting import Round, Table, Verdict
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.launch import run_ranks, say, thread_variables
 from trainer.preempt import Inbox
 from trainer.rank import LOGS_VARIABLE, Outcome
 from trainer.run_folder import EXIT_CODE, LOGS, MEETING
-
-_SIOCGIFADDR = 0x8915
 
 
 def launch_with_others(
@@ -160,7 +155,7 @@ def _play(
         meeting.ranks,
         meeting.world,
         rendezvous,
-        {**variables, **_gloo_interface(meeting.address)},
+        {**variables, **gloo_interface(meeting.address)},
         signals,
         grace_seconds,
         output,
@@ -174,27 +169,3 @@ def _brief(verdict: Verdict, nodes: Nodes) -> str:
     if verdict.code == EXIT_DONE or not first:
         return ""
     return f"trainer: node {nodes.number} ({platform.node()}) ends with code {verdict.code}: {first}\n"
-
-
-def _gloo_interface(address: str) -> dict[str, str]:
-    """Names the interface that leads to the other nodes; gloo would take the one of this host's own name.
-
-    That is a loopback address on many hosts. NCCL chooses for itself.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    name = interface_of(address.removeprefix("::ffff:"))
-    return {"GLOO_SOCKET_IFNAME": name} if name else {}
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address (Linux), or nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""

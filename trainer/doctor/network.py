@@ -92,7 +92,8 @@ def host(box: Box) -> Finding:
         docker=f"docker run --hostname {network.host} …   (Docker writes it into /etc/hosts)",
         compose=f"hostname: {network.host}",
         kubernetes="a headless Service with publishNotReadyAddresses: true, and subdomain: in the pod",
-        slurm="--rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500",
+        slurm="torchrun --rdzv-endpoint=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1):29500 …; "
+        "trainer train finds the other nodes itself",
     )
 
 
