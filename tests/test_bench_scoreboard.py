@@ -120,6 +120,7 @@ def test_nobody_is_left_out() -> None:
     assert counted[2] == ["alike 3.0", "4 of 4", "4 of 4", "equal. not measured: the other four"]
     assert counted[3] == ["timm 1.0", DASH, DASH, "not measured: its train.py isn't in its wheel"]
     assert "- Not measured: overhead against nowhere; accumulation against timm 1.0." in page
+    assert "- Left out by `--only`: loader, tokens." in page
 
 
 def test_what_failed_is_said_and_so_is_a_broken_promise() -> None:
@@ -155,7 +156,9 @@ def test_the_page_says_what_it_needs_to_be_refuted() -> None:
         assert library in file
         assert len(settings) > 20
     assert "other work ran beside it" not in page
-    assert "**Before and after" in text(PARTS, replace(MACHINE, shares=(0.99, 0.4)))
+    busy = replace(MACHINE, shares=(0.99, 0.4))
+    assert "**Before and after" in text(PARTS, busy)
+    assert "Before and after" not in text([COUNTED], busy)
 
 
 def test_the_plot_shows_all_of_it() -> None:

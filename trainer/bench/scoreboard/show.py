@@ -68,12 +68,10 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
     shares = " and ".join(share(one) for one in machine.shares)
     load = f"Before and after, this process got {shares} of its CPUs when it wanted all of them"
     busy = f"**{load}: other work ran beside it. The times are a rough guide at most.**"
-    blocks = [
-        f"{machine.conditions}\n{machine.libraries}",
-        f"{load}." if machine.quiet else busy,
-        "## Who wins",
-        summary(parts),
-    ]
+    blocks = [f"{machine.conditions}\n{machine.libraries}"]
+    if any(isinstance(row, Timed) for part in parts for row in part.rows):  # a count bears other work
+        blocks.append(f"{load}." if machine.quiet else busy)
+    blocks += ["## Who wins", summary(parts)]
     for part in parts:
         blocks += [f"## {BENCHES[part.name].title}", _part(part)]
     return "\n\n".join(blocks)
@@ -99,6 +97,8 @@ def summary(parts: Sequence[Part]) -> str:
     lines += [f"- **Failed:** {what}: {plain(why)}." for what, why in failed]
     missing = [f"{name} against {row.against}" for name, row in absent if not row.failed]
     lines += [f"- Not measured: {'; '.join(missing)}."] if missing else []
+    without = [name for name in BENCHES if name not in {part.name for part in parts}]
+    lines += [f"- Left out by `--only`: {', '.join(without)}."] if without else []
     return "\n\n".join(["\n".join(table), "\n".join(lines)])
 
 
