@@ -88,6 +88,7 @@ def test_the_judge_accepts_the_right_gradients(case: Case) -> None:
 def test_the_judge_sees_a_wrong_scale() -> None:
     score = judge(trained(Case(5, 4, False), [4, 1], [1.0, 0.25]), 4, [4, 1])
     assert not score.exact
+    assert score.right == 1
     assert score.ragged == pytest.approx([0.25])
     assert score.full is not None
     assert score.full <= 1e-12
@@ -101,6 +102,7 @@ def test_the_judge_sees_wrong_updates(sizes: list[int]) -> None:
         recorded.updates.append(recorded.updates[-1])
     score = judge(recorded, 4, [4, 3])
     assert score.cut == sizes
+    assert score.right == {1: 1, 3: 1, 0: 0}[len(sizes)] + (0 in sizes)
     assert not score.exact
 
 
@@ -217,7 +219,7 @@ def test_a_missing_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_library_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(against._DISTRIBUTIONS, "lightning", "no-such-distribution")
+    monkeypatch.setitem(against.LIBRARIES, "lightning", "no-such-distribution")
     assert main(["bench", "accumulation", "--against", "lightning"]) == 2
     assert "pip install .[bench]" in capsys.readouterr().err
 
@@ -225,7 +227,7 @@ def test_a_library_that_is_not_installed(
 def test_who_offers_what_is_known_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("lightning", "accelerate", "timm", "ignite"):
         monkeypatch.setitem(sys.modules, library, None)
-    for name in against._DISTRIBUTIONS:
+    for name in against.LIBRARIES:
         importlib.reload(importlib.import_module(f"trainer.bench.against.{name}"))
     assert list(against.offering("accumulate")) == ["lightning", "accelerate", "timm"]
     assert list(against.offering("train_tiny")) == ["lightning", "fabric", "accelerate", "ignite"]

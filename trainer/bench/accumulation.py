@@ -6,7 +6,8 @@ changes nothing. Each gradient is then compared with that of the mean loss over 
 from all of them at once.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import trainer
-from trainer.bench.against import NotMeasured, chosen, version
+from trainer.bench.against import NotMeasured, blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -129,6 +129,8 @@ class Score(NamedTuple):
         full: Largest relative error of the gradient over updates of a full window; None: there were none.
         ragged: For every other update, its gradient along the right one, in units of the right one.
         exact: Whether the updates are those due and no error is above 1e-12.
+        right: Of the windows that are due, how many got an update of their micro-batches and no others, with
+            no error above 1e-12.
     """
 
     cut: list[int]
@@ -136,6 +138,7 @@ class Score(NamedTuple):
     full: float | None
     ragged: list[float]
     exact: bool
+    right: int
 
 
 def judge(recorded: Recorded, accumulation: int, due: list[int]) -> Score:
@@ -143,14 +146,22 @@ def judge(recorded: Recorded, accumulation: int, due: list[int]) -> Score:
     cut, errors, ratios, before = [], [], [], 0
     for seen, gradient in recorded.updates:
         cut.append(seen - before)
-        right = _right_gradient(recorded, before, seen)
-        errors.append(float((gradient - right).norm() / right.norm()))
-        ratios.append(float(gradient @ right / (right @ right)))
+        correct = _right_gradient(recorded, before, seen)
+        errors.append(float((gradient - correct).norm() / correct.norm()))
+        ratios.append(float(gradient @ correct / (correct @ correct)))
         before = seen
     full = [error for error, size in zip(errors, cut, strict=True) if size == accumulation]
     ragged = [ratio for ratio, size in zip(ratios, cut, strict=True) if size != accumulation]
-    exact = cut == due and all(error <= _LARGEST_ERROR for error in errors)
-    return Score(cut, due, max(full, default=None), ragged, exact)
+    exact_spans = {span for span, error in zip(_spans(cut), errors, strict=True) if error <= _LARGEST_ERROR}
+    right = sum(span in exact_spans for span in _spans(due))
+    exact = cut == due and right == len(due)
+    return Score(cut, due, max(full, default=None), ragged, exact, right)
+
+
+def _spans(sizes: list[int]) -> list[tuple[int, int]]:
+    """First micro-batch and the one after the last, of updates of so many each."""
+    ends = list(itertools.accumulate(sizes))
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def _right_gradient(recorded: Recorded, start: int, stop: int) -> torch.Tensor:
@@ -227,6 +238,62 @@ def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
 CASES = (Case(5, 4, False), Case(7, 4, False), Case(5, 4, True), Case(7, 4, True))
 
 
+class Judged(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        name: The library's, or "trainer".
+        variant: Where there are several ways, which one.
+        case: The case.
+        score: None: it wasn't measured.
+        note: How the library was used, or why it wasn't.
+    """
+
+    name: str
+    variant: str
+    case: Case
+    score: Score | None
+    note: str
+
+
+def measure_ours() -> Iterator[Judged]:
+    """The trainer on every case, for both of its ways to treat a last window."""
+    for last in _LASTS:
+        for case in CASES:
+            recorded = accumulate(case, last)
+            score = judge(recorded, case.accumulation, windows_due(case, last))
+            yield Judged("trainer", last, case, score, recorded.way)
+
+
+def measure_library(name: str, measure: Callable[[Case], Recorded]) -> Iterator[Judged]:
+    """A library's `accumulate` on every case."""
+    for case in CASES:
+        try:
+            with blamed(name):
+                recorded = measure(case)
+        except NotMeasured as reason:
+            yield Judged(name, "", case, None, f"not measured: {reason}")
+            continue
+        yield Judged(name, "", case, judge(recorded, case.accumulation, windows_due(case)), recorded.way)
+
+
+def with_script(
+    libraries: Mapping[str, Callable[..., Recorded]], timm_train: Path | None
+) -> dict[str, Callable[..., Recorded]]:
+    """The libraries, timm with its train.py.
+
+    Raises:
+        BadInputError: If the file isn't there, or nobody asks for it.
+    """
+    if timm_train is not None:
+        if "timm" not in libraries:
+            raise BadInputError("--timm-train is only read with --against timm")
+        if not timm_train.is_file():
+            raise BadInputError(f"--timm-train: there is no file {timm_train}")
+    scripts = {"timm": partial(libraries["timm"], script=timm_train)} if "timm" in libraries else {}
+    return {**libraries, **scripts}
+
+
 def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int:
     """Measures, prints a table and judges.
 
@@ -241,32 +308,18 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
     Raises:
         BadInputError: If a library isn't known or isn't there.
     """
-    others = chosen(against, "accumulate")
-    if timm_train is not None:
-        if "timm" not in others:
-            raise BadInputError("--timm-train is only read with --against timm")
-        if not timm_train.is_file():
-            raise BadInputError(f"--timm-train: there is no file {timm_train}")
-    if "timm" in others:
-        others["timm"] = partial(others["timm"], script=timm_train)
-    own = f"trainer {trainer.__version__}"
+    libraries = with_script(chosen(against, "accumulate"), timm_train)
     print(f"{conditions()}\n\n{_HEAD}", flush=True)
     scores, notes = [], []
-    for last in ("weighted", "cross"):
-        for case in CASES:
-            recorded = accumulate(case, last)
-            scores.append(judge(recorded, case.accumulation, windows_due(case, last)))
-            print(_row(f"{own}, {last}", case, scores[-1]), flush=True)
-    for name, measure in others.items():
-        label = f"{name} {version(name)}"
-        for case in CASES:
-            try:
-                recorded = measure(case)
-            except NotMeasured as reason:
-                notes.append(f"{label}: not measured: {reason}")
-                continue
-            print(_row(label, case, judge(recorded, case.accumulation, windows_due(case))), flush=True)
-            notes.append(f"{label}: {recorded.way}")
+    for judged in itertools.chain(
+        measure_ours(), *(measure_library(name, measure) for name, measure in libraries.items())
+    ):
+        if judged.score is not None:
+            print(_row(judged, judged.score), flush=True)
+        if judged.name != "trainer":
+            notes.append(f"{titled(judged.name)}: {judged.note}")
+        elif judged.score is not None:
+            scores.append(judged.score)
     print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
     if not all(score.cut for score in scores):
         print("nothing measured: the trainer made no update")
@@ -274,6 +327,7 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
     return EXIT_DONE if all(score.exact for score in scores) else EXIT_FAILED
 
 
+_LASTS: tuple[Literal["weighted"], Literal["cross"]] = ("weighted", "cross")
 _HEAD = (
     "| library | micro-batches at accumulation | valid tokens | micro-batches of each update | due "
     "| full windows: largest relative error | other windows: gradient / right one | verdict |\n"
@@ -286,9 +340,10 @@ _LEGEND = f"""\
 - trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
 
 
-def _row(label: str, case: Case, score: Score) -> str:
+def _row(judged: Judged, score: Score) -> str:
+    case = judged.case
     cells = (
-        label,
+        ", ".join(filter(None, (titled(judged.name), judged.variant))),
         f"{case.micro_batches} at {case.accumulation}",
         "vary" if case.tokens_vary else "all",
         " + ".join(map(str, score.cut)) or "none",

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.bench.claims.command import add_parser as add_claims
 from trainer.bench.scale import command as scale
+from trainer.bench.scoreboard.command import add_parser as add_scoreboard
 from trainer.threads import wait_passively
 
 
@@ -179,6 +180,7 @@ def _add_comm(benches: Any) -> None:
 
 def _add_tasks(benches: Any) -> None:
     add_claims(benches)
+    add_scoreboard(benches)
     dtmf = benches.add_parser(
         "dtmf", help="Goertzel's filters on the test set of the recipe dtmf", allow_abbrev=False
     )

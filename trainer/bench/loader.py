@@ -8,18 +8,20 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trainer.bench import pipelines
-from trainer.bench.against import chosen, version
+from trainer.bench.against import blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.bench.photographs import write_photographs
 from trainer.bench.pipelines import BATCH, SIDE, Epoch
-from trainer.data.files import Files, in_folder
+from trainer.data.files import in_folder
 from trainer.data.pack import PackSettings, pack
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 
@@ -28,23 +30,44 @@ IMAGES = 1024
 _STOCK = "torchvision"
 # Our pipelines, with the most CPU time per image that they may take of the stock one's.
 _ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
-_TARGETS = {_ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
+TARGETS = {_ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
 
 Check = tuple[str, float, float, str]
 
 
-@dataclass
-class _Pipeline:
-    """One way to load, in its own process."""
+@dataclass(frozen=True)
+class Pipeline:
+    """What one way to load came to.
 
-    process: ProcessPoolExecutor
-    epochs: list[Epoch] = field(default_factory=list)
-    pss: float = 0.0
+    Attributes:
+        epochs: One for each round.
+        pss: MiB of its process and workers, in the end.
+    """
+
+    epochs: tuple[Epoch, ...]
+    pss: float
 
     @property
     def cpu_us(self) -> float:
         """Median over the rounds."""
         return statistics.median(epoch.cpu_us for epoch in self.epochs)
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """What all ways came to.
+
+    Attributes:
+        pipelines: Ours as in `TARGETS`, then each library, by name.
+        device_us: CPU time per image of what the device does for ours: flip and normalise.
+    """
+
+    pipelines: Mapping[str, Pipeline]
+    device_us: float
+
+    def rest_us(self, name: str) -> float:
+        """What must be added to a pipeline's CPU time so that all have done the same."""
+        return self.device_us if name in TARGETS else 0.0
 
 
 def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -> int:
@@ -65,43 +88,80 @@ def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -
     libraries = list(chosen(against, "load"))
     if rounds < 1 or workers < 1:
         raise BadInputError("--rounds and --workers: give numbers from 1 on")
-    if not Path("/proc/self/schedstat").exists():
-        raise BadInputError("the CPU time of a process tree is read from /proc, which this machine lacks")
+    check_proc()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         images = _images(folder, work / "images")
-        records = in_folder(images)
-        _say_conditions(folder, records, rounds, workers)
-        pack(records, work / "pack", PackSettings(SHORT_SIDE))
-        pack(records, work / "raw", PackSettings(SHORT_SIDE, raw=True))
-        ways = {_ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
-        ways |= {f"{library} {version(library)}": (library, images) for library in libraries}
-        there = {}
-        try:
-            for label, (library, source) in ways.items():
-                there[label] = _Pipeline(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
-                there[label].process.submit(pipelines.start, library, source, work, workers).result()
-            for _ in range(rounds):
-                for pipeline in there.values():
-                    pipeline.epochs.append(pipeline.process.submit(pipelines.run).result())
-            for pipeline in there.values():
-                pipeline.pss = pipeline.process.submit(pipelines.pss).result()
-        finally:
-            for pipeline in there.values():
-                pipeline.process.submit(pipelines.stop)
-                pipeline.process.shutdown()
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            device_us = alone.submit(pipelines.device_side_us).result()
-            print(_table(there, device_us), flush=True)
-            checks = _ratios(there) + [
-                (what, alone.submit(measure, images).result(), target, unit)
-                for what, measure, target, unit in _CHECKS
-            ]
+        print(f"{conditions()}\n{about(folder, images, rounds, workers)}\n", flush=True)
+        times = measure_loading(images, work, libraries, rounds, workers)
+        print(_table(times), flush=True)
+        checks = _ratios(times.pipelines) + _measure_checks(images)
     print(f"\n{_HEAD_CHECKS}")
     for what, figure, target, unit in checks:
         verdict = "met" if figure <= target else "MISSED"
         print(f"| {what} | {figure:.3g} {unit} | {target:g} {unit} | {verdict} |")
     return EXIT_DONE if all(figure <= target for _, figure, target, _ in checks) else EXIT_FAILED
+
+
+def check_proc() -> None:
+    """Makes sure that CPU time can be measured.
+
+    Raises:
+        BadInputError: If not.
+    """
+    if not Path("/proc/self/schedstat").exists():
+        raise BadInputError("the CPU time of a process tree is read from /proc, which this machine lacks")
+
+
+def measure_loading(
+    images: Path, work: Path, libraries: Sequence[str], rounds: int, workers: int
+) -> LoadTimes:
+    """Runs our pipelines and the libraries' in turn, each in a process of its own.
+
+    Args:
+        images: Files by class; at least 128, of which a batch is 64.
+        work: A folder for packs and shards.
+        libraries: Names.
+        rounds: Epochs of each, after one that warms it up.
+        workers: Loader processes of each.
+    """
+    records = in_folder(images)
+    pack(records, work / "pack", PackSettings(SHORT_SIDE))
+    pack(records, work / "raw", PackSettings(SHORT_SIDE, raw=True))
+    ways = {_ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
+    ways |= {library: (library, images) for library in libraries}
+    there: dict[str, ProcessPoolExecutor] = {}
+    try:
+        for name, (library, source) in ways.items():
+            there[name] = _process()
+            with blamed(name):
+                there[name].submit(pipelines.start, library, source, work, workers).result()
+        epochs: dict[str, list[Epoch]] = {name: [] for name in there}
+        for _ in range(rounds):
+            for name, process in there.items():
+                with blamed(name):
+                    epochs[name].append(process.submit(pipelines.run).result())
+        memory = {name: process.submit(pipelines.pss).result() for name, process in there.items()}
+    finally:
+        for process in there.values():
+            with suppress(BrokenExecutor):
+                process.submit(pipelines.stop)
+            process.shutdown()
+    with _process() as alone:
+        device_us = alone.submit(pipelines.device_side_us).result()
+    return LoadTimes({name: Pipeline(tuple(epochs[name]), memory[name]) for name in there}, device_us)
+
+
+def _measure_checks(images: Path) -> list[Check]:
+    with _process() as alone:
+        return [
+            (what, alone.submit(measure, images).result(), target, unit)
+            for what, measure, target, unit in _CHECKS
+        ]
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 _CHECKS = (
@@ -127,23 +187,23 @@ def _images(folder: Path | None, here: Path) -> Path:
     return here
 
 
-def _ratios(there: dict[str, _Pipeline]) -> list[Check]:
-    stock = next((p for label, p in there.items() if label.startswith(_STOCK)), None)
-    if stock is None:
+def _ratios(there: Mapping[str, Pipeline]) -> list[Check]:
+    if _STOCK not in there:
         return []
     return [
-        (f"CPU per image, {label}, of {_STOCK}'s", there[label].cpu_us / stock.cpu_us, target, "x")
-        for label, target in _TARGETS.items()
+        (f"CPU per image, {name}, of {_STOCK}'s", there[name].cpu_us / there[_STOCK].cpu_us, target, "x")
+        for name, target in TARGETS.items()
     ]
 
 
-def _say_conditions(folder: Path | None, records: Files, rounds: int, workers: int) -> None:
+def about(folder: Path | None, images: Path, rounds: int, workers: int) -> str:
+    """What is loaded, and how often, in words."""
+    records = in_folder(images)
     source = "photographs of scikit-image and scikit-learn" if folder is None else str(folder)
     size = statistics.mean(len(records.read(sample)) for sample in range(len(records))) / 1e3
-    print(
-        f"{conditions()}\n{len(records)} images of {source}, {size:.1f} kB on average; batch {BATCH}, "
-        f"{SIDE} x {SIDE}, {workers} workers, {rounds} interleaved rounds\n",
-        flush=True,
+    return (
+        f"{len(records)} images of {source}, {size:.1f} kB on average; batch {BATCH}, {SIDE} x {SIDE}, "
+        f"{workers} workers, {rounds} interleaved rounds"
     )
 
 
@@ -154,14 +214,14 @@ _HEAD = (
 _HEAD_CHECKS = "| what | measured | target | |\n|---|---|---|---|"
 
 
-def _table(there: dict[str, _Pipeline], device_us: float) -> str:
+def _table(times: LoadTimes) -> str:
     rows = [_HEAD]
-    for label, pipeline in there.items():
+    for name, pipeline in times.pipelines.items():
         costs = [epoch.cpu_us for epoch in pipeline.epochs]
-        whole = pipeline.cpu_us + (device_us if label in _TARGETS else 0)
         speed = statistics.median(epoch.images_per_s for epoch in pipeline.epochs)
         rows.append(
-            f"| {label} | {pipeline.cpu_us:,.0f} | {min(costs):,.0f} to {max(costs):,.0f} | {whole:,.0f} "
+            f"| {name if name in TARGETS else titled(name)} | {pipeline.cpu_us:,.0f} "
+            f"| {min(costs):,.0f} to {max(costs):,.0f} | {pipeline.cpu_us + times.rest_us(name):,.0f} "
             f"| {speed:,.0f} | {pipeline.pss:,.0f} |"
         )
     return "\n".join(rows)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 
-import trainer
-from trainer.bench.against import chosen, version
+from trainer.bench.against import blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.between_windows import BetweenWindows
 from trainer.data.dataset import ArrayDataset, Dataset
@@ -246,6 +246,56 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
     return float(np.median(ordered)), low, high
 
 
+@dataclass(frozen=True)
+class HostTimes:
+    """Microseconds per step of each loop, float64 (rounds,).
+
+    Attributes:
+        steps: Of a round.
+        log_every: Windows between the trainer's rows of figures.
+        hand: By hand, with torch's own functions for clipping and for clearing gradients.
+        lean: By hand, without these two.
+        ours: The trainer's.
+        theirs: Of each library, by name.
+    """
+
+    steps: int
+    log_every: int
+    hand: Series
+    lean: Series
+    ours: Series
+    theirs: Mapping[str, Series]
+
+
+def measure_overhead(rounds: int, steps: int, libraries: Mapping[str, Callable[..., float]]) -> HostTimes:
+    """Times the loops in turn, on one thread.
+
+    Args:
+        rounds: Of all loops.
+        steps: Steps of a round.
+        libraries: `train_tiny` of each, by name.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    task, recipe = TinyTask(), tiny_recipe(steps)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            loops: list[Callable[[], float]] = [
+                lambda: by_hand(task, recipe.optim, steps),
+                lambda: by_hand(task, recipe.optim, steps, lean=True),
+                lambda: by_trainer(task, recipe, Path(folder)),
+                *(
+                    partial(_by_library, name, libraries[name], task, recipe.optim, steps)
+                    for name in libraries
+                ),
+            ]
+            times = interleaved(loops, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
+    return HostTimes(steps, recipe.log.every, hand, lean, ours, dict(zip(libraries, theirs, strict=True)))
+
+
 def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "") -> int:
     """Measures, prints and judges.
 
@@ -262,55 +312,42 @@ def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "")
     Raises:
         BadInputError: If a library isn't known or isn't there.
     """
-    others = chosen(against, "train_tiny")
+    libraries = chosen(against, "train_tiny")
     if rounds < 1 or steps < 1:
         print("nothing measured: --rounds and --steps must be at least 1")
         return EXIT_NOT_MEASURED
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    task, recipe = TinyTask(), tiny_recipe(steps)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            loops: list[Callable[[], float]] = [
-                lambda: by_hand(task, recipe.optim, steps),
-                lambda: by_hand(task, recipe.optim, steps, lean=True),
-                lambda: by_trainer(task, recipe, Path(folder)),
-                *(partial(_by_library, measure, task, recipe.optim, steps) for measure in others.values()),
-            ]
-            times = interleaved(loops, rounds)
-    finally:
-        torch.set_num_threads(threads)
-    hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
-    more, low, high = median_interval((ours - hand).tolist())
-    over_lean, lean_low, lean_high = median_interval((ours - lean).tolist())
+    times = measure_overhead(rounds, steps, libraries)
+    more, low, high = median_interval((times.ours - times.hand).tolist())
+    over_lean, lean_low, lean_high = median_interval((times.ours - times.lean).tolist())
     verdict = "met" if high <= target_us else "MISSED" if low > target_us else "undecided: more --rounds"
     print(
         f"{conditions()}\n"
         f"median of {rounds} interleaved rounds of {steps} steps, 1 thread, us per step\n"
         "(a difference is the median of the differences of each round):\n"
-        f"  by hand      {np.median(hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
-        f"  by hand, lean{np.median(lean):8.1f}   neither: what they do, inlined for this model\n"
-        f"  trainer      {np.median(ours):8.1f}   with a row of figures every {recipe.log.every} windows\n"
+        f"  by hand      {np.median(times.hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
+        f"  by hand, lean{np.median(times.lean):8.1f}   neither: what they do, inlined for this model\n"
+        f"  trainer      {np.median(times.ours):8.1f}   "
+        f"with a row of figures every {times.log_every} windows\n"
         f"  trainer - by hand       {more:8.1f}   95 % interval {low:.1f} to {high:.1f}\n"
         f"  trainer - by hand, lean {over_lean:8.1f}   95 % interval {lean_low:.1f} to {lean_high:.1f}\n"
         f"  target       {target_us:8.1f}   over by hand: {verdict}"
     )
-    if others:
-        print(_table(hand, {"trainer": ours, **dict(zip(others, theirs, strict=True))}))
+    if libraries:
+        print(_table(times))
     return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
 
 
 def _by_library(
-    measure: Callable[[TinySteps], float], task: TinyTask, optim: OptimConfig, steps: int
+    name: str, measure: Callable[[TinySteps], float], task: TinyTask, optim: OptimConfig, steps: int
 ) -> float:
-    return measure(TinySteps(task, optim, steps))
+    with blamed(name):
+        return measure(TinySteps(task, optim, steps))
 
 
-def _table(hand: Series, loops: Mapping[str, Series]) -> str:
+def _table(times: HostTimes) -> str:
     rows = ["", "| loop | us per step | over by hand | 95 % interval |", "|---|---|---|---|"]
-    rows.append(f"| by hand | {np.median(hand):.1f} | | |")
-    for name, series in loops.items():
-        label = f"trainer {trainer.__version__}" if name == "trainer" else f"{name} {version(name)}"
-        more, low, high = median_interval((series - hand).tolist())
-        rows.append(f"| {label} | {np.median(series):.1f} | {more:.1f} | {low:.1f} to {high:.1f} |")
+    rows.append(f"| by hand | {np.median(times.hand):.1f} | | |")
+    for name, series in {"trainer": times.ours, **times.theirs}.items():
+        more, low, high = median_interval((series - times.hand).tolist())
+        rows.append(f"| {titled(name)} | {np.median(series):.1f} | {more:.1f} | {low:.1f} to {high:.1f} |")
     return "\n".join(rows)

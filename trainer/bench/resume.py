@@ -6,7 +6,7 @@ everything new as in a new process, goes on from them; each of its steps is comp
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import trainer
-from trainer.bench.against import chosen, version
+from trainer.bench.against import blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.bench.cut_run import BATCH, BATCHES, EPOCHS, FEATURES, RATE, Resumed, Steps, arrays, small_model
 from trainer.checkpoint.store import newest_good, write
@@ -143,6 +142,35 @@ def judge(resumed: Resumed, cut: int) -> Score:
     )
 
 
+class Judged(NamedTuple):
+    """What came of a cut.
+
+    Attributes:
+        name: The library's, or "trainer".
+        variant: Where there are several ways, which one.
+        cut: After so many updates.
+        score: How the runs differ.
+        note: How the library was used.
+    """
+
+    name: str
+    variant: str
+    cut: int
+    score: Score
+    note: str
+
+
+def measure_cuts(
+    name: str, measure: Callable[[int], list[Resumed]], cuts: tuple[int, ...]
+) -> Iterator[Judged]:
+    """A library's `resume`, or the trainer's, after each of some cuts."""
+    for cut in cuts:
+        with blamed(name):
+            found = measure(cut)
+        for resumed in found:
+            yield Judged(name, resumed.variant, cut, judge(resumed, cut), resumed.way)
+
+
 def bench_resume(against: str = "") -> int:
     """Measures, prints a table and judges.
 
@@ -156,19 +184,16 @@ def bench_resume(against: str = "") -> int:
     Raises:
         BadInputError: If a library isn't known or isn't there.
     """
-    own = f"trainer {trainer.__version__}"
-    libraries = {own: resume} | {f"{n} {version(n)}": run for n, run in chosen(against, "resume").items()}
+    ways: dict[str, Callable[[int], list[Resumed]]] = {"trainer": resume, **chosen(against, "resume")}
     print(f"{conditions()}\n\n{_HEAD}", flush=True)
     scores, notes = [], []
-    for library, measure in libraries.items():
-        for cut in CUTS:
-            for resumed in measure(cut):
-                label = ", ".join(filter(None, (library, resumed.variant)))
-                score = judge(resumed, cut)
-                if library == own:
-                    scores.append(score)
-                print(_row(label, cut, score), flush=True)
-                notes.append(f"{label}: {resumed.way}")
+    for name, measure in ways.items():
+        for judged in measure_cuts(name, measure, CUTS):
+            label = ", ".join(filter(None, (titled(name), judged.variant)))
+            if name == "trainer":
+                scores.append(judged.score)
+            print(_row(label, judged.cut, judged.score), flush=True)
+            notes.append(f"{label}: {judged.note}")
     print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
     if not all(score.due for score in scores):
         print("nothing measured: the trainer made no update after a cut")

@@ -9,6 +9,7 @@ once on its way into x and y. Rounds are interleaved.
 
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer.bench.conditions import conditions
-from trainer.bench.overhead import interleaved, median_interval
+from trainer.bench.overhead import Series, interleaved, median_interval
 from trainer.data.loader import LoaderConfig, RingLoader, Source
 from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
@@ -24,6 +25,8 @@ from trainer.plan import Plan, Share
 
 _LENGTH, _BATCH = 1024, 32
 _VOCABULARY = 50257
+
+NANOGPT = "get_batch as in nanoGPT"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,6 +68,36 @@ def token_loader(file: Path, batches: int) -> RingLoader:
     return RingLoader(Source(data, Share(plan)), torch.device("cpu"), 0, LoaderConfig(workers=0))
 
 
+@dataclass(frozen=True)
+class TokenTimes:
+    """Seconds of processor time for a batch of 32 x 1024 tokens, float64 (rounds,).
+
+    Attributes:
+        theirs: nanoGPT's manner.
+        ours: The trainer's loader, without workers.
+    """
+
+    theirs: Series
+    ours: Series
+
+
+def measure_tokens(rounds: int, batches: int, megabytes: int) -> TokenTimes:
+    """Times both in turn, on one thread; see `bench_tokens`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "random.bin")
+            random = np.random.Generator(np.random.Philox(0))
+            random.integers(0, _VOCABULARY, megabytes * 500_000, np.uint16).tofile(file)
+            loader = token_loader(file, batches)
+            loops = [partial(by_get_batch, file, batches // 10), partial(by_trainer, loader, batches)]
+            theirs, ours = (np.array(series) for series in interleaved(loops, rounds))
+    finally:
+        torch.set_num_threads(threads)
+    return TokenTimes(theirs / (batches // 10), ours / batches)
+
+
 def bench_tokens(rounds: int = 20, batches: int = 1000, megabytes: int = 100, target: float = 8.0) -> int:
     """Measures, prints and judges.
 
@@ -80,26 +113,15 @@ def bench_tokens(rounds: int = 20, batches: int = 1000, megabytes: int = 100, ta
     if rounds < 1 or batches < 10 or megabytes < 1:
         print("nothing measured: --rounds and --megabytes must be at least 1, --batches at least 10")
         return EXIT_NOT_MEASURED
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "random.bin")
-            random = np.random.Generator(np.random.Philox(0))
-            random.integers(0, _VOCABULARY, megabytes * 500_000, np.uint16).tofile(file)
-            loader = token_loader(file, batches)
-            loops = [partial(by_get_batch, file, batches // 10), partial(by_trainer, loader, batches)]
-            theirs, ours = (np.array(series) for series in interleaved(loops, rounds))
-    finally:
-        torch.set_num_threads(threads)
-    theirs, ours = theirs / (batches // 10), ours / batches
-    ratio, low, high = median_interval((theirs / ours).tolist())
+    times = measure_tokens(rounds, batches, megabytes)
+    ratio, low, high = median_interval((times.theirs / times.ours).tolist())
     verdict = "met" if low >= target else "MISSED" if high < target else "undecided: more --rounds"
+    per_batch = _BATCH * _LENGTH / 1e6
     rows = [
         f"| {name} | {np.median(speed):,.0f} | {speed.min():,.0f} to {speed.max():,.0f} | {more} |"
         for name, speed, more in (
-            ("get_batch as in nanoGPT", _BATCH * _LENGTH / theirs / 1e6, "1"),
-            ("trainer, no workers", _BATCH * _LENGTH / ours / 1e6, f"{ratio:.1f} ({low:.1f} to {high:.1f})"),
+            (NANOGPT, per_batch / times.theirs, "1"),
+            ("trainer, no workers", per_batch / times.ours, f"{ratio:.1f} ({low:.1f} to {high:.1f})"),
         )
     ]
     print(

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
+import trainer
 from trainer.errors import BadInputError
 from trainer.suggest import nearest
 
 # Name on the command line (and of the module) -> name of the distribution.
-_DISTRIBUTIONS = {
+LIBRARIES = {
     "lightning": "lightning",
     "fabric": "lightning",
     "accelerate": "accelerate",
@@ -32,9 +33,40 @@ class NotMeasured(Exception):  # noqa: N818
     """A library can't be measured on a case; the message says why, and the bench goes on without it."""
 
 
+class LibraryFailed(Exception):  # noqa: N818
+    """What a library did ended in an error; the message is that error's type and first line.
+
+    Attributes:
+        name: The library's.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)  # both, or it couldn't be handed over to another process
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+@contextmanager
+def blamed(name: str) -> Iterator[None]:
+    """Puts a library's name on whatever goes wrong while it works.
+
+    Raises:
+        LibraryFailed: For any error but those that aren't its own.
+    """
+    try:
+        yield
+    except (BadInputError, NotMeasured):
+        raise
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        raise LibraryFailed(name, ": ".join(filter(None, (type(error).__name__, words)))) from error
+
+
 def offering(function: str) -> dict[str, Callable[..., Any]]:
     """The libraries whose module has this function, by name."""
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in _DISTRIBUTIONS}
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in LIBRARIES}
     return {name: getattr(module, function) for name, module in modules.items() if hasattr(module, function)}
 
 
@@ -63,12 +95,26 @@ def version(name: str) -> str:
         BadInputError: If it isn't.
     """
     try:
-        return metadata.version(_DISTRIBUTIONS[name])
+        return metadata.version(LIBRARIES[name])
     except metadata.PackageNotFoundError as error:
         raise BadInputError(
-            f"--against {name}: {_DISTRIBUTIONS[name]} is not installed; install the libraries with "
+            f"--against {name}: {LIBRARIES[name]} is not installed; install the libraries with "
             '`pip install .[bench]` or `make venv GROUPS="train bench"`'
         ) from error
+
+
+def installed(name: str) -> bool:
+    """Whether a library is there."""
+    try:
+        version(name)
+    except BadInputError:
+        return False
+    return True
+
+
+def titled(name: str) -> str:
+    """A library, or the trainer itself, with its version."""
+    return f"{name} {trainer.__version__ if name == 'trainer' else version(name)}"
 
 
 @contextmanager
