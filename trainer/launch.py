@@ -132,13 +132,15 @@ def _here() -> str:
     """What this host calls itself without asking a name service.
 
     torch asks one for the name of 127.0.0.1, which it writes as an IPv6 address that no hosts file has; where
-    none answers that takes ten seconds at each connection. `localhost` is another address first, with a name.
+    none answers that takes ten seconds at each connection. `localhost` is ::1 first, which has a name; where
+    there is no IPv6 it is 127.0.0.1 again, if the hosts file says so.
     """
     try:
-        known = Path("/etc/hosts").read_text().split()
+        lines = [line.partition("#")[0].split() for line in Path("/etc/hosts").read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
-        known = []
-    return "localhost" if "localhost" in known else "127.0.0.1"
+        lines = []
+    known = any(line[:1] == ["127.0.0.1"] and "localhost" in line for line in lines)
+    return "localhost" if known else "127.0.0.1"
 
 
 def say(text: str) -> None:

@@ -238,7 +238,8 @@ def replicate(
         find_unused_parameters=config.find_unused_parameters,
         **_WITHOUT_BUFFERS,
     )
-    # Compiled code gives 1 x 1 kernels the strides of channels_last: other numbers for the same layout.
+    # Compiled code gives 1 x 1 kernels the strides of channels_last: other numbers for the same layout. torch
+    # says so once in a process; a real difference after that it would not say either.
     warnings.filterwarnings("ignore", r"Grad strides do not match(.|\n)*sizes\(\) = \[\d+, \d+, 1, 1\]")
     replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
     if not (config.static_graph or config.find_unused_parameters):

@@ -10,7 +10,7 @@ from trainer.bench.photographs import write_photographs
 
 pytestmark = pytest.mark.container
 
-# The promise is a hundred (docs/results/tune.md); each takes some ten seconds.
+# Of each kind; the promise is a hundred (docs/results/tune.md); each takes some ten seconds.
 RUNS = int(os.environ.get("TRAINER_FIT_RUNS", "3"))
 LIMITS = ["--cpus=2", "--memory=2g", "--memory-swap=2g", "--shm-size=64m", "--network=none"]
 # Photographs; a model small enough that what it needs itself, with torch for launcher and rank, leaves room.
