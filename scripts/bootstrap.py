@@ -189,6 +189,13 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
     lock = ROOT / (stack if "/" in stack else f"stacks/{stack}") / "wheels.lock"
     if not lock.exists():
         stop(f"no stack {stack!r}: {lock} is missing")
+    # Its lock holds only what conda lacks: installed here, that would take torch away.
+    described = lock.with_name("stack.toml")
+    if described.exists() and 'kind = "conda"' in described.read_text():
+        stop(
+            f"STACK={stack} is conda's, which {venv.path.name} can't hold: make image STACK={stack}, or "
+            f"conda env create -f stacks/{stack}/environment.yml"
+        )
     wheels = read_lock(lock.read_text())
     source = hashlib.sha256(lock.read_bytes()).hexdigest()  # the manifests of runs tell it
     unknown = set(groups) - {group for wheel in wheels for group in wheel.groups}

@@ -31,7 +31,10 @@ def container(image: str, data: str) -> tuple[list[str], str]:
     except BadInputError as error:
         return [], str(error)
     if not has_image(image):
-        return [], f"no image {image}; make image builds it"
+        return (
+            [],
+            f"no image {image}; make image STACK={image.partition(':')[2].removesuffix('-train')} builds it",
+        )
     gpus = host_gpus()
     visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     seen = container_gpus(image)[0] if visible else []

@@ -78,7 +78,7 @@ def decide(facts: Facts) -> tuple[bool, str]:
         BadInputError: If what was asked for can't be had.
     """
     if facts.runtime not in ("auto", "local", "container"):
-        raise BadInputError(f"RUNTIME is auto, local or container, not {facts.runtime!r}")
+        raise BadInputError(f"RUNTIME is auto, local (.venv) or container, not {facts.runtime!r}")
     lacking = "RUNTIME=local" if facts.runtime == "local" else _lacking(facts)
     if not lacking:
         every = f", and it sees every GPU ({len(facts.gpus)})" if facts.gpus else ""
@@ -99,7 +99,8 @@ def _lacking(facts: Facts) -> str:
         return facts.engine
     if not facts.present:
         named = f"IMAGE={facts.image} can't be pulled" if facts.given else f"no image {facts.image}"
-        return named if facts.given else f"{named}; make image builds it"
+        stack = facts.image.partition(":")[2].removesuffix("-train")
+        return named if facts.given else f"{named}; make image STACK={stack} builds it"
     unseen = facts.gpus - facts.seen
     if unseen:
         some = f"a container sees {len(facts.gpus) - len(unseen)} of {len(facts.gpus)} GPUs"
@@ -173,12 +174,16 @@ def docker_words(
 
 
 def outside(words: Sequence[str], data: str) -> str:
-    """The first path among a request's words that exists outside this folder and DATA, or ""."""
-    for word in words:
+    """The first path among a request's words that lies outside this folder and DATA, or "".
+
+    Of other words than --out only what exists, or could be made, is taken for a path.
+    """
+    known = [ROOT, *([Path(data).resolve()] if data else [])]
+    for before, word in zip(["", *words], words, strict=False):
         path = word.rpartition("=")[2]
         there = (ROOT / path).resolve() if path.startswith(("/", "../")) else ROOT
-        known = [ROOT, *([Path(data).resolve()] if data else [])]
-        if (there.exists() or there.parent.exists()) and not any(there.is_relative_to(one) for one in known):
+        is_path = "--out" in (before, word.partition("=")[0]) or there.exists() or there.parent.exists()
+        if is_path and not any(there.is_relative_to(one) for one in known):
             return path
     return ""
 
@@ -310,15 +315,38 @@ def up(options: argparse.Namespace) -> None:
     compose += ["-f", GPU_FILE] if seen else []
     environment["TRAINER_IMAGE_DIGEST"] = image_digest(image)
     compose += ["up", "--detach", "--wait", "--no-build", *options.words]
+    if listed:  # begun by Compose alone, say, which doesn't tell them the image's digest
+        say(f"what runs already stays as it is ({', '.join(listed)}): make down first to start it anew")
+        compose.append("--no-recreate")
     show(compose)
     if code := subprocess.call(compose, env=environment):
+        _say_why()
         raise SystemExit(code)
     logs = call("docker", "compose", "logs", "--no-log-prefix", "jupyter").stdout
     # It names its address inside the container, too.
-    port = os.environ.get("JUPYTER_PORT") or PORTS["JUPYTER_PORT"]
+    port = _published("jupyter", "8888") or os.environ.get("JUPYTER_PORT") or PORTS["JUPYTER_PORT"]
     urls = re.findall(rf"http://127\.0\.0\.1:{port}/lab\?token=\S+", logs)
+    if os.environ.get("JUPYTER_TOKEN"):  # JupyterLab doesn't print a token that it was given
+        urls = [f"http://127.0.0.1:{port}/lab, with your JUPYTER_TOKEN"]
     print(f"\nJupyterLab   {urls[-1] if urls else 'docker compose logs jupyter shows its address'}")
-    print(f"TensorBoard  http://127.0.0.1:{os.environ.get('TENSORBOARD_PORT') or PORTS['TENSORBOARD_PORT']}")
+    port = (
+        _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
+    )
+    print(f"TensorBoard  http://127.0.0.1:{port}")
+
+
+def _published(service: str, inside: str) -> str:
+    """The host's port of a service: Compose also reads .env."""
+    return call("docker", "compose", "port", service, inside).stdout.strip().rpartition(":")[2]
+
+
+def _say_why() -> None:
+    """Tells what services said last that have ended, which Compose doesn't."""
+    ended = call("docker", "compose", "ps", "--services", "--status", "exited").stdout.split()
+    for service in ended:
+        last = call("docker", "compose", "logs", "--no-log-prefix", "--tail", "1", service).stdout.strip()
+        print(f"runtime: error: {service}: {last}", file=sys.stderr)
+    print("runtime: what did start still runs; make down ends it", file=sys.stderr)
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ CHOICES: list[tuple[Facts, bool | None, str]] = [
     (READY, True, "it sees every GPU (2)"),
     (replace(READY, runtime="container"), True, "it sees every GPU (2)"),
     (replace(READY, runtime="local"), False, "RUNTIME=local"),
-    (replace(READY, present=False), False, "no image trainer:x-train; make image builds it"),
+    (replace(READY, present=False), False, "no image trainer:x-train; make image STACK=x builds it"),
     (replace(READY, present=False, given=True), False, "IMAGE=trainer:x-train can't be pulled"),
     (replace(READY, engine="no engine here"), False, "no engine here"),
     (replace(READY, seen=frozenset({"GPU-1"})), False, "a container sees 1 of 2 GPUs"),
@@ -154,7 +154,7 @@ CHOICES: list[tuple[Facts, bool | None, str]] = [
     (replace(READY, runtime="container", present=False), None, "RUNTIME=container: no image"),
     (replace(READY, runtime="container", engine="no engine here"), None, "RUNTIME=container: no engine here"),
     (replace(READY, runtime="container", seen=frozenset()), None, "sees 0 of 2 GPUs"),
-    (replace(READY, runtime="podman"), None, "auto, local or container, not 'podman'"),
+    (replace(READY, runtime="podman"), None, "auto, local (.venv) or container, not 'podman'"),
     (replace(READY, present=False, conda="c"), None, "conda env create -f stacks/c/environment.yml"),
     (replace(READY, runtime="local", conda="c"), None, "STACK=c is conda's"),
     (replace(READY, conda="c"), True, "trainer:x-train is here"),
@@ -209,6 +209,10 @@ def test_paths_that_a_container_does_not_see(tmp_path: Path) -> None:
     assert outside(["digits", "--set", f"data.path={tmp_path}/a"], str(tmp_path)) == ""
     assert outside(["digits", "--out", f"{ROOT}/runs/a", "--set", "optim.lr=0.1"], "") == ""
     assert outside(["../x.yaml"], "") == "../x.yaml"
+    # What isn't there yet, but is to be written.
+    assert outside(["digits", "--out", "/not/there/yet"], "") == "/not/there/yet"
+    assert outside(["digits", "--out=/not/there/yet"], "/not") == ""
+    assert outside(["digits", "--set", "x=/not/there/yet"], "") == ""
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -277,7 +281,9 @@ def test_in_venv(machine: Machine) -> None:
 def test_no_image_is_built_or_pulled_unasked(machine: Machine) -> None:
     machine.engine(image_inspect=(1, "", "No such image"))
     out, _ = machine.run("train", "--", "digits", code=75)
-    assert out.startswith("runtime: .venv: no image trainer:torch2.9-cu128-train; make image builds it\n")
+    assert out.startswith(
+        "runtime: .venv: no image trainer:torch2.9-cu128-train; make image STACK=torch2.9-cu128 builds it\n"
+    )
     assert {words[0] for words in machine.asked()} == {"version", "image"}
 
 
@@ -404,7 +410,7 @@ def test_no_buildkit_and_no_space(machine: Machine, monkeypatch: pytest.MonkeyPa
         ),
         (["up", "--stack", "zzz"], "no stack 'zzz'; there are pytorch-cuda-11.8, "),
         (["train", "--gpus", "2", "--", "digits"], "GPUS=2: nvidia-smi shows none here; leave GPUS out"),
-        (["train", "--runtime", "podman", "--", "digits"], "auto, local or container, not 'podman'"),
+        (["train", "--runtime", "podman", "--", "digits"], "auto, local (.venv) or container, not 'podman'"),
         (["train", "--stack", "pytorch-cuda-12.4", "--", "digits"], "make image STACK=pytorch-cuda-12.4"),
     ],
 )
@@ -522,7 +528,7 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     out, _ = machine.run("up")
     assert "runtime: with scripts/compose/gpu.yml: containers see 2 GPUs" in out
     files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
-    assert machine.asked()[-2][:6] == ["compose", *files, "up"]
+    assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
 
 
 @pytest.mark.usefixtures("ports")
@@ -535,6 +541,41 @@ def test_up_builds_what_is_missing_and_says_so(machine: Machine) -> None:
     assert "there/x:1 can't be had" in machine.refused("up", "--image", "there/x:1")
 
 
+@pytest.mark.usefixtures("ports")
+def test_up_prints_the_ports_that_compose_took(machine: Machine) -> None:
+    said = "http://127.0.0.1:8888/lab?token=in http://127.0.0.1:18888/lab?token=out"
+    machine.engine(**{"compose logs": (0, said, ""), "compose port": (0, "127.0.0.1:18888\n", "")})
+    out, _ = machine.run("up")
+    assert "http://127.0.0.1:18888/lab?token=out\n" in out
+    assert "TensorBoard  http://127.0.0.1:18888\n" in out
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_says_why_a_service_did_not_start(machine: Machine) -> None:
+    machine.engine(
+        **{
+            "compose -f docker-compose.yml up": (1, "", ""),
+            "compose ps": (0, "ssh\n", ""),
+            "compose logs": (0, "entrypoint: no authorised key\n", ""),
+        }
+    )
+    _, err = machine.run("up", code=1)
+    assert "runtime: error: ssh: entrypoint: no authorised key\n" in err
+    assert "make down" in err
+
+
+@pytest.mark.usefixtures("ports")
+def test_up_does_not_invent_a_token(machine: Machine) -> None:
+    machine.engine(
+        **{"compose logs": (0, f"http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab?token=...", "")}
+    )
+    machine.env["JUPYTER_TOKEN"] = "mine"
+    out, _ = machine.run("up")
+    assert (
+        f"JupyterLab   http://127.0.0.1:{machine.env['JUPYTER_PORT']}/lab, with your JUPYTER_TOKEN\n" in out
+    )
+
+
 def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) -> None:
     machine.engine()
     with socket.socket() as taken:
@@ -542,7 +583,9 @@ def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) ->
         taken.listen()
         assert f"port {ports['JUPYTER_PORT']} of 127.0.0.1 is taken" in machine.refused("up")
         machine.engine(**{"compose -f docker-compose.yml ps": (0, "jupyter\n", "")})
-        machine.run("up")  # taken by itself
+        out, _ = machine.run("up")  # taken by itself
+        assert "what runs already stays as it is (jupyter)" in out
+        assert machine.asked()[-4][-1] == "--no-recreate"
 
 
 def test_shell(machine: Machine) -> None:

@@ -228,10 +228,10 @@ class BetweenWindows:
                     f"--stop-after {done}: no checkpoint could be written; make room on the disk"
                 )
             raise Requeue(f"stopped after window {done} as asked; without --stop-after it goes on {where}")
-        name = signal.Signals(number)
+        name, how = signal.Signals(number), "(without --out: with --resume newest)"
         if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}")
+        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where} {how}")
 
 
 def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:

@@ -1,6 +1,7 @@
 """What a run says at its start and at its end, and what it leaves then."""
 
 import math
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,7 +77,7 @@ def finish(
         )
     display.close()
     programs = Path(sys.executable).parent
-    board = f"{shown(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
+    board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
     display.say(
         f"\n  {metric:<12} {figures[metric]:.4f}\n"
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
@@ -84,9 +85,16 @@ def finish(
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
-        f"{shown(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
+        f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
     )
+
+
+def _as_typed(program: Path) -> str:
+    """A program by its name, if that is the one that a shell finds; in the image it lies elsewhere."""
+    found = shutil.which(program.name)
+    other = found is None or (program.exists() and not program.samefile(found))
+    return str(shown(program)) if other else program.name
 
 
 def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
