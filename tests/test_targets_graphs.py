@@ -1,7 +1,10 @@
 """Promise: replayed graphs overwrite nothing that a step still needs, and their target has a command."""
 
+import contextlib
 import json
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +13,14 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.toys import TokenTask, assemble_alone, make_recipe
+from trainer import explain
 from trainer.bench import targets, targets_graphs
 from trainer.bench.targets_graphs import SmallTask, graphs, small_recipe
 from trainer.bench.targets_parts import main
 from trainer.compiling import missing_for_compiling
 from trainer.errors import BadInputError
+from trainer.guard import Guard
+from trainer.observe.trace import read_trace
 from trainer.step import Training, train_window
 
 CPU = torch.device("cpu")
@@ -116,7 +122,7 @@ def test_both_loops_run_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["mode"] == "default"
 
 
-def test_both_loops_do_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many updates with the same rates, clipping and decay: they end with the same weights."""
     models: list[nn.Module] = []
     original = SmallTask.model
@@ -130,10 +136,48 @@ def test_both_loops_do_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SmallTask(4, 8)
     task.x[:], task.y[:] = task.x[:1], task.y[:1]  # all samples alike, so that their order says nothing
     recipe = small_recipe("none", 4, 20)
-    targets_graphs.by_trainer(task, recipe, CPU, 20)()
+    with contextlib.ExitStack() as stack:
+        targets_graphs.by_trainer(task, recipe, CPU, 20, tmp_path, stack)()
     targets_graphs.by_hand(task, recipe, CPU, 20, compiled=False)()
     ours, hand = (list(model.parameters()) for model in models)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, hand, strict=True))
+
+
+def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed are rows, fingerprints, explanations, the watching thread and what comes between windows."""
+    monkeypatch.setattr(explain, "_PAUSE_S", 0.0)
+    looked: list[int] = []
+    original = Guard.look
+
+    def look(self: Guard, done: int, now: bool = False) -> Any:
+        looked.append(done)
+        return original(self, done, now)
+
+    monkeypatch.setattr(Guard, "look", look)
+    watching = threads("machine")
+    with contextlib.ExitStack() as stack:
+        recipe = small_recipe("none", 4, 100)
+        turn = targets_graphs.by_trainer(SmallTask(4, 8), recipe, CPU, 50, tmp_path, stack)
+        for _ in range(2):
+            turn()
+        assert threads("machine") == watching + 1
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert threads("machine") == watching
+    figures = [row for row in rows if row["kind"] == "train"]
+    assert [row["window"] for row in figures] == [50, 100] and looked == list(range(1, 101))
+    assert all(row.keys() >= {"loss", "time/wall", "time/gc", "samples_per_s"} for row in figures)
+    assert [row["window"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
+    trace, names, bad = read_trace(tmp_path / "trace.jsonl")
+    assert not bad and [(row.window, len(row.tensors)) for row in trace] == [
+        (50, len(names)),
+        (100, len(names)),
+    ]
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"train/loss" in events.read_bytes()
+
+
+def threads(name: str) -> int:
+    return [thread.name for thread in threading.enumerate()].count(name)
 
 
 @pytest.mark.parametrize("allocator", ["managed", "async"])
