@@ -4,9 +4,9 @@ The model's kernels are so short that launching one after the other takes longer
 CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`, which replays its forward and
 its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
 The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
-there. The trainer's does all that it does in a run between evaluations and checkpoints: guards, fingerprints
-of the weights, a row of figures every 50 windows into JSONL and TensorBoard and judged, and a thread that
-watches the machine. That thread lives as long as the loop, so it also wakes up while the others are timed.
+there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
+guards, fingerprints of the weights, a row of figures every 50 windows into JSONL and TensorBoard and judged,
+and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all loops.
 """
 
 import math
