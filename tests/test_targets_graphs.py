@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.func import functional_call
 
 from tests.toys import TokenTask, make_recipe
@@ -104,7 +105,7 @@ def test_what_a_replay_overwrites_is_not_needed_any_more(sections: dict[str, Any
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
     """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
