@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.counting import counting, of, tiny_windows
+from tests.counting import counting, of, skip_with_another_torch, tiny_windows
 
 # Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1 (0.891 with the
 # Python that Debian builds). After a change that is worth its price `make test ARGS="-k instructions -s"`
@@ -49,6 +49,7 @@ def instructions(folder: Path, program: Path) -> list[int]:
 
 
 def test_the_instructions_of_a_step(tmp_path: Path) -> None:
+    skip_with_another_torch()
     wanted = ("valgrind", "gcc")
     if missing := [name for name in wanted if shutil.which(name) is None]:
         assert "TRAINER_REQUIRE_CALLGRIND" not in os.environ, missing
@@ -79,6 +80,8 @@ def test_a_window_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> N
     assert between == between[:1] * len(between), [count - between[0] for count in between]
     one = between[0]
     assert not of(one, "open") and not of(one, "waits")
+    assert of(one, "aten") and of(one, "copied")
+    skip_with_another_torch()
     assert sum(of(one, "aten").values()) == OPERATORS, one
     assert sum(of(one, "copied").values()) == COPIED, of(one, "copied")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.autograd.profiler import profile
 
-from tests.counting import counting, of, tiny_windows
+from tests.counting import counting, of, skip_with_another_torch, tiny_windows
 from tests.toys import assemble_alone
 from trainer.config import override, read_recipe, validated
 from trainer.data.ring import Ring
@@ -46,8 +46,10 @@ def test_a_window_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> Non
         tiny_windows(tmp_path, 100, done)
     sizes = changes(counted)
     taken = [size for size in sizes if size > 0]
-    assert (len(taken), sum(taken)) == (ALLOCATIONS * len(_COUNTED), ALLOCATED * len(_COUNTED))
+    assert len(taken) >= len(_COUNTED), "the windows weren't looked at"
     assert sum(sizes) == 0, "tensors stay"
+    skip_with_another_torch()
+    assert (len(taken), sum(taken)) == (ALLOCATIONS * len(_COUNTED), ALLOCATED * len(_COUNTED))
 
 
 def changes(counted: profile) -> list[int]:
@@ -80,6 +82,7 @@ def test_nothing_of_pythons_grows_from_window_to_window(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         gc.unfreeze()
+    assert all(kept), "not every look was taken"
     growth = np.diff(np.array(kept))
     # A list that gets None in each window would take 800 bytes more each time. The median, because another
     # thread may keep something, once.
@@ -114,6 +117,7 @@ def test_the_bytes_that_a_window_of_the_digits_copies(resident: bool) -> None:
     batch = (64 * 8 * 8 + 64 * 8) if resident else 0  # images and labels, gathered; or they lie in the ring
     assert copied.get("copied aten.index_select.default", 0) == batch
     assert copied["copied aten._to_copy.default"] == 4 * 64 * 8 * 8  # to float32, once
+    skip_with_another_torch()
     assert sum(copied.values()) == COPIED_BY_DIGITS + batch, copied
 
 

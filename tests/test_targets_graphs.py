@@ -1,20 +1,31 @@
 """Promise: replayed graphs overwrite nothing that a step still needs, and their target has a command."""
 
+import contextlib
 import json
 import math
+import threading
+from collections.abc import Iterator
+from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.func import functional_call
 
-from tests.toys import TokenTask, assemble_alone, make_recipe
+from tests.toys import TokenTask, make_recipe
+from trainer import explain
 from trainer.bench import targets, targets_graphs
 from trainer.bench.targets_graphs import SmallTask, graphs, small_recipe
 from trainer.bench.targets_parts import main
 from trainer.compiling import missing_for_compiling
 from trainer.errors import BadInputError
+from trainer.guard import Guard
+from trainer.observe.trace import read_trace
+from trainer.parallel import World, replicate
+from trainer.run import assemble
 from trainer.step import Training, train_window
 
 CPU = torch.device("cpu")
@@ -53,15 +64,17 @@ class _Replay(torch.autograd.Function):
         return None, None, *(ctx.owner.put(number, one) for number, one in enumerate(gradients))
 
 
-def trained(replayed: bool, micro_batch: int, **sections: Any) -> tuple[Training, list[torch.Tensor]]:
+def trained(
+    replayed: bool, micro_batch: int, group: dist.ProcessGroup | None = None, **sections: Any
+) -> tuple[Training, list[torch.Tensor]]:
     recipe = make_recipe(
         epochs=3, data={"global_batch": 8, "micro_batch": micro_batch}, ema={"decay": 0.9}, **sections
     )
-    parts = assemble_alone(recipe, TokenTask(40))
+    parts = assemble(recipe, TokenTask(40), World(0, 1, 0, CPU, group), 0)
     t = parts.training
     t.cuda_graphs = replayed
     if replayed:
-        t.replica = Replayed(t.model)
+        t.replica = replicate(Replayed(t.model), group, recipe.parallel, CPU)
     t.__post_init__()
     batches = parts.loader(t.share.batches())
     for window in range(t.share.plan.windows):
@@ -87,6 +100,27 @@ def test_what_a_replay_overwrites_is_not_needed_any_more(sections: dict[str, Any
     # One shard's gradients are used where the graph has put them; several are added up elsewhere.
     assert t.keeps_gradients == (micro_batch < 8)
     assert all((p.grad is not None) == t.keeps_gradients for p in t.parameters)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4])
+def test_ddp_has_its_own_place_for_gradients(group: dist.ProcessGroup, micro_batch: int) -> None:
+    """So even those of a single shard are added to tensors that stay."""
+    optim = {"lr": 0.01, "clip": 1.0}
+    alone, expected = trained(False, micro_batch, optim=optim)
+    eager, _ = trained(False, micro_batch, group, optim=optim)
+    t, got = trained(True, micro_batch, group, optim=optim)
+    assert (alone.keeps_gradients, eager.keeps_gradients, t.keeps_gradients) == (False, False, True)
+    assert all(p.grad is not None and not p.grad.any() for p in t.parameters)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_the_emulation_overwrites_gradients() -> None:
@@ -116,24 +150,69 @@ def test_both_loops_run_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["mode"] == "default"
 
 
-def test_both_loops_do_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many updates with the same rates, clipping and decay: they end with the same weights."""
-    models: list[nn.Module] = []
     original = SmallTask.model
 
     def model(self: SmallTask) -> nn.Module:
         torch.manual_seed(0)
-        models.append(original(self))
-        return models[-1]
+        return original(self)
 
     monkeypatch.setattr(SmallTask, "model", model)
     task = SmallTask(4, 8)
     task.x[:], task.y[:] = task.x[:1], task.y[:1]  # all samples alike, so that their order says nothing
     recipe = small_recipe("none", 4, 20)
-    targets_graphs.by_trainer(task, recipe, CPU, 20)()
-    targets_graphs.by_hand(task, recipe, CPU, 20, compiled=False)()
-    ours, hand = (list(model.parameters()) for model in models)
-    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(ours, hand, strict=True))
+    with contextlib.ExitStack() as stack:
+        ours = targets_graphs.by_trainer(task, recipe, CPU, 20, tmp_path, stack)
+        ours()
+    hand = targets_graphs.by_hand(task, recipe, CPU, 20, compiled=False)
+    hand()
+    training, own = (getclosurevars(turn).nonlocals for turn in (ours, hand))
+    t: Training = training["training"]
+    assert t.average is not None
+    weights, average = list(t.model.parameters()), list(t.average.averaged().parameters())
+    theirs = list(zip(own["params"], own["average"], strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, (b, _) in zip(weights, theirs, strict=True))
+    # By how much the average lags behind: little beside the weights, which would hide a difference.
+    lags = zip(weights, average, theirs, strict=True)
+    assert all(torch.allclose(w - a, x - b, rtol=1e-2, atol=1e-6) for w, a, (x, b) in lags)
+
+
+def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed are rows, fingerprints, explanations, the watching thread and what comes between windows."""
+    monkeypatch.setattr(explain, "_PAUSE_S", 0.0)
+    looked: list[int] = []
+    original = Guard.look
+
+    def look(self: Guard, done: int, now: bool = False) -> Any:
+        looked.append(done)
+        return original(self, done, now)
+
+    monkeypatch.setattr(Guard, "look", look)
+    watching = threads("machine")
+    with contextlib.ExitStack() as stack:
+        recipe = small_recipe("none", 4, 100)
+        turn = targets_graphs.by_trainer(SmallTask(4, 8), recipe, CPU, 50, tmp_path, stack)
+        for _ in range(2):
+            turn()
+        assert threads("machine") == watching + 1
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert threads("machine") == watching
+    figures = [row for row in rows if row["kind"] == "train"]
+    assert [row["window"] for row in figures] == [50, 100] and looked == list(range(1, 101))
+    assert all(row.keys() >= {"loss", "time/wall", "time/gc", "samples_per_s"} for row in figures)
+    assert [row["window"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
+    trace, names, bad = read_trace(tmp_path / "trace.jsonl")
+    assert not bad and [(row.window, len(row.tensors)) for row in trace] == [
+        (50, len(names)),
+        (100, len(names)),
+    ]
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"train/loss" in events.read_bytes()
+
+
+def threads(name: str) -> int:
+    return [thread.name for thread in threading.enumerate()].count(name)
 
 
 @pytest.mark.parametrize("allocator", ["managed", "async"])
@@ -157,11 +236,20 @@ def test_without_a_compiler_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         ({"low": 1.06, "high": 1.08}, False),
         ({"measured": False}, None),
         ({"skipped": 2}, None),
+        ({"mode": "none"}, None),
     ],
 )
 def test_what_is_concluded(changed: dict[str, Any], met: bool | None) -> None:
-    found = {"ratio": 1.02, "low": 1.01, "high": 1.03, "trainer_us": 510, "by_hand_us": 500, "eager_us": 1500}
-    found |= {"skipped": 0, "measured": True} | changed
+    found: dict[str, Any] = {
+        "ratio": 1.02,
+        "low": 1.01,
+        "high": 1.03,
+        "trainer_us": 510,
+        "by_hand_us": 500,
+        "eager_us": 1500,
+    }
+    found |= {"skipped": 0, "measured": True, "mode": "reduce-overhead"} | changed
     (judge,) = (one.judge for one in targets.TARGETS if one.what == "small model's step with CUDA graphs")
     said, verdict = judge({"graphs": found})
     assert verdict is met and said.startswith("1.020 x (")
+    assert ("torch gave up 2 graphs" in said) == ("skipped" in changed)

@@ -149,8 +149,12 @@ def _graphs(found: Found) -> Verdict:
         f"{graphs['trainer_us']:,.0f} us a step, by hand {graphs['by_hand_us']:,.0f}, "
         f"by hand without compiling {graphs['eager_us']:,.0f}"
     )
-    if graphs["skipped"] or not graphs["measured"]:
-        return f"{said}; no graphs were replayed", None
+    if not graphs["measured"]:
+        return f"{said}; without a GPU there are no graphs", None
+    if graphs["mode"] != "reduce-overhead":
+        return f"{said}; compiled with {graphs['mode']}, not with graphs", None
+    if graphs["skipped"]:
+        return f"{said}; torch gave up {graphs['skipped']} graphs", None
     met = graphs["high"] <= _WITHIN
     return said, met if met or graphs["low"] > _WITHIN else None
 

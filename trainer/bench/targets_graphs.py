@@ -1,14 +1,19 @@
-"""A small model's step with CUDA graphs: the trainer's whole loop beside one written by hand, in turn.
+"""A small model's step with CUDA graphs: the trainer's loop beside one written by hand, in turn.
 
 The model's kernels are so short that launching one after the other takes longer than they do: that is what
 CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`, which replays its forward and
 its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
 The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
-there. The trainer also keeps what tells a bad loss and, every 50 windows, makes a row of figures.
+there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
+guards, fingerprints of the weights, a row of figures every 50 windows into JSONL and TensorBoard and judged,
+and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all loops.
 """
 
 import math
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +23,24 @@ from torch.nn import functional as F
 
 from trainer.bench.overhead import interleaved, median_interval
 from trainer.bench.setting import now
+from trainer.between_windows import BetweenWindows
 from trainer.compiling import missing_for_compiling
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
+from trainer.explain import explain
 from trainer.guard import Guard
 from trainer.loop import train
 from trainer.observe.log import Meter
+from trainer.observe.sinks import jsonl_sink, tensorboard_sink
+from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.parallel import World
+from trainer.progress import Progress
 from trainer.recipe import Recipe
 from trainer.run import assemble
 from trainer.step import take_figures
 
-_CLASSES, _BATCHES = 16, 8
+_CLASSES, _BATCHES = 16, 64  # batches: of an epoch, at whose end rows tell of the memory
 _EMA_DECAY = 0.99
 _MODES = ("reduce-overhead", "none")
 
@@ -57,7 +67,7 @@ class SmallTask:
     lower_is_better = True
 
     def __init__(self, batch: int, width: int) -> None:
-        """Eight batches of an epoch."""
+        """Of so many samples that an epoch has 64 batches."""
         random = np.random.Generator(np.random.Philox(0))
         self.width = width
         self.x = random.standard_normal((_BATCHES * batch, width), dtype=np.float32)
@@ -88,7 +98,7 @@ def small_recipe(mode: str, batch: int, windows: int) -> Recipe:
     values: dict[str, Any] = {
         "epochs": -(-windows // _BATCHES),
         "max_windows": windows,
-        "data": {"global_batch": batch, "micro_batch": batch},
+        "data": {"global_batch": batch, "micro_batch": batch, "resident": True},  # as by hand
         "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "precision": {"mode": "bf16"},
@@ -97,18 +107,29 @@ def small_recipe(mode: str, batch: int, windows: int) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def by_trainer(task: SmallTask, recipe: Recipe, device: torch.device, steps: int) -> Callable[[], float]:
-    """The trainer's loop; each call does its next steps and returns the seconds."""
-    parts = assemble(recipe, task, World(0, 1, 0, device, None), workers=0)
+def by_trainer(
+    task: SmallTask, recipe: Recipe, device: torch.device, steps: int, folder: Path, stack: ExitStack
+) -> Callable[[], float]:
+    """The trainer's loop with its default logging; each call does its next steps and returns the seconds.
+
+    Its files are in the folder; they are open and its thread runs until the stack is closed.
+    """
+    world = World(0, 1, 0, device, None)
+    parts = assemble(recipe, task, world, workers=0)
     training = parts.training
-    plan = training.share.plan
-    meter = Meter(plan, device, [], lambda: take_figures(training))
+    to_board, close = tensorboard_sink(folder)
+    stack.callback(close)
+    file = stack.enter_context((folder / "metrics.jsonl").open("w"))
+    kept = stack.enter_context((folder / "trace.jsonl").open("w"))
+    names = list(training.model.state_dict())
+    trace = Trace(fingerprints_of(training.model), trace_to(kept, names, [], 0))
+    sinks = [jsonl_sink(file), to_board]
+    meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), trace)
+    explain(stack, recipe, parts, world, 1, meter)
     assert training.ring is not None
     guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
+    between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
     batches, done = parts.loader(training.share.batches()), 0
-
-    def look(window: int) -> None:
-        guard.look(window)
 
     def turn() -> float:
         nonlocal done
@@ -123,7 +144,7 @@ def by_trainer(task: SmallTask, recipe: Recipe, device: torch.device, steps: int
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=look,
+            window_done=between.window_done,
         )
         return now(device) - began
 
@@ -189,8 +210,8 @@ def graphs(mode: str = _MODES[0], rounds: int = 0, steps: int = 0) -> dict[str, 
 
     Args:
         mode: Of torch.compile, or "none"; on a CPU, which has no graphs, reduce-overhead is "default".
-        rounds: Interleaved; 0: 30, on a CPU 3.
-        steps: In each; 0: 200, on a CPU 2.
+        rounds: Interleaved; 0: 20, on a CPU 3.
+        steps: In each; 0: 500, on a CPU 2.
 
     Returns:
         ratio, low, high: median of the rounds' ratios, trainer to by hand, and its 95 % interval.
@@ -205,20 +226,23 @@ def graphs(mode: str = _MODES[0], rounds: int = 0, steps: int = 0) -> dict[str, 
     cuda = device.type == "cuda"
     if mode != "none" and (missing := missing_for_compiling(device)):
         raise BadInputError(f"compile.mode={mode}: {missing}")
-    rounds, steps = rounds or (30 if cuda else 3), steps or (200 if cuda else 2)
+    # Rows explain themselves every quarter of a second, by the clock: shorter turns would each do it once.
+    rounds, steps = rounds or (20 if cuda else 3), steps or (500 if cuda else 2)
     batch, width = (1024, 1024) if cuda else (32, 64)
     task, recipe = SmallTask(batch, width), small_recipe(mode, batch, (rounds + 1) * steps)
-    loops = {
-        "trainer": by_trainer(task, recipe, device, steps),
-        "by_hand": by_hand(task, recipe, device, steps, mode != "none"),
-        "eager": by_hand(task, recipe, device, steps, compiled=False),
-    }
-    seconds = dict(zip(loops, interleaved(list(loops.values()), rounds, shown=False), strict=True))
+    with tempfile.TemporaryDirectory(prefix="trainer-graphs-") as folder, ExitStack() as stack:
+        loops = {
+            "trainer": by_trainer(task, recipe, device, steps, Path(folder), stack),
+            "by_hand": by_hand(task, recipe, device, steps, mode != "none"),
+            "eager": by_hand(task, recipe, device, steps, compiled=False),
+        }
+        found = interleaved(list(loops.values()), rounds, shown=False)
+    seconds = dict(zip(loops, found, strict=True))
     pairs = zip(seconds["trainer"], seconds["by_hand"], strict=True)
     ratio, low, high = median_interval([ours / hand for ours, hand in pairs])
     each = {f"{name}_us": float(np.median(series)) / steps * 1e6 for name, series in seconds.items()}
-    found = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
-    return {**found, "mode": recipe.compile.torch_mode(device), "skipped": _skipped(), "measured": cuda}
+    figures = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
+    return {**figures, "mode": recipe.compile.torch_mode(device), "skipped": _skipped(), "measured": cuda}
 
 
 def _skipped() -> int:
