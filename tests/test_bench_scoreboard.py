@@ -23,11 +23,13 @@ from trainer.bench.scoreboard.command import bench_scoreboard, write_all
 from trainer.bench.scoreboard.common import libraries_for
 from trainer.bench.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
 from trainer.bench.scoreboard.figures import (
+    NOT_BEST,
     Absent,
     Counted,
     Machine,
     Part,
     Timed,
+    best_rows,
     outcomes,
     timed,
     without_the_failing,
@@ -109,6 +111,30 @@ def test_a_loser_is_shown_as_a_loser() -> None:
     assert "- **The trainer loses 1:** overhead against quick 1.0 (trainer 1: 1.250" in page
     assert "loses nowhere" not in page
     assert "The trainer loses nowhere here" in summary([COUNTED])
+
+
+def test_only_the_best_way_of_a_rival_counts() -> None:
+    """However many bad ways it has, wherever they stand."""
+    ways = [0.5, 0.6, 1.25, 0.7]
+    found = [Timed("trainer 1", f"many, {x}", x, 1.0, x, x - 0.04, x + 0.04, 60, "many") for x in ways]
+    apart = Timed("trainer 1, pack", "many", 0.1, 1.0, 0.1, 0.1, 0.1, 60, apart="shrunk: not compared")
+    counts = [Counted(f"many, {n}", n, 8, 8, rival="many") for n in (0, 7, 3)]
+    parts = [Part("overhead", [apart, *found, WON]), Part("resume", [Counted("trainer 1", 8, 8), *counts])]
+    assert best_rows(parts[0]) == [found[2], WON]
+    assert best_rows(parts[1]) == [counts[1]]
+    page = text(parts, MACHINE)
+    assert rows(page, "Who wins") == [["overhead", "1", "1", "0", "0"], ["resume", "1", "0", "0", "0"]]
+    assert [row[-1] for row in rows(page, BENCHES["overhead"].title)] == [
+        *("shrunk: not compared", NOT_BEST, NOT_BEST, "**trainer loses**", NOT_BEST, "trainer wins")
+    ]
+    counted = [row[-1] for row in rows(page, BENCHES["resume"].title)]
+    assert counted == ["", NOT_BEST, "trainer wins", NOT_BEST]
+    drawn = chart("title", parts)
+    assert drawn.count("shrunk: not compared") == 1
+    assert drawn.count(": trainer loses") == 1
+    assert drawn.count(": trainer wins") == 2
+    figures = json.loads(as_json(parts, MACHINE, "x"))["benches"][0]["rows"]
+    assert [row["outcome"] for row in figures] == [*(None, None, None, "trainer loses", None, "trainer wins")]
 
 
 def test_nobody_is_left_out() -> None:
@@ -207,14 +233,16 @@ def test_windows_are_compared_on_the_cases_that_both_did() -> None:
             *judged("torchvision", "none", [None] * 4),
         ]
     )
-    assert found[0] == Counted(against.titled("trainer") + ", weighted", 8, 8)
+    ours = against.titled("trainer")
+    assert found[0] == Counted(f"{ours}, weighted", 8, 8, rival=ours)
     assert isinstance(found[1], Counted)
     assert found[1].broken
     name = against.titled("torchvision")
-    assert found[2] == Counted(name, 3, 4, 4, "a way")
+    assert found[2] == Counted(name, 3, 4, 4, "a way", name)
     assert isinstance(found[3], Counted)
     assert (found[3].right, found[3].ours, found[3].outcome) == (8, 7, "trainer loses")
     assert found[4] == Absent(f"{name}, none", "a way")
+    assert best_rows(Part("accumulation", found)) == [found[3]]
 
 
 def test_cuts_are_counted_by_variant() -> None:
@@ -231,6 +259,9 @@ def test_cuts_are_counted_by_variant() -> None:
         (2, 2, 2),
         (1, 2, 2),
     ]
+    part = Part("resume", found)
+    assert outcomes([part], "equal") == [(part, found[1])]
+    assert outcomes([part], "trainer wins") == []
 
 
 def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +285,9 @@ def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) 
     compared = [row for row in part.rows if isinstance(row, Timed)]
     assert len(compared) == 6
     assert {row.ratio for row in compared} == {1.5}
+    assert [row.ours for row in best_rows(part) if isinstance(row, Timed)] == ["trainer"] * 2
+    assert len(outcomes([part], "trainer loses")) == 2
+    assert text([part], MACHINE).count("| images shrunk beforehand: not compared |") == 4
     assert [row.why for row in part.rows if isinstance(row, Absent)] == ["failed: ImportError: no such thing"]
     assert part.failures
     json.dumps(part.raw)

@@ -29,8 +29,8 @@ SHORT_SIDE = 256
 IMAGES = 1024
 _STOCK = "torchvision"
 # Our pipelines, with the most CPU time per image that they may take of the stock one's.
-_ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
-TARGETS = {_ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
+ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
+TARGETS = {ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
 
 Check = tuple[str, float, float, str]
 
@@ -128,7 +128,7 @@ def measure_loading(
     records = in_folder(images)
     pack(records, work / "pack", PackSettings(SHORT_SIDE))
     pack(records, work / "raw", PackSettings(SHORT_SIDE, raw=True))
-    ways = {_ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
+    ways = {ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
     ways |= {library: (library, images) for library in libraries}
     there: dict[str, ProcessPoolExecutor] = {}
     try:

@@ -54,9 +54,9 @@ BENCHES = {
     "loader": Bench(
         "Loading images",
         "us of CPU time per image",
-        "Like with like is the row that only says trainer: it reads the files, as the libraries do "
-        "(webdataset from tar shards). A pack holds them made smaller beforehand, which could be done for a "
-        "library too.",
+        "Like with like, and so compared, is the row that only says trainer: it reads the files, as the "
+        "libraries do (webdataset from tar shards). A pack holds them made smaller beforehand, which could "
+        "be done for a library too.",
         "load",
         180,
         lambda extent, _: by_loader(extent),

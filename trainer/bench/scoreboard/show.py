@@ -18,6 +18,7 @@ from trainer.bench.scoreboard.figures import (
     Row,
     Timed,
     outcomes,
+    verdict,
 )
 from trainer.report.text import DASH, duration, number, plain, share
 
@@ -26,7 +27,8 @@ _COUNTED = "| way | right | trainer on the same | |"
 _LEAD = (
     "Every bench is measured against each library that it knows; one that isn't installed keeps its row. "
     "A time is compared round by round, the sides in turn; it is decided only if the whole 95 % interval of "
-    "the ratio lies on one side of 1. What is counted is exact."
+    "the ratio lies on one side of 1. What is counted is exact. A library that can be used in several ways "
+    "has a row for each, but one outcome: that of its best way."
 )
 _REFUTE = """\
 A library is used as its own documentation says, with the fastest settings that we know. Its loop is a
@@ -125,7 +127,7 @@ def libraries(names: Mapping[str, bool]) -> str:
 
 def as_json(parts: Sequence[Part], machine: Machine, command: str) -> str:
     """All of it, for programs."""
-    rows = [{**asdict(part), "rows": [_as_dict(row) for row in part.rows]} for part in parts]
+    rows = [{**asdict(part), "rows": [_as_dict(part, row) for row in part.rows]} for part in parts]
     found = {"command": command, **asdict(machine), "quiet": machine.quiet, "benches": rows}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
@@ -139,9 +141,9 @@ def command_line(options: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
-    outcome = None if isinstance(row, Absent) else row.outcome
-    return {"kind": type(row).__name__.lower(), **asdict(row), "outcome": outcome}
+def _as_dict(part: Part, row: Row) -> dict[str, Any]:
+    outcome, words = (None, row.why) if isinstance(row, Absent) else verdict(part, row)
+    return {"kind": type(row).__name__.lower(), **asdict(row), "outcome": outcome, "verdict": words}
 
 
 def _short(row: Timed | Counted) -> str:
@@ -157,25 +159,25 @@ def _part(part: Part) -> str:
     counted = any(isinstance(row, Counted) for row in part.rows)
     head = _COUNTED if counted else _TIMED
     rows = [head, "|---" * (head.count("|") - 1) + "|"]
-    rows += [f"| {' | '.join(_cells(row, counted))} |" for row in part.rows]
+    rows += [f"| {' | '.join(_cells(part, row, counted))} |" for row in part.rows]
     unit = bench.unit if counted else f"{bench.unit}, less is better"
     how = f"{part.conditions[:1].upper()}{part.conditions[1:]}"
     return f"Compared: {unit}. {how}. {bench.note}\n\n" + "\n".join(rows)
 
 
-def _cells(row: Row, counted: bool) -> list[str]:
+def _cells(part: Part, row: Row, counted: bool) -> list[str]:
     if isinstance(row, Absent):
         why = plain(row.why).replace("|", "\\|")
         return [row.against, DASH, DASH, why] if counted else [DASH, row.against, *[DASH] * 4, why]
     if isinstance(row, Counted):
         ours = DASH if row.ours is None else f"{row.ours} of {row.of}"
         wrong = "**the trainer breaks its promise**" if row.broken else ""
-        words = ". ".join(filter(None, (row.outcome and _marked(row.outcome), wrong, row.note)))
+        words = ". ".join(filter(None, (_marked(*verdict(part, row)), wrong, row.note)))
         return [row.against, f"{row.right} of {row.of}", ours, words]
     costs = [number(cost, 4) for cost in (row.our_cost, row.their_cost)]
     between = f"{row.low:.3f} to {row.high:.3f}"
-    return [row.ours, row.against, *costs, f"{row.ratio:.3f}", between, _marked(row.outcome)]
+    return [row.ours, row.against, *costs, f"{row.ratio:.3f}", between, _marked(*verdict(part, row))]
 
 
-def _marked(outcome: Outcome) -> str:
-    return f"**{outcome}**" if outcome == "trainer loses" else outcome
+def _marked(outcome: Outcome | None, words: str) -> str:
+    return f"**{words}**" if outcome == "trainer loses" else words
