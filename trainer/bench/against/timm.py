@@ -27,7 +27,7 @@ from trainer.errors import BadInputError
 _SIDE = 8  # pixels
 
 
-def accumulate(case: Case, script: Path | None) -> Recorded:
+def accumulate(case: Case, script: Path | None) -> list[Recorded]:
     """`train.py --grad-accum-steps`, no augmentation.
 
     Raises:
@@ -58,7 +58,7 @@ def accumulate(case: Case, script: Path | None) -> Recorded:
     recorded.model.load_state_dict({"matrix.weight": kept["weight"], "matrix.bias": kept["bias"]})
     recorded.seen = list(zip(kept["x"], kept["y"], strict=True))
     recorded.updates = list(zip(kept["counts"].tolist(), kept["gradients"], strict=True))
-    return recorded
+    return [recorded]
 
 
 def _write_images(folder: Path, samples: int) -> None:
