@@ -30,6 +30,7 @@ class Bench(NamedTuple):
         note: What one should know who reads the figures.
         function: What a library's module is asked for; empty: there are none.
         seconds: What it takes, about; for people who wait.
+        timed: Whether other work would spoil it.
         measure: Rows, conditions and all figures.
     """
 
@@ -38,6 +39,7 @@ class Bench(NamedTuple):
     note: str
     function: str
     seconds: float
+    timed: bool
     measure: Callable[[Extent, Path | None], Part]
 
 
@@ -49,6 +51,7 @@ BENCHES = {
         "milliseconds, these differences vanish. By hand means written for this model and nothing else.",
         "train_tiny",
         130,
+        True,
         lambda extent, _: by_overhead(extent),
     ),
     "loader": Bench(
@@ -59,6 +62,7 @@ BENCHES = {
         "be done for a library too.",
         "load",
         180,
+        True,
         lambda extent, _: by_loader(extent),
     ),
     "tokens": Bench(
@@ -67,6 +71,7 @@ BENCHES = {
         "The other side goes through a tensor of offsets, as nanoGPT does; over a list it costs less.",
         "",
         30,
+        True,
         lambda extent, _: by_tokens(extent),
     ),
     "accumulation": Bench(
@@ -75,6 +80,7 @@ BENCHES = {
         "A window that is cut otherwise than due isn't right.",
         "accumulate",
         15,
+        False,
         lambda _, timm_train: by_accumulation(timm_train),
     ),
     "resume": Bench(
@@ -83,6 +89,7 @@ BENCHES = {
         "With shuffling, dropout and random augmentation; each library by its own checkpoints.",
         "resume",
         25,
+        False,
         lambda extent, _: by_resume(extent),
     ),
 }

@@ -71,14 +71,14 @@ def bench_scoreboard(
     from trainer.bench.conditions import conditions
     from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart, select
     from trainer.bench.scoreboard.chart import chart
-    from trainer.bench.scoreboard.figures import Machine
+    from trainer.bench.scoreboard.figures import Machine, between
     from trainer.bench.scoreboard.quiet import share_of_cpus
     from trainer.bench.scoreboard.show import as_json, command_line, document, libraries, text
 
     names, extent = select(only), QUICK if quick else FULL
     if timm_train is not None and "accumulation" not in names:
         raise BadInputError("--timm-train is only read by accumulation, which --only leaves out")
-    began, before, parts = time.monotonic(), share_of_cpus(), []
+    began, parts = time.monotonic(), []
     for number, name in enumerate(names, 1):
         about = "" if quick else f", about {BENCHES[name].seconds:.0f} s"
         print(
@@ -86,20 +86,17 @@ def bench_scoreboard(
             file=sys.stderr,
             flush=True,
         )
-        parts.append((measure or measured_apart)(name, extent, timm_train))
-    machine = Machine(
-        conditions(),
-        libraries({name: installed(name) for name in LIBRARIES}),
-        (before, share_of_cpus()),
-    )
+        before = share_of_cpus() if BENCHES[name].timed else 1.0
+        part = (measure or measured_apart)(name, extent, timm_train)
+        parts.append(between(part, before, share_of_cpus()) if BENCHES[name].timed else part)
+    machine = Machine(conditions(), libraries({name: installed(name) for name in LIBRARIES}))
     given = {"quick": quick, "only": only, "timm-train": timm_train, "out": out, "json": json}
     command = command_line(given)
     print(text(parts, machine))
     data, contents = as_json(parts, machine, command), dict[Path, str]()
     if out is not None:
         contents[out] = document(parts, machine, command, out.stem)
-        busy = "" if machine.quiet else "; other work ran beside it"
-        contents[out.with_suffix(".svg")] = chart(f"{machine.conditions}{busy}", parts)
+        contents[out.with_suffix(".svg")] = chart(machine.conditions, parts)
         contents[out.with_suffix(".json")] = data
     if json is not None:
         contents[json] = data

@@ -1,7 +1,7 @@
 """What the scoreboard is made of, and who wins. Measures nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.bench.claims.claim import FEWEST_ROUNDS
@@ -10,6 +10,7 @@ from trainer.bench.overhead import median_interval
 Outcome = Literal["trainer wins", "trainer loses", "equal", "undecided"]
 QUIET = 0.9
 NOT_BEST = "another way of it is better: doesn't count"
+BUSY = "undecided: other work ran beside it"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Timed:
         rounds: How many pairs.
         rival: Whose way the other one is; empty: its own.
         apart: Why this isn't like with like, and so has no outcome; empty: it is.
+        busy: Whether other work ran just before or just after, so that nothing is decided.
     """
 
     ours: str
@@ -39,13 +41,14 @@ class Timed:
     rounds: int
     rival: str = ""
     apart: str = ""
+    busy: bool = False
 
     @property
     def outcome(self) -> Outcome | None:
         """Decided only if the whole interval lies on one side of 1; None if it isn't like with like."""
         if self.apart:
             return None
-        if self.rounds < FEWEST_ROUNDS or self.low <= 1 <= self.high:
+        if self.busy or self.rounds < FEWEST_ROUNDS or self.low <= 1 <= self.high:
             return "undecided"
         return "trainer wins" if self.high < 1 else "trainer loses"
 
@@ -114,6 +117,8 @@ class Part:
         raw: All that was measured, as JSON takes it.
         failed: Why there is nothing.
         seconds: What it took.
+        shares: What this process got of its CPUs when it wanted all, just before and just after; empty:
+            nothing was timed.
     """
 
     name: str
@@ -122,6 +127,12 @@ class Part:
     raw: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
     seconds: float = 0.0
+    shares: Sequence[float] = ()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing else computed just before and just after; what ran in between isn't seen."""
+        return min(self.shares, default=1.0) >= QUIET
 
     @property
     def measured(self) -> bool:
@@ -143,17 +154,10 @@ class Machine:
     Attributes:
         conditions: See `trainer.bench.conditions`.
         libraries: With their versions; those that aren't installed too.
-        shares: What this process got of its CPUs when it wanted all, before and after.
     """
 
     conditions: str
     libraries: str
-    shares: Sequence[float]
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing else computed, as far as one can tell from both ends."""
-        return min(self.shares) >= QUIET
 
 
 def timed(
@@ -169,6 +173,13 @@ def timed(
     ratio, low, high = median_interval([our / their for our, their in pairs])
     our_cost, their_cost = (median_interval(list(series))[0] for series in zip(*pairs, strict=True))
     return Timed(ours, against, our_cost, their_cost, ratio, low, high, len(pairs), rival, apart)
+
+
+def between(part: Part, before: float, after: float) -> Part:
+    """A part with its shares before and after; the times of a busy machine decide nothing."""
+    part = replace(part, shares=(before, after))
+    rows = [replace(row, busy=not part.quiet) if isinstance(row, Timed) else row for row in part.rows]
+    return replace(part, rows=rows)
 
 
 def best_rows(part: Part) -> list[Timed | Counted]:
@@ -200,7 +211,7 @@ def verdict(part: Part, row: Timed | Counted) -> tuple[Outcome | None, str]:
     if row.outcome is None:
         return None, row.apart if isinstance(row, Timed) else ""
     if any(row is one for one in best_rows(part)):
-        return row.outcome, row.outcome
+        return row.outcome, BUSY if isinstance(row, Timed) and row.busy else row.outcome
     return None, NOT_BEST
 
 

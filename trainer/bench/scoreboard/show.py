@@ -67,12 +67,12 @@ def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -
 
 def text(parts: Sequence[Part], machine: Machine) -> str:
     """What was found, without what surrounds it in a file."""
-    shares = " and ".join(share(one) for one in machine.shares)
-    load = f"Before and after, this process got {shares} of its CPUs when it wanted all of them"
-    busy = f"**{load}: other work ran beside it. The times are a rough guide at most.**"
     blocks = [f"{machine.conditions}\n{machine.libraries}"]
-    if any(isinstance(row, Timed) for part in parts for row in part.rows):  # a count bears other work
-        blocks.append(f"{load}." if machine.quiet else busy)
+    busy = [part.name for part in parts if not part.quiet]
+    if busy:
+        blocks.append(
+            f"**Other work ran beside {', '.join(busy)}: the times are a rough guide at most, and decide nothing.**"
+        )
     blocks += ["## Who wins", summary(parts)]
     for part in parts:
         blocks += [f"## {BENCHES[part.name].title}", _part(part)]
@@ -85,13 +85,14 @@ def summary(parts: Sequence[Part]) -> str:
     for part in parts:
         counts = " | ".join(str(len(outcomes([part], outcome))) for outcome in _WORDS)
         table.append(f"| {part.name} | {counts} |")
-    lines = []
+    decided = any(outcomes(parts, outcome) for outcome in _WORDS if outcome != "undecided")
+    lines = [] if decided else ["- Nothing is decided here."]
     for outcome, word in _WORDS.items():
         found = outcomes(parts, outcome) if word else []
         named = "; ".join(f"{part.name} against {_short(row)}" for part, row in found)
         if found:
             lines.append(f"- **{word} {len(found)}:** {named}.")
-        elif outcome == "trainer loses":
+        elif outcome == "trainer loses" and decided:
             lines.append("- The trainer loses nowhere here.")
     absent = [(part.name, row) for part in parts for row in part.rows if isinstance(row, Absent)]
     failed = [(part.name, part.failed) for part in parts if part.failed]
@@ -127,8 +128,11 @@ def libraries(names: Mapping[str, bool]) -> str:
 
 def as_json(parts: Sequence[Part], machine: Machine, command: str) -> str:
     """All of it, for programs."""
-    rows = [{**asdict(part), "rows": [_as_dict(part, row) for row in part.rows]} for part in parts]
-    found = {"command": command, **asdict(machine), "quiet": machine.quiet, "benches": rows}
+    rows = [
+        {**asdict(part), "quiet": part.quiet, "rows": [_as_dict(part, row) for row in part.rows]}
+        for part in parts
+    ]
+    found = {"command": command, **asdict(machine), "benches": rows}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -162,7 +166,17 @@ def _part(part: Part) -> str:
     rows += [f"| {' | '.join(_cells(part, row, counted))} |" for row in part.rows]
     unit = bench.unit if counted else f"{bench.unit}, less is better"
     how = f"{part.conditions[:1].upper()}{part.conditions[1:]}"
-    return f"Compared: {unit}. {how}. {bench.note}\n\n" + "\n".join(rows)
+    return f"Compared: {unit}. {how}. {bench.note}{_load(part)}\n\n" + "\n".join(rows)
+
+
+def _load(part: Part) -> str:
+    if not part.shares:
+        return ""
+    shares = " and ".join(share(one) for one in part.shares)
+    return (
+        f" Just before and just after, this process got {shares} of its CPUs when it wanted all of them; what "
+        "ran in between isn't seen."
+    )
 
 
 def _cells(part: Part, row: Row, counted: bool) -> list[str]:
