@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,11 @@ def test_a_script_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["bench", "accumulation", "--against", "timm", "--timm-train", str(script)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
+    assert "--against timm" in error
     assert "no such flag" in error
+    with pytest.raises(against.LibraryFailed, match="no such flag") as failed:
+        list(accumulation.measure_library("timm", partial(timm.accumulate, script=script)))
+    assert failed.value.name == "timm"
 
 
 def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

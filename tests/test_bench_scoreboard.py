@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.libraries import require
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
 from trainer.bench.against import LibraryFailed, NotMeasured, blamed
@@ -23,6 +24,7 @@ from trainer.bench.scoreboard.command import bench_scoreboard, write_all
 from trainer.bench.scoreboard.common import libraries_for
 from trainer.bench.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
 from trainer.bench.scoreboard.figures import (
+    BUSY,
     NOT_BEST,
     Absent,
     Counted,
@@ -30,6 +32,7 @@ from trainer.bench.scoreboard.figures import (
     Part,
     Timed,
     best_rows,
+    between,
     outcomes,
     timed,
     without_the_failing,
@@ -42,7 +45,7 @@ from trainer.errors import BadInputError
 from trainer.report.text import DASH
 from trainer.step import train_window
 
-MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed", (0.99, 0.97))
+MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed")
 WON = Timed("trainer 1", "slow 2.0", 100.0, 200.0, 0.5, 0.45, 0.55, 60)
 LOST = Timed("trainer 1", "quick 1.0", 100.0, 80.0, 1.25, 1.21, 1.29, 60)
 OPEN = Timed("trainer 1", "alike 3.0", 100.0, 101.0, 0.99, 0.97, 1.01, 60)
@@ -181,10 +184,44 @@ def test_the_page_says_what_it_needs_to_be_refuted() -> None:
         assert f"def {function}(" in (root / file).read_text()
         assert library in file
         assert len(settings) > 20
-    assert "other work ran beside it" not in page
-    busy = replace(MACHINE, shares=(0.99, 0.4))
-    assert "**Before and after" in text(PARTS, busy)
-    assert "Before and after" not in text([COUNTED], busy)
+
+
+@pytest.mark.parametrize("shares", [(0.99, 0.4), (0.4, 0.99)])
+def test_times_of_a_busy_machine_decide_nothing(shares: tuple[float, float]) -> None:
+    busy = between(OVERHEAD, *shares)
+    for outcome in ("trainer wins", "trainer loses"):
+        assert outcomes([busy], outcome) == []  # type: ignore[arg-type]
+    page = text([busy, COUNTED], MACHINE)
+    assert "**Other work ran beside overhead:" in page
+    assert "99 % and 40 %" in page.replace("\u00a0", " ") or "40 % and 99 %" in page.replace("\u00a0", " ")
+    assert [row[-1] for row in rows(page, BENCHES["overhead"].title)][:3] == [BUSY] * 3
+    assert "loses nowhere" in page
+    assert "loses nowhere" not in text([busy], MACHINE)
+    assert "- Nothing is decided here." in text([busy], MACHINE)
+    assert chart("title", [busy]).count("undecided: other") == 3
+    quietly = between(OVERHEAD, 0.99, 0.97)
+    assert len(outcomes([quietly], "trainer loses")) == 1
+    page = text([quietly, COUNTED], MACHINE)
+    assert "ther work ran beside" not in page
+    assert page.count("Just before and just after, this process got") == 1
+    assert "in between isn't seen" in page
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        [],
+        [FAILED],
+        [replace(OVERHEAD, rows=[OPEN])],
+        [replace(OVERHEAD, rows=[MISSING])],
+        [replace(OVERHEAD, rows=[replace(WON, apart="shrunk")])],
+        [replace(COUNTED, rows=COUNTED.rows[:1])],
+    ],
+    ids=["nothing", "failed", "undecided", "missing", "apart", "alone"],
+)
+def test_who_was_compared_with_nobody_loses_nowhere_isnt_said(nothing: list[Part]) -> None:
+    assert "nowhere" not in summary(nothing).replace("against nowhere", "")
+    assert "- Nothing is decided here." in summary(nothing)
 
 
 def test_the_plot_shows_all_of_it() -> None:
@@ -206,7 +243,7 @@ def test_the_plot_shows_all_of_it() -> None:
 def test_the_figures_hold_everything() -> None:
     found = json.loads(as_json(PARTS, MACHINE, "the command"))
     assert found["command"] == "the command"
-    assert found["quiet"] is True
+    assert found["benches"][0]["quiet"] is True
     assert found["benches"][0]["raw"] == {"trainer 1": [1.0, 2.0]}
     assert [row["outcome"] for row in found["benches"][0]["rows"]][1] == "trainer loses"
     assert found["benches"][0]["rows"][1]["ratio"] == 1.25
@@ -299,6 +336,8 @@ def test_a_library_that_fails_is_named() -> None:
     for own in (NotMeasured("no file"), BadInputError("give another")):
         with pytest.raises(type(own)), blamed("ignite"):
             raise own
+    with pytest.raises(LibraryFailed, match=r"^timm: why$"), blamed("ignite"):
+        raise LibraryFailed("timm", "why")
     again = pickle.loads(pickle.dumps(LibraryFailed("ignite", "why")))
     assert (again.name, str(again)) == ("ignite", "ignite: why")
 
@@ -338,6 +377,22 @@ def test_windows_and_cuts_of_the_trainer() -> None:
         assert part.measured
         assert not part.failures
         json.dumps(part.raw)
+
+
+def test_a_script_that_crashes_leaves_the_others_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("timm")
+    here = {name: "torch" if name == "timm" else f"no-such-{name}" for name in against.LIBRARIES}
+    monkeypatch.setattr(against, "LIBRARIES", here)
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('no such flag')")
+    part = by_accumulation(script)
+    assert [row.right for row in part.rows if isinstance(row, Counted)] == [8, 8]
+    (failed,) = (row for row in part.rows if isinstance(row, Absent) and row.failed)
+    assert failed.against == against.titled("timm")
+    assert "no such flag" in failed.why
+    assert part.failures
 
 
 @pytest.mark.usefixtures("alone")
@@ -428,6 +483,28 @@ def test_exit_codes(part: Part, code: int) -> None:
     assert bench_scoreboard(only="overhead", measure=answering(part)) == code
 
 
+def test_each_timed_part_is_looked_at_before_and_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = iter([0.99, 0.98, 0.97, 0.5])
+    seen: list[str] = []
+
+    def share() -> float:
+        seen.append("looked")
+        return next(shares)
+
+    def measure(name: str, _: Any, __: Any) -> Part:
+        seen.append(name)
+        return replace(OVERHEAD if BENCHES[name].timed else COUNTED, name=name)
+
+    monkeypatch.setattr(quiet, "share_of_cpus", share)
+    assert bench_scoreboard(only="overhead,tokens,resume", measure=measure) == 0
+    assert seen == ["looked", "overhead", "looked", "looked", "tokens", "looked", "resume"]
+    out = capsys.readouterr().out
+    assert rows(out, "Who wins")[:2] == [["overhead", "1", "1", "0", "1"], ["tokens", "0", "0", "0", "3"]]
+    assert "**Other work ran beside tokens:" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -502,16 +579,17 @@ def test_the_cheapest_part_in_earnest(tmp_path: Path, capsys: pytest.CaptureFixt
     (row,) = rows(page.read_text(), BENCHES["tokens"].title)
     assert row[:2] == ["trainer, no workers", tokens.NANOGPT]
     assert 0 < float(row[4]) < 1
+    assert row[-1] in ("trainer wins", BUSY)
     found = json.loads(page.with_suffix(".json").read_text())
     assert [len(series) for series in found["benches"][0]["raw"].values()] == [QUICK.token_rounds] * 2
-    assert len(found["shares"]) == 2
+    assert len(found["benches"][0]["shares"]) == 2
     assert "measuring tokens, 1 of 1" in capsys.readouterr().err
 
 
 def test_the_share_of_the_cpus() -> None:
     assert 0 < share_of_cpus(0.05) <= 1
-    assert Machine("", "", (0.95, 0.91)).quiet
-    assert not Machine("", "", (0.95, 0.85)).quiet
+    assert Part("tokens", shares=(0.95, 0.91)).quiet
+    assert not Part("tokens", shares=(0.95, 0.85)).quiet
 
 
 def test_enough_rounds_to_decide() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.bench.against import NotMeasured, blamed, chosen, titled
+from trainer.bench.against import LibraryFailed, NotMeasured, blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -310,8 +310,15 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
         made no update to be judged.
 
     Raises:
-        BadInputError: If a library isn't known or isn't there.
+        BadInputError: If a library isn't known, isn't there or fails.
     """
+    try:
+        return _bench(against, timm_train)
+    except LibraryFailed as error:
+        raise BadInputError(f"--against {error}; leave it out") from error
+
+
+def _bench(against: str, timm_train: Path | None) -> int:
     libraries = with_script(chosen(against, "accumulate"), timm_train)
     print(f"{conditions()}\n\n{_HEAD}", flush=True)
     scores, notes = [], []

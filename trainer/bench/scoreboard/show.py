@@ -71,7 +71,8 @@ def text(parts: Sequence[Part], machine: Machine) -> str:
     busy = [part.name for part in parts if not part.quiet]
     if busy:
         blocks.append(
-            f"**Other work ran beside {', '.join(busy)}: the times are a rough guide at most, and decide nothing.**"
+            f"**Other work ran beside {', '.join(busy)}: the times are a rough guide at most, and decide "
+            "nothing.**"
         )
     blocks += ["## Who wins", summary(parts)]
     for part in parts:
@@ -174,8 +175,8 @@ def _load(part: Part) -> str:
         return ""
     shares = " and ".join(share(one) for one in part.shares)
     return (
-        f" Just before and just after, this process got {shares} of its CPUs when it wanted all of them; what "
-        "ran in between isn't seen."
+        f" Just before and just after, this process got {shares} of its CPUs when it wanted all of them; "
+        "what ran in between isn't seen."
     )
 
 
