@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from tests.libraries import require
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
-from trainer.bench.against import LibraryFailed, NotMeasured, blamed
+from trainer.bench.against import LibraryFailed, NotMeasured, blamed, timm
 from trainer.bench.pipelines import Epoch
 from trainer.bench.scoreboard import benches, quiet, timed as timed_parts
 from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
 from trainer.bench.scoreboard.chart import chart
-from trainer.bench.scoreboard.command import bench_scoreboard, write_all
+from trainer.bench.scoreboard.command import bench_scoreboard, check_files, write_all
 from trainer.bench.scoreboard.common import libraries_for
 from trainer.bench.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
 from trainer.bench.scoreboard.figures import (
@@ -190,7 +190,7 @@ def test_the_page_says_what_it_needs_to_be_refuted() -> None:
 def test_times_of_a_busy_machine_decide_nothing(shares: tuple[float, float]) -> None:
     busy = between(OVERHEAD, *shares)
     for outcome in ("trainer wins", "trainer loses"):
-        assert outcomes([busy], outcome) == []  # type: ignore[arg-type]
+        assert outcomes([busy], outcome) == []
     page = text([busy, COUNTED], MACHINE)
     assert "**Other work ran beside overhead:" in page
     assert "99 % and 40 %" in page.replace("\u00a0", " ") or "40 % and 99 %" in page.replace("\u00a0", " ")
@@ -382,11 +382,12 @@ def test_windows_and_cuts_of_the_trainer() -> None:
 def test_a_script_that_crashes_leaves_the_others_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require("timm")
     here = {name: "torch" if name == "timm" else f"no-such-{name}" for name in against.LIBRARIES}
     monkeypatch.setattr(against, "LIBRARIES", here)
     script = tmp_path / "train.py"
-    script.write_text("raise SystemExit('no such flag')")
+    script.touch()
+    crashed = subprocess.CompletedProcess((), 1, "", "a line\nno such flag\n")
+    monkeypatch.setattr(timm.subprocess, "run", lambda *_, **__: crashed)
     part = by_accumulation(script)
     assert [row.right for row in part.rows if isinstance(row, Counted)] == [8, 8]
     (failed,) = (row for row in part.rows if isinstance(row, Absent) and row.failed)
@@ -513,6 +514,10 @@ def test_each_timed_part_is_looked_at_before_and_after(
         (["--json", "nowhere/board.json"], "there is no folder nowhere; make it first"),
         (["--out", "board.txt"], "give a file that ends in .md"),
         (["--out", "taken.md"], "taken.svg: that is a folder"),
+        (["--out", "a.md", "--json", "a.md"], "--json a.md: --out writes the page or its plot there"),
+        (["--out", "a.md", "--json", "../here/a.svg"], "a.svg: --out writes the page or its plot there"),
+        (["--out", "shut/a.md"], "--out shut/a.md: nothing can be written into shut"),
+        (["--json", "shut/a.json"], "--json shut/a.json: nothing can be written into shut"),
         (["--timm-train", "train.py"], "there is no file train.py"),
         (["--timm-train", "there.py", "--only", "tokens"], "only read by accumulation"),
     ],
@@ -524,9 +529,13 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.py").touch()
-    (tmp_path / "taken.svg").mkdir()
+    here = tmp_path / "here"
+    for folder in (here, here / "taken.svg", here / "shut"):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    (here / "there.py").touch()
+    original = os.access  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" and original(path, mode))
     monkeypatch.setattr(benches, "measured_apart", lambda *_: 1 / 0)
     assert main(["bench", "scoreboard", *arguments]) == 2
     captured = capsys.readouterr()
@@ -535,7 +544,7 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     assert captured.out == ""
 
 
-def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_before_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "a.md", tmp_path / "a.svg"]
     for file in files:
         file.write_text("old")
@@ -547,10 +556,15 @@ def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(BadInputError, match="No space left"):
+    with pytest.raises(BadInputError, match="No space left") as failed:
         write_all(dict.fromkeys(files, "new"))
+    assert str(failed.value).startswith(f"{files[1]}: can't be written")
     assert [file.read_text() for file in files] == ["old", "old"]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_figures_may_be_asked_for_where_they_lie_anyway(tmp_path: Path) -> None:
+    check_files(tmp_path / "a.md", tmp_path / "a.json", None)
 
 
 def killed(*_: Any) -> Part:

@@ -1,9 +1,11 @@
 """`trainer bench scoreboard`: the command line. Imports torch only when it runs."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,24 +122,34 @@ def check_files(out: Path | None, json: Path | None, timm_train: Path | None) ->
             raise BadInputError(f"{option} {file}: there is no folder {file.parent}; make it first")
         if file.is_dir():
             raise BadInputError(f"{option} {file}: that is a folder; give a file")
+        if not os.access(file.parent, os.W_OK):
+            raise BadInputError(f"{option} {file}: nothing can be written into {file.parent}; give another")
+    pages = [out.resolve(), out.with_suffix(".svg").resolve()] if out else []
+    if json is not None and json.resolve() in pages:
+        raise BadInputError(f"--json {json}: --out writes the page or its plot there; give another file")
     if timm_train is not None and not timm_train.is_file():
         raise BadInputError(f"--timm-train: there is no file {timm_train}")
 
 
 def write_all(contents: Mapping[Path, str]) -> None:
-    """Writes all files beside their places, then moves them there: all of them or none.
+    """Writes all files beside their places, then moves them there one by one.
+
+    Each is the old or the new one, whole. While they are written nothing is replaced; if a move fails, those
+    before it have been made.
 
     Raises:
         BadInputError: If one can't be written.
     """
     beside = {file: file.with_name(f".{file.name}.part") for file in contents}
+    file = Path()
     try:
         for file, content in contents.items():
             beside[file].write_text(content, encoding="utf-8")
         for file in contents:
             beside[file].replace(file)
     except OSError as error:
-        raise BadInputError(f"{error.filename}: can't be written ({error.strerror}); give another") from error
+        raise BadInputError(f"{file}: can't be written ({error.strerror}); give another") from error
     finally:
         for part in beside.values():
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
