@@ -6,16 +6,20 @@ import pickle
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
 from trainer.bench.against import LibraryFailed, NotMeasured, blamed, timm
+from trainer.bench.overhead import median_interval, values_outside
 from trainer.bench.pipelines import Epoch
 from trainer.bench.scoreboard import benches, quiet, timed as timed_parts
 from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
@@ -95,6 +99,27 @@ def test_a_time_is_decided_by_its_whole_interval(
     assert found.their_cost == pytest.approx(float(np.median(theirs)))
 
 
+@hypothesis_settings(deadline=None)
+@given(st.integers(1, 150))
+def test_the_interval_holds_the_median_with_at_least_95_percent(count: int) -> None:
+    """By Pascal's triangle, row by row in fractions; and it is the narrowest that does."""
+    below = [Fraction(1)]  # chance that so many of the values lie below the true median
+    for _ in range(count):
+        below = [(a + b) / 2 for a, b in pairwise([Fraction(0), *below, Fraction(0)])]
+
+    def coverage(outer: int) -> Fraction:
+        return 1 - sum(below[: outer + 1]) - sum(below[count - outer :])
+
+    outer = values_outside(count)
+    assert median_interval([float(n) for n in range(count)])[1:] == (outer, count - 1 - outer)
+    if count < 6:
+        assert outer == 0
+        assert coverage(0) == 1 - Fraction(2, 2**count) < Fraction(95, 100)
+    else:
+        assert coverage(outer) >= Fraction(95, 100)
+        assert 2 * outer + 2 >= count or coverage(outer + 1) < Fraction(95, 100)
+
+
 def test_a_count_is_decided_by_any_difference() -> None:
     assert Counted("a", 7, 8, 8).outcome == "trainer wins"
     assert Counted("a", 8, 8, 8).outcome == "equal"
@@ -164,6 +189,21 @@ def test_what_failed_is_said_and_so_is_a_broken_promise() -> None:
     broken = Part("accumulation", [Counted("trainer 1", 7, 8)], "x")
     assert broken.failures
     assert "breaks its promise" in text([broken], MACHINE)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_machine_cannot_measure_is_no_failure() -> None:
+    lacking = Part("loader", lacking="this machine has no /proc")
+    assert not lacking.failures
+    assert not lacking.measured
+    page = text([lacking, OVERHEAD], MACHINE)
+    assert "ailed" not in page
+    assert "- Not measured: loader: this machine has no /proc." in page
+    assert f"## {BENCHES['loader'].title}\n\nNot measured: this machine has no /proc\n" in page
+    assert "not measured: this machine has no /proc" in chart("title", [lacking])
+    assert json.loads(as_json([lacking], MACHINE, "x"))["benches"][0]["lacking"] == lacking.lacking
+    measure = {"loader": lacking, "overhead": OVERHEAD}
+    assert bench_scoreboard(only="loader,overhead", measure=lambda name, _, __: measure[name]) == 0
 
 
 def test_the_page_says_what_it_needs_to_be_refuted() -> None:
@@ -477,8 +517,9 @@ def test_three_files_are_written_and_the_rest_of_what_fails(
         (replace(OVERHEAD, rows=[WON, Absent("a", "failed: b", failed=True)]), 1),
         (replace(OVERHEAD, rows=[Counted("trainer", 1, 2)]), 1),
         (Part("overhead", failed="gone"), 1),
+        (Part("overhead", lacking="no /proc"), 3),
     ],
-    ids=["measured", "lost", "missing", "empty", "none", "library", "broken", "failed"],
+    ids=["measured", "lost", "missing", "empty", "none", "library", "broken", "failed", "lacking"],
 )
 def test_exit_codes(part: Part, code: int) -> None:
     assert bench_scoreboard(only="overhead", measure=answering(part)) == code
@@ -580,7 +621,7 @@ def test_a_bench_that_fails_or_dies_is_a_part_that_says_so(monkeypatch: pytest.M
         raise BadInputError("no photographs")
 
     monkeypatch.setitem(BENCHES, "tokens", bench._replace(measure=too_few))
-    assert benches._measure("tokens", QUICK, None).failed == "no photographs"
+    assert benches._measure("tokens", QUICK, None) == Part("tokens", lacking="no photographs")
     monkeypatch.setattr(benches, "_measure", killed)
     died = measured_apart("tokens", QUICK, None)
     assert "ended before it answered" in died.failed

@@ -125,7 +125,9 @@ def measured_apart(name: str, extent: Extent, timm_train: Path | None) -> Part:
 def _measure(name: str, extent: Extent, timm_train: Path | None) -> Part:
     try:
         return BENCHES[name].measure(extent, timm_train)
+    except BadInputError as error:  # about this machine: what was asked for has been looked at
+        return Part(name, lacking=" ".join(str(error).split()))
     except Exception as error:
-        kind = "" if isinstance(error, BadInputError | LibraryFailed) else type(error).__name__
+        kind = "" if isinstance(error, LibraryFailed) else type(error).__name__
         words = str(error).strip().partition("\n")[0]
         return Part(name, failed=": ".join(filter(None, (kind, words))))

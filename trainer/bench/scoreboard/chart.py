@@ -29,6 +29,7 @@ def chart(title: str, parts: Sequence[Part]) -> str:
             drawn.append(_scale(y, len(part.rows)))
         else:
             words = f"failed: {part.failed}" if part.failed else "how often it was right"
+            words = f"not measured: {part.lacking}" if part.lacking else words
             drawn.append(f'<text class="faint" x="{_NAMES}" y="{y}">{escaped(_cut(words, 90))}</text>')
         for row in part.rows:
             y += _ROW

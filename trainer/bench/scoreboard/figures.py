@@ -115,7 +115,8 @@ class Part:
         rows: Its comparisons.
         conditions: How it was measured, in words.
         raw: All that was measured, as JSON takes it.
-        failed: Why there is nothing.
+        failed: What went wrong, so that there is nothing.
+        lacking: Why nothing could be measured here, which is nobody's fault.
         seconds: What it took.
         shares: What this process got of its CPUs when it wanted all, just before and just after; empty:
             nothing was timed.
@@ -126,6 +127,7 @@ class Part:
     conditions: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
+    lacking: str = ""
     seconds: float = 0.0
     shares: Sequence[float] = ()
 

@@ -101,6 +101,7 @@ def summary(parts: Sequence[Part]) -> str:
     lines += [f"- **Failed:** {what}: {plain(why)}." for what, why in failed]
     missing = [f"{name} against {row.against}" for name, row in absent if not row.failed]
     lines += [f"- Not measured: {'; '.join(missing)}."] if missing else []
+    lines += [f"- Not measured: {part.name}: {plain(part.lacking)}." for part in parts if part.lacking]
     without = [name for name in BENCHES if name not in {part.name for part in parts}]
     lines += [f"- Left out by `--only`: {', '.join(without)}."] if without else []
     return "\n\n".join(["\n".join(table), "\n".join(lines)])
@@ -161,6 +162,8 @@ def _part(part: Part) -> str:
     bench = BENCHES[part.name]
     if part.failed:
         return f"**Failed:** {plain(part.failed)}"
+    if part.lacking:
+        return f"Not measured: {plain(part.lacking)}"
     counted = any(isinstance(row, Counted) for row in part.rows)
     head = _COUNTED if counted else _TIMED
     rows = [head, "|---" * (head.count("|") - 1) + "|"]
