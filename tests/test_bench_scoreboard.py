@@ -18,7 +18,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
-from trainer.bench.against import LibraryFailed, NotMeasured, blamed, timm
+from trainer.bench.against import LibraryFailed, NotMeasured, blamed
 from trainer.bench.overhead import median_interval, values_outside
 from trainer.bench.pipelines import Epoch
 from trainer.bench.scoreboard import benches, quiet, timed as timed_parts
@@ -108,7 +108,7 @@ def test_the_interval_holds_the_median_with_at_least_95_percent(count: int) -> N
         below = [(a + b) / 2 for a, b in pairwise([Fraction(0), *below, Fraction(0)])]
 
     def coverage(outer: int) -> Fraction:
-        return 1 - sum(below[: outer + 1]) - sum(below[count - outer :])
+        return 1 - sum(below[: outer + 1], Fraction()) - sum(below[count - outer :], Fraction())
 
     outer = values_outside(count)
     assert median_interval([float(n) for n in range(count)])[1:] == (outer, count - 1 - outer)
@@ -349,9 +349,10 @@ def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) 
         tried.append(list(libraries))
         if "timm" in libraries:
             raise LibraryFailed("timm", "ImportError: no such thing")
-        epochs = (Epoch(100.0, 9.0),) * rounds
-        names = [*loader.TARGETS, *libraries]
-        return loader.LoadTimes({name: loader.Pipeline(epochs, 1.0) for name in names}, 50.0)
+        theirs = tuple(Epoch(100.0 + number, 9.0) for number in range(rounds))
+        ours = tuple(Epoch(100.0, 9.0, 50.0 + 1.5 * number) for number in range(rounds))
+        there = {name: loader.Pipeline(ours, 1.0) for name in loader.TARGETS}
+        return loader.LoadTimes({**there, **{name: loader.Pipeline(theirs, 1.0) for name in libraries}})
 
     monkeypatch.setattr(loader, "measure_loading", measure)
     monkeypatch.setattr(against, "LIBRARIES", dict.fromkeys(against.LIBRARIES, "torch"))
@@ -427,7 +428,7 @@ def test_a_script_that_crashes_leaves_the_others_their_rows(
     script = tmp_path / "train.py"
     script.touch()
     crashed = subprocess.CompletedProcess((), 1, "", "a line\nno such flag\n")
-    monkeypatch.setattr(timm.subprocess, "run", lambda *_, **__: crashed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: crashed)
     part = by_accumulation(script)
     assert [row.right for row in part.rows if isinstance(row, Counted)] == [8, 8]
     (failed,) = (row for row in part.rows if isinstance(row, Absent) and row.failed)
@@ -456,6 +457,11 @@ def test_the_loops_by_hand_are_always_there() -> None:
         *("by hand", "by hand, lean", "lightning", "fabric", "accelerate", "ignite")
     ]
     assert [len(series) for series in part.raw.values()] == [1, 1, 1]
+
+
+def test_each_round_begins_with_another_one() -> None:
+    names = ["a", "b", "c"]
+    assert ["".join(loader.rotated(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ BENCHES = {
         "libraries do (webdataset from tar shards). A pack holds them made smaller beforehand, which could "
         "be done for a library too.",
         "load",
-        180,
+        190,
         True,
         lambda extent, _: by_loader(extent),
     ),

@@ -53,10 +53,7 @@ def by_loader(extent: Extent) -> Part:
                 return loader.measure_loading(images, Path(work), names, extent.epochs, _WORKERS)
 
         times, failed = without_the_failing(measure, there, LibraryFailed)
-    costs = {
-        name: [epoch.cpu_us + times.rest_us(name) for epoch in pipeline.epochs]
-        for name, pipeline in times.pipelines.items()
-    }
+    costs = {name: pipeline.all_us for name, pipeline in times.pipelines.items()}
     compared = [
         timed(ours, titled(name), costs[ours], costs[name], apart="" if ours == loader.ORIGINALS else _SHRUNK)
         for name in there
@@ -71,7 +68,7 @@ def by_loader(extent: Extent) -> Part:
         "loader",
         [*compared, *rows, *failed_rows(failed)],
         f"{about}; the trainer's CPU time with flip and normalisation, which its device does "
-        f"({times.device_us:,.0f} us of each image), as the others do them",
+        f"(measured in each round: {times.device_us:,.0f} us of each image), as the others do them",
         {"pipelines": raw, "device_us": times.device_us},
     )
 
