@@ -9,7 +9,7 @@ from trainer.bench.overhead import median_interval
 
 Outcome = Literal["trainer wins", "trainer loses", "equal", "undecided"]
 QUIET = 0.9
-NOT_BEST = "another way of it is better: doesn't count"
+NOT_BEST = "another way of it is as good or better: doesn't count"
 BUSY = "undecided: other work ran beside it"
 
 
