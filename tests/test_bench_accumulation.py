@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +120,31 @@ def test_what_a_library_is_given_and_what_is_read(library: str) -> None:
     require(library)
     measure = against.chosen(library, "accumulate")[library]
     for case in CASES:
-        recorded = measure(case)
         x, y = case.data()
-        assert torch.equal(torch.cat([seen for seen, _ in recorded.seen]), x)
-        assert torch.equal(torch.cat([seen for _, seen in recorded.seen]), y)
-        assert recorded.updates[-1][1].dtype == torch.float64
-        fresh = Recorded("").model.parameters()
-        assert all(torch.equal(a, b) for a, b in zip(fresh, recorded.model.parameters(), strict=True))
-        if not case.tokens_vary:
-            score = judge(recorded, case.accumulation, windows_due(case))
-            assert score.full is not None
-            assert score.full <= 1e-12
+        for recorded in measure(case):
+            assert torch.equal(torch.cat([seen for seen, _ in recorded.seen]), x)
+            assert torch.equal(torch.cat([seen for _, seen in recorded.seen]), y)
+            assert recorded.updates[-1][1].dtype == torch.float64
+            fresh = Recorded("").model.parameters()
+            assert all(torch.equal(a, b) for a, b in zip(fresh, recorded.model.parameters(), strict=True))
+            if not case.tokens_vary:
+                score = judge(recorded, case.accumulation, windows_due(case))
+                assert score.full is not None
+                assert score.full <= 1e-12
+
+
+def test_a_library_is_shown_in_all_its_ways_on_all_cases() -> None:
+    """Its best one, the loop that counts the tokens, is exact."""
+    require("accelerate")
+    measure = against.chosen("accelerate", "accumulate")["accelerate"]
+    judged = list(accumulation.measure_library("accelerate", measure))
+    ways = ("accumulate()", "tokens counted in the loop")
+    assert [(one.case, one.variant) for one in judged] == [(case, way) for case in CASES for way in ways]
+    exact = [(one.variant, one.case.tokens_vary) for one in judged if one.score and one.score.exact]
+    assert exact == [(ways[1], case.tokens_vary) for case in CASES]
+    assert {one.note.partition(",")[0] for one in judged if one.variant == ways[0]} == {
+        "`with accelerator.accumulate(model)`"
+    }
 
 
 # Stands in for timm's train.py, which isn't ours to carry: the same arguments, right or as told.
@@ -166,7 +181,7 @@ def test_a_script_is_read_as_it_trains(tmp_path: Path) -> None:
     require("timm")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    recorded = timm.accumulate(Case(7, 4, False), script)
+    (recorded,) = timm.accumulate(Case(7, 4, False), script)
     score = judge(recorded, 4, [4, 3])
     assert score.exact
     assert sum(len(x) for x, _ in recorded.seen) == 14
@@ -180,7 +195,11 @@ def test_a_script_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["bench", "accumulation", "--against", "timm", "--timm-train", str(script)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
+    assert "--against timm" in error
     assert "no such flag" in error
+    with pytest.raises(against.LibraryFailed, match="no such flag") as failed:
+        list(accumulation.measure_library("timm", partial(timm.accumulate, script=script)))
+    assert failed.value.name == "timm"
 
 
 def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

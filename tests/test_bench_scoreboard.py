@@ -3,31 +3,40 @@
 import json
 import os
 import pickle
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
 from trainer.bench.against import LibraryFailed, NotMeasured, blamed
+from trainer.bench.overhead import median_interval, values_outside
 from trainer.bench.pipelines import Epoch
 from trainer.bench.scoreboard import benches, quiet, timed as timed_parts
 from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
 from trainer.bench.scoreboard.chart import chart
-from trainer.bench.scoreboard.command import bench_scoreboard, write_all
+from trainer.bench.scoreboard.command import bench_scoreboard, check_files, write_all
 from trainer.bench.scoreboard.common import libraries_for
 from trainer.bench.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
 from trainer.bench.scoreboard.figures import (
+    BUSY,
+    NOT_BEST,
     Absent,
     Counted,
     Machine,
     Part,
     Timed,
+    best_rows,
+    between,
     outcomes,
     timed,
     without_the_failing,
@@ -40,7 +49,7 @@ from trainer.errors import BadInputError
 from trainer.report.text import DASH
 from trainer.step import train_window
 
-MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed", (0.99, 0.97))
+MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed")
 WON = Timed("trainer 1", "slow 2.0", 100.0, 200.0, 0.5, 0.45, 0.55, 60)
 LOST = Timed("trainer 1", "quick 1.0", 100.0, 80.0, 1.25, 1.21, 1.29, 60)
 OPEN = Timed("trainer 1", "alike 3.0", 100.0, 101.0, 0.99, 0.97, 1.01, 60)
@@ -90,6 +99,27 @@ def test_a_time_is_decided_by_its_whole_interval(
     assert found.their_cost == pytest.approx(float(np.median(theirs)))
 
 
+@hypothesis_settings(deadline=None)
+@given(st.integers(1, 150))
+def test_the_interval_holds_the_median_with_at_least_95_percent(count: int) -> None:
+    """By Pascal's triangle, row by row in fractions; and it is the narrowest that does."""
+    below = [Fraction(1)]  # chance that so many of the values lie below the true median
+    for _ in range(count):
+        below = [(a + b) / 2 for a, b in pairwise([Fraction(0), *below, Fraction(0)])]
+
+    def coverage(outer: int) -> Fraction:
+        return 1 - sum(below[: outer + 1], Fraction()) - sum(below[count - outer :], Fraction())
+
+    outer = values_outside(count)
+    assert median_interval([float(n) for n in range(count)])[1:] == (outer, count - 1 - outer)
+    if count < 6:
+        assert outer == 0
+        assert coverage(0) == 1 - Fraction(2, 2**count) < Fraction(95, 100)
+    else:
+        assert coverage(outer) >= Fraction(95, 100)
+        assert 2 * outer + 2 >= count or coverage(outer + 1) < Fraction(95, 100)
+
+
 def test_a_count_is_decided_by_any_difference() -> None:
     assert Counted("a", 7, 8, 8).outcome == "trainer wins"
     assert Counted("a", 8, 8, 8).outcome == "equal"
@@ -109,6 +139,30 @@ def test_a_loser_is_shown_as_a_loser() -> None:
     assert "- **The trainer loses 1:** overhead against quick 1.0 (trainer 1: 1.250" in page
     assert "loses nowhere" not in page
     assert "The trainer loses nowhere here" in summary([COUNTED])
+
+
+def test_only_the_best_way_of_a_rival_counts() -> None:
+    """However many bad ways it has, wherever they stand."""
+    ways = [0.5, 0.6, 1.25, 0.7]
+    found = [Timed("trainer 1", f"many, {x}", x, 1.0, x, x - 0.04, x + 0.04, 60, "many") for x in ways]
+    apart = Timed("trainer 1, pack", "many", 0.1, 1.0, 0.1, 0.1, 0.1, 60, apart="shrunk: not compared")
+    counts = [Counted(f"many, {n}", n, 8, 8, rival="many") for n in (0, 7, 3)]
+    parts = [Part("overhead", [apart, *found, WON]), Part("resume", [Counted("trainer 1", 8, 8), *counts])]
+    assert best_rows(parts[0]) == [found[2], WON]
+    assert best_rows(parts[1]) == [counts[1]]
+    page = text(parts, MACHINE)
+    assert rows(page, "Who wins") == [["overhead", "1", "1", "0", "0"], ["resume", "1", "0", "0", "0"]]
+    assert [row[-1] for row in rows(page, BENCHES["overhead"].title)] == [
+        *("shrunk: not compared", NOT_BEST, NOT_BEST, "**trainer loses**", NOT_BEST, "trainer wins")
+    ]
+    counted = [row[-1] for row in rows(page, BENCHES["resume"].title)]
+    assert counted == ["", NOT_BEST, "trainer wins", NOT_BEST]
+    drawn = chart("title", parts)
+    assert drawn.count("shrunk: not compared") == 1
+    assert drawn.count(": trainer loses") == 1
+    assert drawn.count(": trainer wins") == 2
+    figures = json.loads(as_json(parts, MACHINE, "x"))["benches"][0]["rows"]
+    assert [row["outcome"] for row in figures] == [*(None, None, None, "trainer loses", None, "trainer wins")]
 
 
 def test_nobody_is_left_out() -> None:
@@ -137,6 +191,21 @@ def test_what_failed_is_said_and_so_is_a_broken_promise() -> None:
     assert "breaks its promise" in text([broken], MACHINE)
 
 
+@pytest.mark.usefixtures("at_once")
+def test_what_a_machine_cannot_measure_is_no_failure() -> None:
+    lacking = Part("loader", lacking="this machine has no /proc")
+    assert not lacking.failures
+    assert not lacking.measured
+    page = text([lacking, OVERHEAD], MACHINE)
+    assert "ailed" not in page
+    assert "- Not measured: loader: this machine has no /proc." in page
+    assert f"## {BENCHES['loader'].title}\n\nNot measured: this machine has no /proc\n" in page
+    assert "not measured: this machine has no /proc" in chart("title", [lacking])
+    assert json.loads(as_json([lacking], MACHINE, "x"))["benches"][0]["lacking"] == lacking.lacking
+    measure = {"loader": lacking, "overhead": OVERHEAD}
+    assert bench_scoreboard(only="loader,overhead", measure=lambda name, _, __: measure[name]) == 0
+
+
 def test_the_page_says_what_it_needs_to_be_refuted() -> None:
     page = document(PARTS, MACHINE, "trainer bench scoreboard --out a.md", "a")
     beside = ("`trainer bench scoreboard --out a.md`", "(a.svg)", "(a.json)")
@@ -155,10 +224,44 @@ def test_the_page_says_what_it_needs_to_be_refuted() -> None:
         assert f"def {function}(" in (root / file).read_text()
         assert library in file
         assert len(settings) > 20
-    assert "other work ran beside it" not in page
-    busy = replace(MACHINE, shares=(0.99, 0.4))
-    assert "**Before and after" in text(PARTS, busy)
-    assert "Before and after" not in text([COUNTED], busy)
+
+
+@pytest.mark.parametrize("shares", [(0.99, 0.4), (0.4, 0.99)])
+def test_times_of_a_busy_machine_decide_nothing(shares: tuple[float, float]) -> None:
+    busy = between(OVERHEAD, *shares)
+    for outcome in ("trainer wins", "trainer loses"):
+        assert outcomes([busy], outcome) == []
+    page = text([busy, COUNTED], MACHINE)
+    assert "**Other work ran beside overhead:" in page
+    assert "99 % and 40 %" in page.replace("\u00a0", " ") or "40 % and 99 %" in page.replace("\u00a0", " ")
+    assert [row[-1] for row in rows(page, BENCHES["overhead"].title)][:3] == [BUSY] * 3
+    assert "loses nowhere" in page
+    assert "loses nowhere" not in text([busy], MACHINE)
+    assert "- Nothing is decided here." in text([busy], MACHINE)
+    assert chart("title", [busy]).count("undecided: other") == 3
+    quietly = between(OVERHEAD, 0.99, 0.97)
+    assert len(outcomes([quietly], "trainer loses")) == 1
+    page = text([quietly, COUNTED], MACHINE)
+    assert "ther work ran beside" not in page
+    assert page.count("Just before and just after, this process got") == 1
+    assert "in between isn't seen" in page
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        [],
+        [FAILED],
+        [replace(OVERHEAD, rows=[OPEN])],
+        [replace(OVERHEAD, rows=[MISSING])],
+        [replace(OVERHEAD, rows=[replace(WON, apart="shrunk")])],
+        [replace(COUNTED, rows=COUNTED.rows[:1])],
+    ],
+    ids=["nothing", "failed", "undecided", "missing", "apart", "alone"],
+)
+def test_who_was_compared_with_nobody_loses_nowhere_isnt_said(nothing: list[Part]) -> None:
+    assert "nowhere" not in summary(nothing).replace("against nowhere", "")
+    assert "- Nothing is decided here." in summary(nothing)
 
 
 def test_the_plot_shows_all_of_it() -> None:
@@ -180,7 +283,7 @@ def test_the_plot_shows_all_of_it() -> None:
 def test_the_figures_hold_everything() -> None:
     found = json.loads(as_json(PARTS, MACHINE, "the command"))
     assert found["command"] == "the command"
-    assert found["quiet"] is True
+    assert found["benches"][0]["quiet"] is True
     assert found["benches"][0]["raw"] == {"trainer 1": [1.0, 2.0]}
     assert [row["outcome"] for row in found["benches"][0]["rows"]][1] == "trainer loses"
     assert found["benches"][0]["rows"][1]["ratio"] == 1.25
@@ -207,14 +310,16 @@ def test_windows_are_compared_on_the_cases_that_both_did() -> None:
             *judged("torchvision", "none", [None] * 4),
         ]
     )
-    assert found[0] == Counted(against.titled("trainer") + ", weighted", 8, 8)
+    ours = against.titled("trainer")
+    assert found[0] == Counted(f"{ours}, weighted", 8, 8, rival=ours)
     assert isinstance(found[1], Counted)
     assert found[1].broken
     name = against.titled("torchvision")
-    assert found[2] == Counted(name, 3, 4, 4, "a way")
+    assert found[2] == Counted(name, 3, 4, 4, "a way", name)
     assert isinstance(found[3], Counted)
     assert (found[3].right, found[3].ours, found[3].outcome) == (8, 7, "trainer loses")
     assert found[4] == Absent(f"{name}, none", "a way")
+    assert best_rows(Part("accumulation", found)) == [found[3]]
 
 
 def test_cuts_are_counted_by_variant() -> None:
@@ -231,6 +336,9 @@ def test_cuts_are_counted_by_variant() -> None:
         (2, 2, 2),
         (1, 2, 2),
     ]
+    part = Part("resume", found)
+    assert outcomes([part], "equal") == [(part, found[1])]
+    assert outcomes([part], "trainer wins") == []
 
 
 def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +349,10 @@ def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) 
         tried.append(list(libraries))
         if "timm" in libraries:
             raise LibraryFailed("timm", "ImportError: no such thing")
-        epochs = (Epoch(100.0, 9.0),) * rounds
-        names = [*loader.TARGETS, *libraries]
-        return loader.LoadTimes({name: loader.Pipeline(epochs, 1.0) for name in names}, 50.0)
+        theirs = tuple(Epoch(100.0 + number, 9.0) for number in range(rounds))
+        ours = tuple(Epoch(100.0, 9.0, 50.0 + 1.5 * number) for number in range(rounds))
+        there = {name: loader.Pipeline(ours, 1.0) for name in loader.TARGETS}
+        return loader.LoadTimes({**there, **{name: loader.Pipeline(theirs, 1.0) for name in libraries}})
 
     monkeypatch.setattr(loader, "measure_loading", measure)
     monkeypatch.setattr(against, "LIBRARIES", dict.fromkeys(against.LIBRARIES, "torch"))
@@ -254,6 +363,9 @@ def test_what_the_device_does_is_added_to_ours(monkeypatch: pytest.MonkeyPatch) 
     compared = [row for row in part.rows if isinstance(row, Timed)]
     assert len(compared) == 6
     assert {row.ratio for row in compared} == {1.5}
+    assert [row.ours for row in best_rows(part) if isinstance(row, Timed)] == ["trainer"] * 2
+    assert len(outcomes([part], "trainer loses")) == 2
+    assert text([part], MACHINE).count("| images shrunk beforehand: not compared |") == 4
     assert [row.why for row in part.rows if isinstance(row, Absent)] == ["failed: ImportError: no such thing"]
     assert part.failures
     json.dumps(part.raw)
@@ -265,6 +377,8 @@ def test_a_library_that_fails_is_named() -> None:
     for own in (NotMeasured("no file"), BadInputError("give another")):
         with pytest.raises(type(own)), blamed("ignite"):
             raise own
+    with pytest.raises(LibraryFailed, match=r"^timm: why$"), blamed("ignite"):
+        raise LibraryFailed("timm", "why")
     again = pickle.loads(pickle.dumps(LibraryFailed("ignite", "why")))
     assert (again.name, str(again)) == ("ignite", "ignite: why")
 
@@ -306,6 +420,23 @@ def test_windows_and_cuts_of_the_trainer() -> None:
         json.dumps(part.raw)
 
 
+def test_a_script_that_crashes_leaves_the_others_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {name: "torch" if name == "timm" else f"no-such-{name}" for name in against.LIBRARIES}
+    monkeypatch.setattr(against, "LIBRARIES", here)
+    script = tmp_path / "train.py"
+    script.touch()
+    crashed = subprocess.CompletedProcess((), 1, "", "a line\nno such flag\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: crashed)
+    part = by_accumulation(script)
+    assert [row.right for row in part.rows if isinstance(row, Counted)] == [8, 8]
+    (failed,) = (row for row in part.rows if isinstance(row, Absent) and row.failed)
+    assert failed.against == against.titled("timm")
+    assert "no such flag" in failed.why
+    assert part.failures
+
+
 @pytest.mark.usefixtures("alone")
 def test_wrong_windows_of_the_trainer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_only(t: Any, batches: Any, window: int) -> None:
@@ -326,6 +457,11 @@ def test_the_loops_by_hand_are_always_there() -> None:
         *("by hand", "by hand, lean", "lightning", "fabric", "accelerate", "ignite")
     ]
     assert [len(series) for series in part.raw.values()] == [1, 1, 1]
+
+
+def test_each_round_begins_with_another_one() -> None:
+    names = ["a", "b", "c"]
+    assert ["".join(loader.rotated(names, number)) for number in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 @pytest.mark.slow
@@ -387,11 +523,34 @@ def test_three_files_are_written_and_the_rest_of_what_fails(
         (replace(OVERHEAD, rows=[WON, Absent("a", "failed: b", failed=True)]), 1),
         (replace(OVERHEAD, rows=[Counted("trainer", 1, 2)]), 1),
         (Part("overhead", failed="gone"), 1),
+        (Part("overhead", lacking="no /proc"), 3),
     ],
-    ids=["measured", "lost", "missing", "empty", "none", "library", "broken", "failed"],
+    ids=["measured", "lost", "missing", "empty", "none", "library", "broken", "failed", "lacking"],
 )
 def test_exit_codes(part: Part, code: int) -> None:
     assert bench_scoreboard(only="overhead", measure=answering(part)) == code
+
+
+def test_each_timed_part_is_looked_at_before_and_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = iter([0.99, 0.98, 0.97, 0.5])
+    seen: list[str] = []
+
+    def share() -> float:
+        seen.append("looked")
+        return next(shares)
+
+    def measure(name: str, _: Any, __: Any) -> Part:
+        seen.append(name)
+        return replace(OVERHEAD if BENCHES[name].timed else COUNTED, name=name)
+
+    monkeypatch.setattr(quiet, "share_of_cpus", share)
+    assert bench_scoreboard(only="overhead,tokens,resume", measure=measure) == 0
+    assert seen == ["looked", "overhead", "looked", "looked", "tokens", "looked", "resume"]
+    out = capsys.readouterr().out
+    assert rows(out, "Who wins")[:2] == [["overhead", "1", "1", "0", "1"], ["tokens", "0", "0", "0", "3"]]
+    assert "**Other work ran beside tokens:" in out
 
 
 @pytest.mark.parametrize(
@@ -402,6 +561,10 @@ def test_exit_codes(part: Part, code: int) -> None:
         (["--json", "nowhere/board.json"], "there is no folder nowhere; make it first"),
         (["--out", "board.txt"], "give a file that ends in .md"),
         (["--out", "taken.md"], "taken.svg: that is a folder"),
+        (["--out", "a.md", "--json", "a.md"], "--json a.md: --out writes the page or its plot there"),
+        (["--out", "a.md", "--json", "../here/a.svg"], "a.svg: --out writes the page or its plot there"),
+        (["--out", "shut/a.md"], "--out shut/a.md: nothing can be written into shut"),
+        (["--json", "shut/a.json"], "--json shut/a.json: nothing can be written into shut"),
         (["--timm-train", "train.py"], "there is no file train.py"),
         (["--timm-train", "there.py", "--only", "tokens"], "only read by accumulation"),
     ],
@@ -413,9 +576,13 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.py").touch()
-    (tmp_path / "taken.svg").mkdir()
+    here = tmp_path / "here"
+    for folder in (here, here / "taken.svg", here / "shut"):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    (here / "there.py").touch()
+    original = os.access  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" and original(path, mode))
     monkeypatch.setattr(benches, "measured_apart", lambda *_: 1 / 0)
     assert main(["bench", "scoreboard", *arguments]) == 2
     captured = capsys.readouterr()
@@ -424,7 +591,7 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     assert captured.out == ""
 
 
-def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_before_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "a.md", tmp_path / "a.svg"]
     for file in files:
         file.write_text("old")
@@ -436,10 +603,15 @@ def test_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(BadInputError, match="No space left"):
+    with pytest.raises(BadInputError, match="No space left") as failed:
         write_all(dict.fromkeys(files, "new"))
+    assert str(failed.value).startswith(f"{files[1]}: can't be written")
     assert [file.read_text() for file in files] == ["old", "old"]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_figures_may_be_asked_for_where_they_lie_anyway(tmp_path: Path) -> None:
+    check_files(tmp_path / "a.md", tmp_path / "a.json", None)
 
 
 def killed(*_: Any) -> Part:
@@ -455,7 +627,7 @@ def test_a_bench_that_fails_or_dies_is_a_part_that_says_so(monkeypatch: pytest.M
         raise BadInputError("no photographs")
 
     monkeypatch.setitem(BENCHES, "tokens", bench._replace(measure=too_few))
-    assert benches._measure("tokens", QUICK, None).failed == "no photographs"
+    assert benches._measure("tokens", QUICK, None) == Part("tokens", lacking="no photographs")
     monkeypatch.setattr(benches, "_measure", killed)
     died = measured_apart("tokens", QUICK, None)
     assert "ended before it answered" in died.failed
@@ -468,16 +640,17 @@ def test_the_cheapest_part_in_earnest(tmp_path: Path, capsys: pytest.CaptureFixt
     (row,) = rows(page.read_text(), BENCHES["tokens"].title)
     assert row[:2] == ["trainer, no workers", tokens.NANOGPT]
     assert 0 < float(row[4]) < 1
+    assert row[-1] in ("trainer wins", BUSY)
     found = json.loads(page.with_suffix(".json").read_text())
     assert [len(series) for series in found["benches"][0]["raw"].values()] == [QUICK.token_rounds] * 2
-    assert len(found["shares"]) == 2
+    assert len(found["benches"][0]["shares"]) == 2
     assert "measuring tokens, 1 of 1" in capsys.readouterr().err
 
 
 def test_the_share_of_the_cpus() -> None:
     assert 0 < share_of_cpus(0.05) <= 1
-    assert Machine("", "", (0.95, 0.91)).quiet
-    assert not Machine("", "", (0.95, 0.85)).quiet
+    assert Part("tokens", shares=(0.95, 0.91)).quiet
+    assert not Part("tokens", shares=(0.95, 0.85)).quiet
 
 
 def test_enough_rounds_to_decide() -> None:

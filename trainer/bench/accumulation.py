@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.bench.against import NotMeasured, blamed, chosen, titled
+from trainer.bench.against import LibraryFailed, NotMeasured, blamed, chosen, titled
 from trainer.bench.conditions import conditions
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -76,11 +76,13 @@ class Recorded:
         updates: For each call of the optimiser the number of micro-batches seen before it, and the
             gradient, float64 (parameters,).
         way: How the library was used.
+        variant: Where there are several ways, which one.
     """
 
-    def __init__(self, way: str, model: nn.Module | None = None) -> None:
+    def __init__(self, way: str, model: nn.Module | None = None, variant: str = "") -> None:
         torch.manual_seed(0)
         self.way = way
+        self.variant = variant
         self.model = model or nn.Sequential(nn.Linear(_FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)).to(
             torch.float64
         )
@@ -265,21 +267,23 @@ def measure_ours() -> Iterator[Judged]:
             yield Judged("trainer", last, case, score, recorded.way)
 
 
-def measure_library(name: str, measure: Callable[[Case], Recorded]) -> Iterator[Judged]:
+def measure_library(name: str, measure: Callable[[Case], list[Recorded]]) -> Iterator[Judged]:
     """A library's `accumulate` on every case."""
     for case in CASES:
         try:
             with blamed(name):
-                recorded = measure(case)
+                found = measure(case)
         except NotMeasured as reason:
             yield Judged(name, "", case, None, f"not measured: {reason}")
             continue
-        yield Judged(name, "", case, judge(recorded, case.accumulation, windows_due(case)), recorded.way)
+        for recorded in found:
+            score = judge(recorded, case.accumulation, windows_due(case))
+            yield Judged(name, recorded.variant, case, score, recorded.way)
 
 
 def with_script(
-    libraries: Mapping[str, Callable[..., Recorded]], timm_train: Path | None
-) -> dict[str, Callable[..., Recorded]]:
+    libraries: Mapping[str, Callable[..., list[Recorded]]], timm_train: Path | None
+) -> dict[str, Callable[..., list[Recorded]]]:
     """The libraries, timm with its train.py.
 
     Raises:
@@ -306,8 +310,15 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
         made no update to be judged.
 
     Raises:
-        BadInputError: If a library isn't known or isn't there.
+        BadInputError: If a library isn't known, isn't there or fails.
     """
+    try:
+        return _bench(against, timm_train)
+    except LibraryFailed as error:
+        raise BadInputError(f"--against {error}; leave it out") from error
+
+
+def _bench(against: str, timm_train: Path | None) -> int:
     libraries = with_script(chosen(against, "accumulate"), timm_train)
     print(f"{conditions()}\n\n{_HEAD}", flush=True)
     scores, notes = [], []
@@ -317,7 +328,7 @@ def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int
         if judged.score is not None:
             print(_row(judged, judged.score), flush=True)
         if judged.name != "trainer":
-            notes.append(f"{titled(judged.name)}: {judged.note}")
+            notes.append(f"{_label(judged)}: {judged.note}")
         elif judged.score is not None:
             scores.append(judged.score)
     print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
@@ -340,10 +351,14 @@ _LEGEND = f"""\
 - trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
 
 
+def _label(judged: Judged) -> str:
+    return ", ".join(filter(None, (titled(judged.name), judged.variant)))
+
+
 def _row(judged: Judged, score: Score) -> str:
     case = judged.case
     cells = (
-        ", ".join(filter(None, (titled(judged.name), judged.variant))),
+        _label(judged),
         f"{case.micro_batches} at {case.accumulation}",
         "vary" if case.tokens_vary else "all",
         " + ".join(map(str, score.cut)) or "none",

@@ -29,8 +29,8 @@ SHORT_SIDE = 256
 IMAGES = 1024
 _STOCK = "torchvision"
 # Our pipelines, with the most CPU time per image that they may take of the stock one's.
-_ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
-TARGETS = {_ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
+ORIGINALS, _PACK, _RAW = "trainer", f"trainer, pack {SHORT_SIDE}", f"trainer, raw pack {SHORT_SIDE}"
+TARGETS = {ORIGINALS: 0.50, _PACK: 0.25, _RAW: 0.10}
 
 Check = tuple[str, float, float, str]
 
@@ -52,6 +52,11 @@ class Pipeline:
         """Median over the rounds."""
         return statistics.median(epoch.cpu_us for epoch in self.epochs)
 
+    @property
+    def all_us(self) -> list[float]:
+        """CPU time per image of each round with flip and normalise, as all have it then."""
+        return [epoch.cpu_us + epoch.device_us for epoch in self.epochs]
+
 
 @dataclass(frozen=True)
 class LoadTimes:
@@ -59,15 +64,15 @@ class LoadTimes:
 
     Attributes:
         pipelines: Ours as in `TARGETS`, then each library, by name.
-        device_us: CPU time per image of what the device does for ours: flip and normalise.
     """
 
     pipelines: Mapping[str, Pipeline]
-    device_us: float
 
-    def rest_us(self, name: str) -> float:
-        """What must be added to a pipeline's CPU time so that all have done the same."""
-        return self.device_us if name in TARGETS else 0.0
+    @property
+    def device_us(self) -> float:
+        """CPU time per image of what the device does for ours, flip and normalise: median of all rounds."""
+        own = (self.pipelines[name] for name in TARGETS)
+        return statistics.median(epoch.device_us for pipeline in own for epoch in pipeline.epochs)
 
 
 def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -> int:
@@ -116,7 +121,7 @@ def check_proc() -> None:
 def measure_loading(
     images: Path, work: Path, libraries: Sequence[str], rounds: int, workers: int
 ) -> LoadTimes:
-    """Runs our pipelines and the libraries' in turn, each in a process of its own.
+    """Runs our pipelines and the libraries' in turn, each in its own process; each round begins with another.
 
     Args:
         images: Files by class; at least 128, of which a batch is 64.
@@ -128,7 +133,7 @@ def measure_loading(
     records = in_folder(images)
     pack(records, work / "pack", PackSettings(SHORT_SIDE))
     pack(records, work / "raw", PackSettings(SHORT_SIDE, raw=True))
-    ways = {_ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
+    ways = {ORIGINALS: ("", images), _PACK: ("", work / "pack"), _RAW: ("", work / "raw")}
     ways |= {library: (library, images) for library in libraries}
     there: dict[str, ProcessPoolExecutor] = {}
     try:
@@ -137,19 +142,23 @@ def measure_loading(
             with blamed(name):
                 there[name].submit(pipelines.start, library, source, work, workers).result()
         epochs: dict[str, list[Epoch]] = {name: [] for name in there}
-        for _ in range(rounds):
-            for name, process in there.items():
+        for number in range(rounds):
+            for name in rotated(list(there), number):
                 with blamed(name):
-                    epochs[name].append(process.submit(pipelines.run).result())
+                    epochs[name].append(there[name].submit(pipelines.run).result())
         memory = {name: process.submit(pipelines.pss).result() for name, process in there.items()}
     finally:
         for process in there.values():
             with suppress(BrokenExecutor):
                 process.submit(pipelines.stop)
             process.shutdown()
-    with _process() as alone:
-        device_us = alone.submit(pipelines.device_side_us).result()
-    return LoadTimes({name: Pipeline(tuple(epochs[name]), memory[name]) for name in there}, device_us)
+    return LoadTimes({name: Pipeline(tuple(epochs[name]), memory[name]) for name in there})
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: each begins with another one."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def _measure_checks(images: Path) -> list[Check]:
@@ -221,7 +230,7 @@ def _table(times: LoadTimes) -> str:
         speed = statistics.median(epoch.images_per_s for epoch in pipeline.epochs)
         rows.append(
             f"| {name if name in TARGETS else titled(name)} | {pipeline.cpu_us:,.0f} "
-            f"| {min(costs):,.0f} to {max(costs):,.0f} | {pipeline.cpu_us + times.rest_us(name):,.0f} "
+            f"| {min(costs):,.0f} to {max(costs):,.0f} | {statistics.median(pipeline.all_us):,.0f} "
             f"| {speed:,.0f} | {pipeline.pss:,.0f} |"
         )
     return "\n".join(rows)

@@ -53,11 +53,11 @@ def blamed(name: str) -> Iterator[None]:
     """Puts a library's name on whatever goes wrong while it works.
 
     Raises:
-        LibraryFailed: For any error but those that aren't its own.
+        LibraryFailed: For any error but those that aren't its own, and those that have a name already.
     """
     try:
         yield
-    except (BadInputError, NotMeasured):
+    except (BadInputError, NotMeasured, LibraryFailed):
         raise
     except Exception as error:
         words = str(error).strip().partition("\n")[0]

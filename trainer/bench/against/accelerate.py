@@ -14,15 +14,18 @@ from trainer.bench.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, opti
 from trainer.bench.overhead import TinySteps
 
 
-def accumulate(case: Case) -> Recorded:
-    """The loop of its guide to gradient accumulation; the one for samples of variable size where they are."""
-    accelerator = _accelerator(gradient_accumulation_steps=case.accumulation)
-    return _by_tokens(accelerator, case) if case.tokens_vary else _by_micro_batches(accelerator, case)
+def accumulate(case: Case) -> list[Recorded]:
+    """Both loops of its guide to gradient accumulation: `accumulate()`, and for samples of variable size."""
+    return [
+        loop(_accelerator(gradient_accumulation_steps=case.accumulation), case)
+        for loop in (_by_micro_batches, _by_tokens)
+    ]
 
 
 def _by_micro_batches(accelerator: Any, case: Case) -> Recorded:
     recorded = Recorded(
-        "all tokens valid: `with accelerator.accumulate(model)`, model, optimiser and loader prepared"
+        "`with accelerator.accumulate(model)`, model, optimiser and loader prepared",
+        variant="accumulate()",
     )
     model, optimizer, loader = accelerator.prepare(recorded.model, Recorder(recorded), case.loader())
     for batch in loader:
@@ -35,8 +38,9 @@ def _by_micro_batches(accelerator: Any, case: Case) -> Recorded:
 
 def _by_tokens(accelerator: Any, case: Case) -> Recorded:
     recorded = Recorded(
-        "valid tokens vary: the loop that its guide gives for samples of variable size, which counts the "
-        "tokens of each window itself and doesn't use accumulate()"
+        "the loop that its guide gives for samples of variable size, which counts the tokens of each window "
+        "itself and doesn't use accumulate()",
+        variant="tokens counted in the loop",
     )
     model, optimizer, loader = accelerator.prepare(recorded.model, Recorder(recorded), case.loader())
     batches = iter(loader)

@@ -28,7 +28,7 @@ from trainer.bench.overhead import TinySteps
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 
 
-def accumulate(case: Case) -> Recorded:
+def accumulate(case: Case) -> list[Recorded]:
     """`accumulate_grad_batches`, automatic optimisation."""
     from lightning import pytorch as pl
 
@@ -59,7 +59,7 @@ def accumulate(case: Case) -> Recorded:
     }
     with quiet(*_LOGGERS):
         pl.Trainer(accumulate_grad_batches=case.accumulation, **settings).fit(Module(), case.loader())
-    return recorded
+    return [recorded]
 
 
 def train_tiny(tiny: TinySteps) -> float:

@@ -21,17 +21,16 @@ from torch import nn
 from torch.optim import optimizer
 
 from trainer.bench.accumulation import CLASSES, MICRO_BATCH, Case, Recorded, gradient_of
-from trainer.bench.against import NotMeasured
-from trainer.errors import BadInputError
+from trainer.bench.against import LibraryFailed, NotMeasured
 
 _SIDE = 8  # pixels
 
 
-def accumulate(case: Case, script: Path | None) -> Recorded:
+def accumulate(case: Case, script: Path | None) -> list[Recorded]:
     """`train.py --grad-accum-steps`, no augmentation.
 
     Raises:
-        BadInputError: If the script doesn't run.
+        LibraryFailed: If the script ran and failed.
         NotMeasured: If there is no script, or the case isn't for it.
     """
     if script is None:
@@ -48,7 +47,7 @@ def accumulate(case: Case, script: Path | None) -> Recorded:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise BadInputError(f"--timm-train {script}: the script failed: {why[0]}")
+            raise LibraryFailed("timm", f"{script} failed: {why[0]}")
         kept = load_file(folder / "recorded.safetensors")
     recorded = Recorded(
         f"train.py (sha256 {hashlib.sha256(script.read_bytes()).hexdigest()[:12]}) with --grad-accum-steps, "
@@ -58,7 +57,7 @@ def accumulate(case: Case, script: Path | None) -> Recorded:
     recorded.model.load_state_dict({"matrix.weight": kept["weight"], "matrix.bias": kept["bias"]})
     recorded.seen = list(zip(kept["x"], kept["y"], strict=True))
     recorded.updates = list(zip(kept["counts"].tolist(), kept["gradients"], strict=True))
-    return recorded
+    return [recorded]
 
 
 def _write_images(folder: Path, samples: int) -> None:

@@ -1,9 +1,11 @@
 """`trainer bench scoreboard`: the command line. Imports torch only when it runs."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +73,14 @@ def bench_scoreboard(
     from trainer.bench.conditions import conditions
     from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart, select
     from trainer.bench.scoreboard.chart import chart
-    from trainer.bench.scoreboard.figures import Machine
+    from trainer.bench.scoreboard.figures import Machine, between
     from trainer.bench.scoreboard.quiet import share_of_cpus
     from trainer.bench.scoreboard.show import as_json, command_line, document, libraries, text
 
     names, extent = select(only), QUICK if quick else FULL
     if timm_train is not None and "accumulation" not in names:
         raise BadInputError("--timm-train is only read by accumulation, which --only leaves out")
-    began, before, parts = time.monotonic(), share_of_cpus(), []
+    began, parts = time.monotonic(), []
     for number, name in enumerate(names, 1):
         about = "" if quick else f", about {BENCHES[name].seconds:.0f} s"
         print(
@@ -86,20 +88,17 @@ def bench_scoreboard(
             file=sys.stderr,
             flush=True,
         )
-        parts.append((measure or measured_apart)(name, extent, timm_train))
-    machine = Machine(
-        conditions(),
-        libraries({name: installed(name) for name in LIBRARIES}),
-        (before, share_of_cpus()),
-    )
+        before = share_of_cpus() if BENCHES[name].timed else 1.0
+        part = (measure or measured_apart)(name, extent, timm_train)
+        parts.append(between(part, before, share_of_cpus()) if BENCHES[name].timed else part)
+    machine = Machine(conditions(), libraries({name: installed(name) for name in LIBRARIES}))
     given = {"quick": quick, "only": only, "timm-train": timm_train, "out": out, "json": json}
     command = command_line(given)
     print(text(parts, machine))
     data, contents = as_json(parts, machine, command), dict[Path, str]()
     if out is not None:
         contents[out] = document(parts, machine, command, out.stem)
-        busy = "" if machine.quiet else "; other work ran beside it"
-        contents[out.with_suffix(".svg")] = chart(f"{machine.conditions}{busy}", parts)
+        contents[out.with_suffix(".svg")] = chart(machine.conditions, parts)
         contents[out.with_suffix(".json")] = data
     if json is not None:
         contents[json] = data
@@ -123,24 +122,34 @@ def check_files(out: Path | None, json: Path | None, timm_train: Path | None) ->
             raise BadInputError(f"{option} {file}: there is no folder {file.parent}; make it first")
         if file.is_dir():
             raise BadInputError(f"{option} {file}: that is a folder; give a file")
+        if not os.access(file.parent, os.W_OK):
+            raise BadInputError(f"{option} {file}: nothing can be written into {file.parent}; give another")
+    pages = [out.resolve(), out.with_suffix(".svg").resolve()] if out else []
+    if json is not None and json.resolve() in pages:
+        raise BadInputError(f"--json {json}: --out writes the page or its plot there; give another file")
     if timm_train is not None and not timm_train.is_file():
         raise BadInputError(f"--timm-train: there is no file {timm_train}")
 
 
 def write_all(contents: Mapping[Path, str]) -> None:
-    """Writes all files beside their places, then moves them there: all of them or none.
+    """Writes all files beside their places, then moves them there one by one.
+
+    Each is the old or the new one, whole. While they are written nothing is replaced; if a move fails, those
+    before it have been made.
 
     Raises:
         BadInputError: If one can't be written.
     """
     beside = {file: file.with_name(f".{file.name}.part") for file in contents}
+    file = Path()
     try:
         for file, content in contents.items():
             beside[file].write_text(content, encoding="utf-8")
         for file in contents:
             beside[file].replace(file)
     except OSError as error:
-        raise BadInputError(f"{error.filename}: can't be written ({error.strerror}); give another") from error
+        raise BadInputError(f"{file}: can't be written ({error.strerror}); give another") from error
     finally:
         for part in beside.values():
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)

@@ -53,7 +53,7 @@ def count_windows(judged: Sequence[accumulation.Judged]) -> list[Row]:
                 sum(one.score.right for one in own if one.score and one.variant == way and one.case in scores)
                 for way in ways
             )
-        rows.append(Counted(title, right, of, ours, notes))
+        rows.append(Counted(title, right, of, ours, notes, titled(name)))
     return rows
 
 
@@ -86,6 +86,7 @@ def count_cuts(judged: Sequence[resume.Judged]) -> list[Row]:
             sum(one.score.same for one in group),
             len(group),
             None if name == "trainer" else ours,
+            rival=titled(name),
         )
         for (name, variant), group in _grouped(judged).items()
     ]

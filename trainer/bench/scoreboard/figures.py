@@ -1,7 +1,7 @@
 """What the scoreboard is made of, and who wins. Measures nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.bench.claims.claim import FEWEST_ROUNDS
@@ -9,6 +9,8 @@ from trainer.bench.overhead import median_interval
 
 Outcome = Literal["trainer wins", "trainer loses", "equal", "undecided"]
 QUIET = 0.9
+NOT_BEST = "another way of it is as good or better: doesn't count"
+BUSY = "undecided: other work ran beside it"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Timed:
         low: Lower end of its 95 % interval.
         high: Upper end.
         rounds: How many pairs.
+        rival: Whose way the other one is; empty: its own.
+        apart: Why this isn't like with like, and so has no outcome; empty: it is.
+        busy: Whether other work ran just before or just after, so that nothing is decided.
     """
 
     ours: str
@@ -34,11 +39,16 @@ class Timed:
     low: float
     high: float
     rounds: int
+    rival: str = ""
+    apart: str = ""
+    busy: bool = False
 
     @property
-    def outcome(self) -> Outcome:
-        """Decided only if the whole interval lies on one side of 1."""
-        if self.rounds < FEWEST_ROUNDS or self.low <= 1 <= self.high:
+    def outcome(self) -> Outcome | None:
+        """Decided only if the whole interval lies on one side of 1; None if it isn't like with like."""
+        if self.apart:
+            return None
+        if self.busy or self.rounds < FEWEST_ROUNDS or self.low <= 1 <= self.high:
             return "undecided"
         return "trainer wins" if self.high < 1 else "trainer loses"
 
@@ -53,6 +63,7 @@ class Counted:
         of: Out of how many.
         ours: How often the trainer was, on the same ones; None: this is the trainer.
         note: What wasn't counted.
+        rival: Whose way the other one is; empty: its own.
     """
 
     against: str
@@ -60,11 +71,12 @@ class Counted:
     of: int
     ours: int | None = None
     note: str = ""
+    rival: str = ""
 
     @property
     def outcome(self) -> Outcome | None:
-        """None for the trainer itself."""
-        if self.ours is None:
+        """None for the trainer itself, or if there was nothing to count."""
+        if self.ours is None or not self.of:
             return None
         if self.ours == self.right:
             return "equal"
@@ -103,8 +115,11 @@ class Part:
         rows: Its comparisons.
         conditions: How it was measured, in words.
         raw: All that was measured, as JSON takes it.
-        failed: Why there is nothing.
+        failed: What went wrong, so that there is nothing.
+        lacking: Why nothing could be measured here, which is nobody's fault.
         seconds: What it took.
+        shares: What this process got of its CPUs when it wanted all, just before and just after; empty:
+            nothing was timed.
     """
 
     name: str
@@ -112,7 +127,14 @@ class Part:
     conditions: str = ""
     raw: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
+    lacking: str = ""
     seconds: float = 0.0
+    shares: Sequence[float] = ()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing else computed just before and just after; what ran in between isn't seen."""
+        return min(self.shares, default=1.0) >= QUIET
 
     @property
     def measured(self) -> bool:
@@ -134,35 +156,65 @@ class Machine:
     Attributes:
         conditions: See `trainer.bench.conditions`.
         libraries: With their versions; those that aren't installed too.
-        shares: What this process got of its CPUs when it wanted all, before and after.
     """
 
     conditions: str
     libraries: str
-    shares: Sequence[float]
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing else computed, as far as one can tell from both ends."""
-        return min(self.shares) >= QUIET
 
 
-def timed(ours: str, against: str, our_costs: Iterable[float], their_costs: Iterable[float]) -> Timed:
-    """Compares two series, round by round."""
+def timed(
+    ours: str,
+    against: str,
+    our_costs: Iterable[float],
+    their_costs: Iterable[float],
+    rival: str = "",
+    apart: str = "",
+) -> Timed:
+    """Compares two series, round by round; `rival` and `apart` as in `Timed`."""
     pairs = list(zip(our_costs, their_costs, strict=True))
     ratio, low, high = median_interval([our / their for our, their in pairs])
     our_cost, their_cost = (median_interval(list(series))[0] for series in zip(*pairs, strict=True))
-    return Timed(ours, against, our_cost, their_cost, ratio, low, high, len(pairs))
+    return Timed(ours, against, our_cost, their_cost, ratio, low, high, len(pairs), rival, apart)
+
+
+def between(part: Part, before: float, after: float) -> Part:
+    """A part with its shares before and after; the times of a busy machine decide nothing."""
+    part = replace(part, shares=(before, after))
+    rows = [replace(row, busy=not part.quiet) if isinstance(row, Timed) else row for row in part.rows]
+    return replace(part, rows=rows)
+
+
+def best_rows(part: Part) -> list[Timed | Counted]:
+    """Of each rival the one row that counts: its best way, the first of several as good."""
+    best: dict[str, Timed | Counted] = {}
+    for row in part.rows:
+        if isinstance(row, Absent) or row.outcome is None:
+            continue
+        rival = row.rival or row.against
+        if rival not in best or _merit(row) > _merit(best[rival]):
+            best[rival] = row
+    return list(best.values())
+
+
+def _merit(row: Timed | Counted) -> tuple[float, float]:
+    """Of another one's way: the more, the better for it."""
+    if isinstance(row, Timed):
+        return (row.ratio, 0)
+    return (row.right - (row.ours or 0), row.right)
 
 
 def outcomes(parts: Sequence[Part], wanted: Outcome) -> list[tuple[Part, Timed | Counted]]:
-    """The comparisons that ended so."""
-    return [
-        (part, row)
-        for part in parts
-        for row in part.rows
-        if not isinstance(row, Absent) and row.outcome == wanted
-    ]
+    """The comparisons that ended so, one for each rival and bench."""
+    return [(part, row) for part in parts for row in best_rows(part) if row.outcome == wanted]
+
+
+def verdict(part: Part, row: Timed | Counted) -> tuple[Outcome | None, str]:
+    """How a row of a part ended, None if it doesn't count, and the words for it."""
+    if row.outcome is None:
+        return None, row.apart if isinstance(row, Timed) else ""
+    if any(row is one for one in best_rows(part)):
+        return row.outcome, BUSY if isinstance(row, Timed) and row.busy else row.outcome
+    return None, NOT_BEST
 
 
 def without_the_failing(

@@ -18,6 +18,7 @@ from trainer.bench.scoreboard.figures import (
     Row,
     Timed,
     outcomes,
+    verdict,
 )
 from trainer.report.text import DASH, duration, number, plain, share
 
@@ -26,7 +27,8 @@ _COUNTED = "| way | right | trainer on the same | |"
 _LEAD = (
     "Every bench is measured against each library that it knows; one that isn't installed keeps its row. "
     "A time is compared round by round, the sides in turn; it is decided only if the whole 95 % interval of "
-    "the ratio lies on one side of 1. What is counted is exact."
+    "the ratio lies on one side of 1. What is counted is exact. A library that can be used in several ways "
+    "has a row for each, but one outcome: that of its best way."
 )
 _REFUTE = """\
 A library is used as its own documentation says, with the fastest settings that we know. Its loop is a
@@ -65,12 +67,13 @@ def document(parts: Sequence[Part], machine: Machine, command: str, stem: str) -
 
 def text(parts: Sequence[Part], machine: Machine) -> str:
     """What was found, without what surrounds it in a file."""
-    shares = " and ".join(share(one) for one in machine.shares)
-    load = f"Before and after, this process got {shares} of its CPUs when it wanted all of them"
-    busy = f"**{load}: other work ran beside it. The times are a rough guide at most.**"
     blocks = [f"{machine.conditions}\n{machine.libraries}"]
-    if any(isinstance(row, Timed) for part in parts for row in part.rows):  # a count bears other work
-        blocks.append(f"{load}." if machine.quiet else busy)
+    busy = [part.name for part in parts if not part.quiet]
+    if busy:
+        blocks.append(
+            f"**Other work ran beside {', '.join(busy)}: the times are a rough guide at most, and decide "
+            "nothing.**"
+        )
     blocks += ["## Who wins", summary(parts)]
     for part in parts:
         blocks += [f"## {BENCHES[part.name].title}", _part(part)]
@@ -83,13 +86,14 @@ def summary(parts: Sequence[Part]) -> str:
     for part in parts:
         counts = " | ".join(str(len(outcomes([part], outcome))) for outcome in _WORDS)
         table.append(f"| {part.name} | {counts} |")
-    lines = []
+    decided = any(outcomes(parts, outcome) for outcome in _WORDS if outcome != "undecided")
+    lines = [] if decided else ["- Nothing is decided here."]
     for outcome, word in _WORDS.items():
         found = outcomes(parts, outcome) if word else []
         named = "; ".join(f"{part.name} against {_short(row)}" for part, row in found)
         if found:
             lines.append(f"- **{word} {len(found)}:** {named}.")
-        elif outcome == "trainer loses":
+        elif outcome == "trainer loses" and decided:
             lines.append("- The trainer loses nowhere here.")
     absent = [(part.name, row) for part in parts for row in part.rows if isinstance(row, Absent)]
     failed = [(part.name, part.failed) for part in parts if part.failed]
@@ -97,6 +101,7 @@ def summary(parts: Sequence[Part]) -> str:
     lines += [f"- **Failed:** {what}: {plain(why)}." for what, why in failed]
     missing = [f"{name} against {row.against}" for name, row in absent if not row.failed]
     lines += [f"- Not measured: {'; '.join(missing)}."] if missing else []
+    lines += [f"- Not measured: {part.name}: {plain(part.lacking)}." for part in parts if part.lacking]
     without = [name for name in BENCHES if name not in {part.name for part in parts}]
     lines += [f"- Left out by `--only`: {', '.join(without)}."] if without else []
     return "\n\n".join(["\n".join(table), "\n".join(lines)])
@@ -125,8 +130,11 @@ def libraries(names: Mapping[str, bool]) -> str:
 
 def as_json(parts: Sequence[Part], machine: Machine, command: str) -> str:
     """All of it, for programs."""
-    rows = [{**asdict(part), "rows": [_as_dict(row) for row in part.rows]} for part in parts]
-    found = {"command": command, **asdict(machine), "quiet": machine.quiet, "benches": rows}
+    rows = [
+        {**asdict(part), "quiet": part.quiet, "rows": [_as_dict(part, row) for row in part.rows]}
+        for part in parts
+    ]
+    found = {"command": command, **asdict(machine), "benches": rows}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -139,9 +147,9 @@ def command_line(options: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
-    outcome = None if isinstance(row, Absent) else row.outcome
-    return {"kind": type(row).__name__.lower(), **asdict(row), "outcome": outcome}
+def _as_dict(part: Part, row: Row) -> dict[str, Any]:
+    outcome, words = (None, row.why) if isinstance(row, Absent) else verdict(part, row)
+    return {"kind": type(row).__name__.lower(), **asdict(row), "outcome": outcome, "verdict": words}
 
 
 def _short(row: Timed | Counted) -> str:
@@ -154,28 +162,40 @@ def _part(part: Part) -> str:
     bench = BENCHES[part.name]
     if part.failed:
         return f"**Failed:** {plain(part.failed)}"
+    if part.lacking:
+        return f"Not measured: {plain(part.lacking)}"
     counted = any(isinstance(row, Counted) for row in part.rows)
     head = _COUNTED if counted else _TIMED
     rows = [head, "|---" * (head.count("|") - 1) + "|"]
-    rows += [f"| {' | '.join(_cells(row, counted))} |" for row in part.rows]
+    rows += [f"| {' | '.join(_cells(part, row, counted))} |" for row in part.rows]
     unit = bench.unit if counted else f"{bench.unit}, less is better"
     how = f"{part.conditions[:1].upper()}{part.conditions[1:]}"
-    return f"Compared: {unit}. {how}. {bench.note}\n\n" + "\n".join(rows)
+    return f"Compared: {unit}. {how}. {bench.note}{_load(part)}\n\n" + "\n".join(rows)
 
 
-def _cells(row: Row, counted: bool) -> list[str]:
+def _load(part: Part) -> str:
+    if not part.shares:
+        return ""
+    shares = " and ".join(share(one) for one in part.shares)
+    return (
+        f" Just before and just after, this process got {shares} of its CPUs when it wanted all of them; "
+        "what ran in between isn't seen."
+    )
+
+
+def _cells(part: Part, row: Row, counted: bool) -> list[str]:
     if isinstance(row, Absent):
         why = plain(row.why).replace("|", "\\|")
         return [row.against, DASH, DASH, why] if counted else [DASH, row.against, *[DASH] * 4, why]
     if isinstance(row, Counted):
         ours = DASH if row.ours is None else f"{row.ours} of {row.of}"
         wrong = "**the trainer breaks its promise**" if row.broken else ""
-        words = ". ".join(filter(None, (row.outcome and _marked(row.outcome), wrong, row.note)))
+        words = ". ".join(filter(None, (_marked(*verdict(part, row)), wrong, row.note)))
         return [row.against, f"{row.right} of {row.of}", ours, words]
     costs = [number(cost, 4) for cost in (row.our_cost, row.their_cost)]
     between = f"{row.low:.3f} to {row.high:.3f}"
-    return [row.ours, row.against, *costs, f"{row.ratio:.3f}", between, _marked(row.outcome)]
+    return [row.ours, row.against, *costs, f"{row.ratio:.3f}", between, _marked(*verdict(part, row))]
 
 
-def _marked(outcome: Outcome) -> str:
-    return f"**{outcome}**" if outcome == "trainer loses" else outcome
+def _marked(outcome: Outcome | None, words: str) -> str:
+    return f"**{words}**" if outcome == "trainer loses" else words

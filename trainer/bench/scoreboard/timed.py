@@ -11,6 +11,8 @@ from trainer.bench.scoreboard.figures import Part, timed, without_the_failing
 
 _WORKERS = 2
 _US = 1e6
+_HAND = "by hand"
+_SHRUNK = "images shrunk beforehand: not compared"
 
 
 def by_overhead(extent: Extent) -> Part:
@@ -21,10 +23,13 @@ def by_overhead(extent: Extent) -> Part:
         there,
         LibraryFailed,
     )
-    others = {"by hand": times.hand, "by hand, lean": times.lean}
+    others = {_HAND: times.hand, f"{_HAND}, lean": times.lean}
     others |= {titled(name): series for name, series in times.theirs.items()}
     own = titled("trainer")
-    compared = [timed(own, name, times.ours, series) for name, series in others.items()]
+    compared = [
+        timed(own, name, times.ours, series, _HAND if name.startswith(_HAND) else "")
+        for name, series in others.items()
+    ]
     return Part(
         "overhead",
         [*compared, *rows, *failed_rows(failed)],
@@ -48,12 +53,9 @@ def by_loader(extent: Extent) -> Part:
                 return loader.measure_loading(images, Path(work), names, extent.epochs, _WORKERS)
 
         times, failed = without_the_failing(measure, there, LibraryFailed)
-    costs = {
-        name: [epoch.cpu_us + times.rest_us(name) for epoch in pipeline.epochs]
-        for name, pipeline in times.pipelines.items()
-    }
+    costs = {name: pipeline.all_us for name, pipeline in times.pipelines.items()}
     compared = [
-        timed(ours, titled(name), costs[ours], costs[name])
+        timed(ours, titled(name), costs[ours], costs[name], apart="" if ours == loader.ORIGINALS else _SHRUNK)
         for name in there
         if name in costs
         for ours in loader.TARGETS
@@ -66,7 +68,7 @@ def by_loader(extent: Extent) -> Part:
         "loader",
         [*compared, *rows, *failed_rows(failed)],
         f"{about}; the trainer's CPU time with flip and normalisation, which its device does "
-        f"({times.device_us:,.0f} us of each image), as the others do them",
+        f"(measured in each round: {times.device_us:,.0f} us of each image), as the others do them",
         {"pipelines": raw, "device_us": times.device_us},
     )
 
