@@ -21,7 +21,7 @@ import torch
 
 from tests import chaos
 from trainer import agreement
-from trainer.errors import EXIT_REQUEUE
+from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
 from trainer.recipe import Recipe
 
 _MOST_CHANGES = 4
@@ -51,13 +51,18 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
         killing = random_.random() < 0.3
         disturbed = len(told) < _MOST_CHANGES and ranks[0].exitcode is None
         # A kill ends all, as when a machine is lost; a request reaches any one of them.
-        for rank in () if not disturbed else ranks if killing else (random_.choice(ranks),):
+        reached = [] if not disturbed else ranks if killing else [random_.choice(ranks)]
+        for rank in reached:
             assert rank.pid is not None
             while not (killing or rank.exitcode is not None or chaos.takes(rank.pid, signal.SIGTERM)):
                 time.sleep(0.005)
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
+        for rank in reached:
+            rank.join(120)
         for rank in ranks:
+            if any(one.exitcode == EXIT_FAILED for one in reached):
+                rank.kill()  # as the launcher does: it would wait for one that left before it began
             rank.join(120)
         codes = {rank.exitcode for rank in ranks}
         told.append(f"{size}{'!' if killing and disturbed else ''}")
