@@ -35,7 +35,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train doctor image verify-image push shell up down image-test test test-untimed test-timed compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
@@ -73,24 +73,17 @@ down: ## stop them; caches stay
 
 image-test: ## run the tests that need a container engine and the images
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-n auto --dist loadfile)
+	$(VENV)/bin/python -m pytest tests/container $(ARGS)
 
 # Tests that measure time run after the others, and alone. With ARGS all that it selects run in one process.
-ifeq ($(strip $(ARGS)),)
-test: test-untimed test-timed ## run the fast tests (minutes on 2 cores); ARGS="-k name"
-else
-test:
+test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
+ifeq ($(strip $(ARGS)),)
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not slow and not container and not timed"
+	$(VENV)/bin/python -m pytest -m "timed and not slow"
+else
 	$(VENV)/bin/python -m pytest -m "not slow and not container" $(ARGS)
 endif
-
-test-untimed:
-	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not slow and not container and not timed"
-
-test-timed: | $(if $(filter test,$(MAKECMDGOALS)),test-untimed) # also under make -j
-	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest -m "timed and not slow"
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
 compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"
