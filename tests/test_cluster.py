@@ -6,13 +6,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from trainer import launch
 from trainer.cluster import wire
 from trainer.cluster.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
-from trainer.cluster.interface import interface_of
+from trainer.cluster.interface import gloo_interface, interface_of
 from trainer.cluster.meeting import Round, Verdict, verdict_on
 from trainer.cluster.wire import Wire
 from trainer.errors import BadInputError
@@ -311,3 +313,37 @@ def test_a_verdict_survives_the_wire(ends: tuple[Wire, Wire]) -> None:
     verdict = Verdict(True, 75, "trainer: node 1 leaves\n")
     one.say(verdict=list(verdict))
     assert Verdict(*other.turn()[0]["verdict"]) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("127.0.0.1 localhost\n::1 localhost ip6-localhost\n", "localhost"),
+        ("127.0.0.1\tvm localhost # this host\n", "localhost"),
+        ("# 127.0.0.1 localhost\n", "127.0.0.1"),
+        ("::1 localhost\n", "127.0.0.1"),
+        (None, "127.0.0.1"),
+    ],
+)
+def test_ranks_of_one_host_ask_no_name_service(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, name: str
+) -> None:
+    """A container whose packets are counted shows it whole (tests/container/test_network.py)."""
+
+    def read(path: Path) -> str:
+        assert str(path) == "/etc/hosts"
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert f"--rdzv-endpoint={name}:0" in launch._alone()
+    assert f"--local-addr={name}" in launch._alone()
+
+
+def test_gloo_is_given_the_loopback_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo_interface("127.0.0.1") == gloo_interface("::ffff:127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface("203.0.113.1") == {}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert gloo_interface("127.0.0.1") == {}
