@@ -1,11 +1,14 @@
 """Promise: what DDP is told changes how gradients travel, not what they are; BatchNorm can span ranks."""
 
+import os
+import subprocess
+import sys
 import warnings
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 
 from tests.test_ranks import DIGITS, train_digits
 from tests.toys import make_recipe
@@ -243,3 +246,42 @@ def copied(world: World) -> bool:
 
 def test_an_averaged_copy_uses_its_own_weights(ranks: Ranks) -> None:
     assert ranks.run(2, copied) == [True, True]
+
+
+LEAVING = """
+import sys
+from functools import partial
+import torch
+from torch import distributed as dist
+from trainer import parallel
+
+def together():
+    with parallel.joined_world("cpu", 60) as world:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=world.control)
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+join = dist.init_process_group
+for attempt in range(100):
+    corner = dist.PrefixStore(str(attempt), store)
+    dist.init_process_group = partial(join, store=corner, rank=rank, world_size=2)
+    together()
+    parallel._gloo.clear()  # what the end of the process does
+"""
+
+
+def test_leaving_the_others_never_hangs() -> None:
+    """torch 2.5 and 2.6 hung about once in thirty times, with Python's lock held: it isn't seen in one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
+        for rank in ("0", "1")
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,5 +1,6 @@
 """Several processes, one model: process group, DDP and the sum that makes ranks agree."""
 
+import atexit
 import hashlib
 import inspect
 import os
@@ -133,6 +134,9 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
         )
         # Of its own also on a CPU: what is under way in it must not come between gradients.
         control = dist.new_group(backend="gloo")
+    hold_gloo(control)
+    if kind == "cpu":
+        hold_gloo(dist.group.WORLD)
     try:
         yield World(rank, size, local, device, dist.group.WORLD, control)
     except BaseException:
@@ -141,6 +145,20 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
         (abort if kind == "cuda" else dist.destroy_process_group)()
         raise
     dist.destroy_process_group()
+
+
+_gloo = list[object]()
+atexit.register(_gloo.clear)
+
+
+def hold_gloo(group: dist.ProcessGroup) -> None:
+    """Keeps gloo's part of a group until the process ends, so that leaving the group can't hang.
+
+    Before torch 2.8 a group that Python lets go of waits for gloo's threads and keeps Python's lock; one of
+    them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to be
+    the last (https://github.com/pytorch/pytorch/pull/154976).
+    """
+    _gloo.append(group._get_backend(torch.device("cpu")))
 
 
 @contextmanager

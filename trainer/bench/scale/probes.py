@@ -20,7 +20,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.background import stage
 from trainer.errors import BadInputError
 from trainer.limits import read_limits, threads_per_rank
-from trainer.parallel import World, silenced
+from trainer.parallel import World, hold_gloo, silenced
 from trainer.recipe import Recipe
 from trainer.run import assemble, device_kind, make_task
 
@@ -42,6 +42,8 @@ def of_buckets(recipe: Recipe) -> Found:
     with silenced(sys.stdout):
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    if backend == "gloo":
+        hold_gloo(dist.group.WORLD)
     ready = list[tuple[float, int]]()
 
     def seen(
