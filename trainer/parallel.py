@@ -151,13 +151,14 @@ _gloo = list[object]()
 atexit.register(_gloo.clear)
 
 
-def hold_gloo(group: dist.ProcessGroup) -> None:
+def hold_gloo(group: dist.ProcessGroup | None) -> None:
     """Keeps gloo's part of a group until the process ends, so that leaving the group can't hang.
 
     Before torch 2.8 a group that Python lets go of waits for gloo's threads and keeps Python's lock; one of
-    them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to be
-    the last (https://github.com/pytorch/pytorch/pull/154976).
+    them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to
+    be the last (https://github.com/pytorch/pytorch/pull/154976).
     """
+    assert group is not None
     _gloo.append(group._get_backend(torch.device("cpu")))
 
 
