@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,57 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert {"train/loss", "train/learning_rate", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
     read = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert read == [(row["window"], pytest.approx(row["loss"])) for row in rows]
+
+
+def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick rows together, slow ones each at once; whatever comes after them is not before them."""
+    now = 100.0
+    monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: now)
+    threads = threading.active_count()
+    sink, close = tensorboard_sink(tmp_path)
+    (file,) = tmp_path.iterdir()
+
+    def written() -> list[int]:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        return [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+
+    for window in (1, 2):
+        sink({"kind": "train", "window": window, "loss": 0.5})
+    assert written() == []
+    now += 0.25
+    sink({"kind": "train", "window": 3, "loss": 0.5})
+    assert written() == [1, 2, 3]
+    sink({"kind": "train", "window": 4, "loss": 0.5})
+    sink({"kind": "evaluation", "window": 4, "loss": 0.5})
+    assert written() == [1, 2, 3, 4, 4]
+    sink({"kind": "train", "window": 5, "loss": 0.5})
+    assert threading.active_count() == threads
+    close()
+    assert written() == [1, 2, 3, 4, 4, 5]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) -> None:
+    sink, close = tensorboard_sink(tmp_path)
+    (file,) = tmp_path.iterdir()
+    descriptors = Path("/proc/self/fd").iterdir()
+    opened = next(int(one.name) for one in descriptors if os.path.realpath(one) == str(file))
+    kept, full = os.dup(opened), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, opened)
+    with pytest.raises(OSError, match="No space left"):
+        sink({"kind": "evaluation", "window": 1, "loss": 0.5})
+    os.dup2(kept, opened)
+    sink({"kind": "evaluation", "window": 2, "loss": 0.5})
+    close()
+    for number in (kept, full):
+        os.close(number)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("evaluation/loss")] == [1, 2]
 
 
 def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
