@@ -7,6 +7,7 @@ Nothing here builds an image, but `up` does where it is missing, and says so. Th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -307,9 +308,7 @@ def up(options: argparse.Namespace) -> None:
             raise BadInputError(f"{image} can't be had; what failed stands above")
     compose = ["docker", "compose", "-f", COMPOSE]
     listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
-    profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
-    starting = [one for one in SERVICES if one not in listed and (one != "ssh" or "ssh" in profiles)]
-    check_ports({SERVICES[one]: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting})
+    check_ports({SERVICES[one]: port for one, port in _wanted_ports(compose).items() if one not in listed})
     seen, blind = container_gpus(image)
     say(f"with {GPU_FILE}: containers see {len(seen)} GPUs" if seen else f"without {GPU_FILE}: {blind}")
     compose += ["-f", GPU_FILE] if seen else []
@@ -333,6 +332,17 @@ def up(options: argparse.Namespace) -> None:
         _published("tensorboard", "6006") or os.environ.get("TENSORBOARD_PORT") or PORTS["TENSORBOARD_PORT"]
     )
     print(f"TensorBoard  http://127.0.0.1:{port}")
+
+
+def _wanted_ports(compose: Sequence[str]) -> dict[str, str]:
+    """The host's port of each service that would start: Compose also reads .env."""
+    told = call(*compose, "config", "--format", "json").stdout
+    if told:  # else it refuses something, a port mostly, for which there is a line below
+        services = json.loads(told)["services"]
+        return {one: services[one]["ports"][0]["published"] for one in SERVICES if one in services}
+    profiles = os.environ.get("COMPOSE_PROFILES", "").split(",")
+    starting = [one for one in SERVICES if one != "ssh" or "ssh" in profiles]
+    return {one: os.environ.get(SERVICES[one]) or PORTS[SERVICES[one]] for one in starting}
 
 
 def _published(service: str, inside: str) -> str:

@@ -25,17 +25,24 @@ import trainer.attempt
 from tests.forked import attempt, replace, small
 from tests.rows import read_rows
 from tests.test_loader import make_folder
-from trainer import between_windows, start
+from trainer import between_windows, cli, start
 from trainer.checkpoint import files, store
 from trainer.data.dataset import ArrayDataset
 from trainer.data.files import in_folder
+from trainer.doctor.facts import Mount
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig, build_model
 from trainer.observe.sinks import keep_rows
 from trainer.recipe import Recipe
 from trainer.resume import read_stored
 from trainer.run import make_task
-from trainer.run_folder import check_space, claim_folder, remove_unused, write_json
+from trainer.run_folder import (
+    check_space,
+    claim_folder,
+    new_folder,
+    remove_unused,
+    write_json,
+)
 from trainer.run_lock import lock
 
 
@@ -702,3 +709,32 @@ def test_a_read_only_folder_is_one_line(tmp_path: Path, stopped: Path) -> None:
     refused = attempt(folder, before=read_only)
     assert (refused.code, refused.said) == (2, "")
     assert "can't be written (Read-only file system)" in refused.line
+
+
+def test_a_link_to_nowhere_is_called_that(tmp_path: Path) -> None:
+    """mkdir(2) says "File exists"."""
+    runs = tmp_path / "runs"
+    runs.symlink_to("scratch/runs")
+    told = r"runs is a link to scratch/runs, which isn't there\); give another"
+    with pytest.raises(
+        BadInputError, match=r"runs is a link to scratch/runs, which isn't there\); give another"
+    ):
+        new_folder(runs, "digits", small())
+    with pytest.raises(
+        BadInputError, match=r"runs is a link to scratch/runs, which isn't there\); give another"
+    ):
+        claim_folder(runs / "mine")
+    (tmp_path / "scratch" / "runs").mkdir(parents=True)
+    assert new_folder(runs, "digits", small()).parent == runs
+
+
+@pytest.mark.parametrize("how", ["container layer", "bind mount", "volume", "mount"])
+def test_a_run_that_goes_with_its_container_says_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.run_folder.read_mount", lambda _: Mount("overlay", "/", how))
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
+    assert cli.main(["train", "digits"]) == 0
+    told = f'goes with it: docker run -v "$PWD/runs:{tmp_path}/runs" keeps it'
+    assert (told in capsys.readouterr().err) == (how == "container layer")

@@ -588,6 +588,24 @@ def test_up_and_a_port_that_is_taken(machine: Machine, ports: dict[str, str]) ->
         assert machine.asked()[-4][-1] == "--no-recreate"
 
 
+def test_up_looks_for_the_ports_that_compose_reads_from_env_files(
+    machine: Machine, ports: dict[str, str]
+) -> None:
+    """.env sets them for Compose alone; a service of a profile that isn't asked for needs none."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        services = {
+            "jupyter": {"ports": [{"published": ports["JUPYTER_PORT"]}]},
+            "tensorboard": {"ports": [{"published": str(port)}]},
+        }
+        told = (0, json.dumps({"services": services}), "")
+        machine.engine(**{"compose -f docker-compose.yml config": told})
+        assert f"port {port} of 127.0.0.1 is taken" in machine.refused("up")
+    machine.run("up")
+
+
 def test_shell(machine: Machine) -> None:
     machine.engine()
     machine.run("shell", "--", "python", "-V")

@@ -16,6 +16,7 @@ from torch import nn
 from trainer import checkpoint
 from trainer.checkpoint.files import sync_folder
 from trainer.config import config_hash
+from trainer.doctor.disks import read_mount
 from trainer.errors import BadInputError, DivergedError
 from trainer.manifest import outcome
 from trainer.observe.console import warn
@@ -56,8 +57,26 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
             number += 1
     except OSError as error:
         raise BadInputError(
-            f"{root}: can't make a run folder there ({error.strerror}); give another --out"
+            f"{root}: can't make a run folder there ({_why(root, error)}); give another --out"
         ) from error
+
+
+def _why(folder: Path, error: OSError) -> str:
+    """A link to nowhere is "File exists" to mkdir(2)."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {path.readlink()}, which isn't there"
+    return str(error.strerror)
+
+
+def warn_of_loss(folder: Path) -> None:
+    """Says so if a run folder goes with the container in which it lies."""
+    if read_mount(folder).how == "container layer":
+        where = folder.absolute().parent
+        warn(
+            f"{shown(folder)} lies in the container itself and goes with it: "
+            f'docker run -v "$PWD/runs:{where}" keeps it'
+        )
 
 
 def shown(path: Path) -> Path:
@@ -82,7 +101,7 @@ def claim_folder(folder: Path) -> bool:
         probe.unlink()
     except OSError as error:
         raise BadInputError(
-            f"--out {folder}: can't be written ({error.strerror}); give another folder"
+            f"--out {folder}: can't be written ({_why(folder, error)}); give another folder"
         ) from error
     if (folder / "manifest.json").exists():
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")

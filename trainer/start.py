@@ -24,7 +24,7 @@ from trainer.recipe import Recipe
 from trainer.redact import redact_text
 from trainer.resume import RUNS, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_request, data_of, device_kind, make_task
-from trainer.run_folder import claim_folder, new_folder, remove_unused, shown
+from trainer.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
 from trainer.tasks import Task
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
 from trainer.tune.job import Interrupted, Job
@@ -103,6 +103,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         environment |= told
     begins = stored is None and not (nodes and nodes.number)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
+    warn_of_loss(folder)
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
     environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
