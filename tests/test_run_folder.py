@@ -731,6 +731,8 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.run_folder.read_mount", lambda _: Mount("overlay", "/", how))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
-    assert cli.main(["train", "digits"]) == 0
-    told = f'goes with it: docker run -v "$PWD/runs:{tmp_path}/runs" keeps it'
-    assert (told in capsys.readouterr().err) == (how == "container layer")
+    for words, folder in (([], "runs"), (["--out", "deep/mine"], "deep/mine")):
+        assert cli.main(["train", "digits", *words]) == 0
+        told = f'{folder} lies in the container itself and goes with it: docker run -v "$PWD/'
+        told += f'{Path(folder).name}:{tmp_path}/{folder}" keeps it'
+        assert (told in capsys.readouterr().err) == (how == "container layer")

@@ -70,12 +70,11 @@ def _why(folder: Path, error: OSError) -> str:
 
 
 def warn_of_loss(folder: Path) -> None:
-    """Says so if a run folder goes with the container in which it lies."""
+    """Says so if a folder for runs goes with the container in which it lies."""
     if read_mount(folder).how == "container layer":
-        where = folder.absolute().parent
         warn(
-            f"{shown(folder)} lies in the container itself and goes with it: "
-            f'docker run -v "$PWD/runs:{where}" keeps it'
+            f"{folder} lies in the container itself and goes with it: "
+            f'docker run -v "$PWD/{folder.name}:{folder.absolute()}" keeps it'
         )
 
 

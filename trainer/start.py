@@ -103,7 +103,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         environment |= told
     begins = stored is None and not (nodes and nodes.number)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
-    warn_of_loss(folder)
+    warn_of_loss(wanted or RUNS)
     # The ranks take the folder from here, so that it stays the same through restarts.
     environment[_FOLDER] = str(folder.absolute())
     environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)

@@ -97,6 +97,22 @@ def test_a_hostile_home_is_not_imported(train_image: str, tmp_path: Path) -> Non
         engine("run", *LIMITED, *mount, train_image, "python", "-c", "import torch")
 
 
+def test_a_run_that_would_go_with_the_container_says_so(train_image: str, tmp_path: Path) -> None:
+    """The first `docker run` of a newcomer has no -v."""
+    kept = ["-v", f"{tmp_path}:/workspace/runs", f"--user={os.getuid()}"]
+    for given, told in (([], True), (kept, False)):
+        out = engine(
+            "run", *LIMITED, *given, train_image, "trainer", "train", "digits", "--set=max_windows=2"
+        )
+        assert ('docker run -v "$PWD/runs:/workspace/runs" keeps it' in out) == told
+    assert list(tmp_path.glob("digits-*/manifest.json"))
+
+
+def test_what_the_train_image_lacks_is_a_line(train_image: str) -> None:
+    out = engine("run", *LIMITED, train_image, "jupyter", code=2)
+    assert out == "entrypoint: no JupyterLab here: it is in the dev image\n"
+
+
 def test_without_the_entrypoint_all_is_the_same(train_image: str) -> None:
     program = "import os, sys, json; print(json.dumps([dict(os.environ), sys.path, sys.executable]))"
     seen = []
