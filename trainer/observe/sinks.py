@@ -108,8 +108,8 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
     """TensorBoard scalars, one event per row: an event per scalar, as add_scalar does, costs 71 us each.
 
     TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training lets go
-    of Python's lock, and keeps it waiting: with a row every 7 ms that cost twice what writing them together
-    does. Rows of training wait up to a quarter of a second for others; what follows them writes them, too.
+    of Python's lock, and keeps it waiting. Here the training writes; its rows wait up to a quarter of a
+    second for others, and whatever follows them writes them, too.
 
     Returns:
         The sink and the function that closes it.
