@@ -44,7 +44,8 @@ def trainer(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 def test_digits_reach_98_percent(tmp_path: Path) -> None:
     done = trainer(tmp_path, "train", "digits")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # But for the one line of a run in a container's own file system, where these tests may run as well.
+    assert not [line for line in done.stderr.splitlines() if "lies in the container itself" not in line]
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"digits-[0-9a-f]{8}-1", folder.name)
     rows = read_rows(folder)

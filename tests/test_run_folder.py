@@ -36,13 +36,7 @@ from trainer.observe.sinks import keep_rows
 from trainer.recipe import Recipe
 from trainer.resume import read_stored
 from trainer.run import make_task
-from trainer.run_folder import (
-    check_space,
-    claim_folder,
-    new_folder,
-    remove_unused,
-    write_json,
-)
+from trainer.run_folder import check_space, claim_folder, new_folder, remove_unused, write_json
 from trainer.run_lock import lock
 
 
