@@ -3,8 +3,9 @@
 
 An image is a name that the engine knows or a tar file; it is read once, from outside, and needs nothing. A
 file that nobody owns, that differs from its record, or that a record names and is not there is a finding; so
-is what no image should hold (image_hazards.py). Of bytecode the header is checked, which names its source's
-hash, not the code. With --stack, the records must be those of the stack's locks.
+is what no image should hold (image_hazards.py). Of a library that prune_env.py took symbols from, its list
+has the record's hash and the file's. Of bytecode the header is checked, which names its source's hash, not
+the code. With --stack, the records must be those of the stack's locks.
 """
 
 import argparse
@@ -160,16 +161,16 @@ def account(
     for path, some in more.items():
         claims.setdefault(path, []).extend(some)
     components = sorted(components + wheels, key=place)
-    removed, linked = pruned(files)
+    gone = pruned(files)
     findings = unlocked(components, locked) if locked else []
     for path, some in claims.items():
-        if path not in files and path not in removed:
+        if path not in files and path not in gone.removed:
             findings.append(Finding("missing", path, f"the record of {some[0].component.name} names it"))
     for path in files.keys() - owners.keys():
         if BYTECODE.fullmatch(path):
             continue
         some = claims.get(path, [])
-        own = next((claim for claim in some if fits(path, claim, files, original, linked)), None)
+        own = next((claim for claim in some if fits(path, claim, files, original, gone)), None)
         found = owner_of(path, files[path], before.get(path), some, made, root)
         if own or not isinstance(found, Finding):
             owners[path] = own.component.kind if own else str(found)

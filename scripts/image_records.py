@@ -125,34 +125,47 @@ def unpacked(digest: str) -> str:
         return ""
 
 
-def pruned(files: Files) -> tuple[set[str], dict[str, str]]:
-    """What prune_env.py took away, and the links that it made of copies, by path.
+class Pruned(NamedTuple):
+    """What prune_env.py did, by path: what it took away, made links of, and took symbols from."""
+
+    removed: set[str]
+    linked: dict[str, str]
+    stripped: dict[str, tuple[str, str]]  # hashes before and after
+
+
+def pruned(files: Files) -> Pruned:
+    """Reads prune_env.py's list; nothing where an image has none.
 
     Raises:
         ImageError: the list cannot be read.
     """
     entry = files.get(REMOVED)
     if not entry:
-        return set(), {}
+        return Pruned(set(), {}, {})
     try:
         listed = json.loads(entry.content)
-        return (
+        return Pruned(
             {posixpath.join(PRUNED, path) for path in listed["removed"]},
             {posixpath.join(PRUNED, path): target for path, target in listed["linked"].items()},
+            {
+                posixpath.join(PRUNED, path): (hashes["before"], hashes["after"])
+                for path, hashes in listed["stripped"].items()
+            },
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ImageError(f"/{REMOVED} is not prune_env.py's list: {error!r}") from None
 
 
-def fits(path: str, claim: Claim, files: Files, original: dict[str, str], linked: dict[str, str]) -> bool:
+def fits(path: str, claim: Claim, files: Files, original: dict[str, str], gone: Pruned) -> bool:
     """Whether a path is what a claim says."""
     entry = files[path]
     if entry.kind == "file":
-        return not claim.soft and entry.digest == claim.digest
+        exactly = entry.digest == claim.digest
+        return not claim.soft and (exactly or gone.stripped.get(path) == (claim.digest, entry.digest))
     target = resolve(path, files)
     behind = files.get(target)
     if not claim.soft:
-        return linked.get(path) == entry.digest and behind is not None and behind.digest == claim.digest
+        return gone.linked.get(path) == entry.digest and behind is not None and behind.digest == claim.digest
     if behind is None or behind.kind != "file":
         # Into another package's folder, or at what is not there: builders write no hash, or nothing's.
         return claim.digest in ("", NOTHING) or behind is not None

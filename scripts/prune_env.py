@@ -6,7 +6,8 @@ Python 3.11 on x86_64. What a record or a RECORD names and the list holds is acc
 
 Left alone, though nothing needs it to run: `.pyi` (5 MB without jedi's, which its completion reads; editors
 and lazy_loader read the others), headers that torch's own include or that Triton's launcher is built with,
-ptxas, nvdisasm and NVSHMEM's device bitcode, which GPU features call. Stripping would change hashed files.
+ptxas, nvdisasm and NVSHMEM's device bitcode, which GPU features call; and symbols of NVIDIA's libraries,
+whose licence forbids changes.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from symbols import strip
 
 SITE = "lib/python3.*/site-packages"
 
@@ -87,7 +90,13 @@ DUPLICATES = Rule(
     "a link to a file of the same content, so that its hash still holds",
     (f"{SITE}/**/*.so", f"{SITE}/**/*.so.*", f"{SITE}/torch/bin/*"),
 )
-SMALLEST = 1 << 20  # bytes; below it a link is not worth an entry
+# 414 MB, of it 259 in Triton, whose library brings all of LLVM's debug information.
+SYMBOLS = Rule(
+    "symbols",
+    "debug information and symbol tables: no running program reads them; both hashes are listed",
+    (f"{SITE}/torch/lib/*.so*", f"{SITE}/triton/_C/*.so"),
+)
+SMALLEST = 1 << 20  # bytes; below it neither a link nor a library without symbols is worth an entry
 
 
 def files_of(path: Path) -> list[Path]:
@@ -152,8 +161,35 @@ def link(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, Path], in
     return links, saved
 
 
+def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict[str, str]], int]:
+    """Takes the symbols from libraries; returns their hashes before and after, and the bytes saved."""
+    stripped: dict[Path, dict[str, str]] = {}
+    saved = 0
+    for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
+        new = path.with_name(f".{path.name}.new")
+        if path.is_symlink() or not (less := strip(path, new, SMALLEST)):
+            continue
+        saved += less
+        stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
+        if dry:
+            new.unlink()
+        else:
+            shutil.copymode(path, new)
+            new.replace(path)
+    return stripped, saved
+
+
+def digest_of(path: Path) -> str:
+    """Of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 def prune(prefix: Path, dry: bool) -> dict[str, object]:
-    """Applies every rule; returns what the list says: rules, removed paths, links; relative to the prefix."""
+    """Applies every rule; returns what the list says of each and of each path, relative to the prefix."""
     rules, removed = [], set[Path]()
     for rule in RULES:
         files, size = remove(prefix, rule, dry)
@@ -161,6 +197,8 @@ def prune(prefix: Path, dry: bool) -> dict[str, object]:
         rules.append((rule, len(files), size))
     links, saved = link(prefix, removed, dry)
     rules.append((DUPLICATES, len(links), saved))
+    stripped, saved = strip_all(prefix, removed | links.keys(), dry)
+    rules.append((SYMBOLS, len(stripped), saved))
     for rule, number, size in rules:
         print(f"prune_env: {size / 1e6:6.1f} MB in {number:4} files: {rule.name} ({rule.why})")
     print(
@@ -170,6 +208,7 @@ def prune(prefix: Path, dry: bool) -> dict[str, object]:
         "rules": [{"rule": r.name, "why": r.why, "files": n, "bytes": size} for r, n, size in rules],
         "removed": sorted(str(path.relative_to(prefix)) for path in removed),
         "linked": {str(path.relative_to(prefix)): str(links[path]) for path in sorted(links)},
+        "stripped": {str(path.relative_to(prefix)): hashes for path, hashes in stripped.items()},
     }
 
 

@@ -37,6 +37,7 @@ KEY = (
     b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
     + b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
 )
+LONG, SHORT = b"three, with symbols", b"three"
 TOKEN = "ghp_" + "a1B2c3D4e5" * 3 + "x" * 6
 Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder, a file with its mode
 Tree = dict[str, Node]
@@ -158,7 +159,8 @@ def clean(folder: Path) -> Tree:
     tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
     tree |= {f"{SITE}/lib_x/libcudnn.so.9": b"cudnn", f"{SITE}/lib_x/one.so": b"one"}
     tree |= {f"{SITE}/lib_x/two.so": b"one", f"{SITE}/lib_x-2.0.dist-info/METADATA": b"Name: lib_x\n"}
-    names = ["lib_x/__init__.py", "lib_x/libcudnn.so.9", "lib_x/one.so", "lib_x/two.so"]
+    tree[f"{SITE}/lib_x/three.so"] = LONG
+    names = ["lib_x/__init__.py", "lib_x/libcudnn.so.9", "lib_x/one.so", "lib_x/two.so", "lib_x/three.so"]
     listed = {name: f"{SITE}/{name}" for name in [*names, "lib_x-2.0.dist-info/METADATA"]}
     place = "lib_x-2.0.dist-info/RECORD"
     text = record(tree, {**listed, "../../../bin/x": "opt/env/bin/x"}, place)
@@ -166,6 +168,7 @@ def clean(folder: Path) -> Tree:
         text + b"lib_x/__pycache__/__init__.cpython-312.pyc,,\nlib_x/big.a,sha256=aaaa,1\n"
     )
     tree[f"{SITE}/lib_x/two.so"] = "one.so"
+    tree[f"{SITE}/lib_x/three.so"] = SHORT
     if NEW:
         tree[f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"] = bytecode(source, folder)
     tree["opt/image/removed.json"] = json.dumps(
@@ -173,6 +176,12 @@ def clean(folder: Path) -> Tree:
             "rules": [],
             "removed": ["lib/libtool.a", f"{SITE.removeprefix('opt/env/')}/lib_x/big.a"],
             "linked": {f"{SITE.removeprefix('opt/env/')}/lib_x/two.so": "one.so"},
+            "stripped": {
+                f"{SITE.removeprefix('opt/env/')}/lib_x/three.so": {
+                    "before": hashlib.sha256(LONG).hexdigest(),
+                    "after": hashlib.sha256(SHORT).hexdigest(),
+                }
+            },
         }
     ).encode()
     # The trainer, as pip writes it with --target: its script's name leads out of the folder.
@@ -223,7 +232,7 @@ def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
         "opt/image/entrypoint",
         "opt/image/removed.json",
     ]
-    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 7 and len(owners["trainer"]) == 3
+    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 8 and len(owners["trainer"]) == 3
     assert len(owners.get("bytecode", [])) == NEW
     assert [(one.kind, one.name, one.version) for one in seen.components] == [
         ("conda", "tool", "1.0"),
@@ -304,8 +313,9 @@ def test_a_missing_file_is_found(tmp_path: Path, path: str) -> None:
 
 def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
     tree = clean(tmp_path)
-    tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}}'
+    tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}, "stripped": {}}'
     assert found(report(tree, tmp_path)) == [
+        ("changed", f"{SITE}/lib_x/three.so"),
         ("changed", f"{SITE}/lib_x/two.so"),
         ("missing", "opt/env/lib/libtool.a"),
         ("missing", f"{SITE}/lib_x/big.a"),
@@ -323,6 +333,20 @@ def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
     assert isinstance(listed, bytes)
     tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')
     assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+
+
+def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_record(tmp_path: Path) -> None:
+    tree, path = clean(tmp_path), f"{SITE}/lib_x/three.so"
+    tree[path] = b"another"
+    assert found(report(tree, tmp_path)) == [("changed", path)]
+    tree[path] = LONG  # as the wheel has it
+    assert found(report(tree, tmp_path)) == []
+    tree[path] = SHORT
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    before = hashlib.sha256(LONG).hexdigest().encode()
+    tree["opt/image/removed.json"] = listed.replace(before, b"0" * 64)
+    assert found(report(tree, tmp_path)) == [("changed", path)]
 
 
 def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What an image goes without: only what the rules name, every file accounted for, nothing imported."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -7,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from prune_env import DUPLICATES, RULES
+from prune_env import DUPLICATES, RULES, SYMBOLS
+from symbols import ELF64_LITTLE, HEADER, SECTION
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "lib/python3.12/site-packages"
@@ -47,6 +49,7 @@ FIRST, COPY = (
     f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
     f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
 )
+TRITON, CUDNN = f"{SITE}/triton/_C/libtriton.so", f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9"
 
 
 @pytest.fixture
@@ -55,7 +58,24 @@ def env(tmp_path: Path) -> Path:
     for path in [*GONE, *KEPT, FIRST, COPY]:
         (prefix / path).parent.mkdir(parents=True, exist_ok=True)
         (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
+    for path in (TRITON, CUDNN):
+        (prefix / path).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / path).write_bytes(with_symbols() + path.encode())
+    (prefix / TRITON).chmod(0o755)
     return prefix
+
+
+def with_symbols() -> bytes:
+    """A library for the rule of symbols: a header, 2 MiB of debug information, and its table of sections."""
+    names, size = b"\0.debug_info\0.names\0", 2 << 20
+    sections = [
+        (0,) * 10,
+        (1, 1, 0, 0, 4096, size, 0, 0, 1, 0),
+        (13, 3, 0, 0, 4096 + size, len(names), 0, 0, 1, 0),
+    ]
+    at = 4096 + size + len(names)
+    header = HEADER.pack(ELF64_LITTLE + bytes(10), 3, 62, 1, 0, 64, at, 0, 64, 56, 0, 64, len(sections), 2)
+    return header.ljust(4096, b"\0") + bytes(size) + names + b"".join(SECTION.pack(*one) for one in sections)
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -69,16 +89,24 @@ def files(prefix: Path) -> list[str]:
 
 def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
     listed = tmp_path / "removed.json"
+    before, mode = (env / TRITON).read_bytes(), (env / TRITON).stat().st_mode
     done = run(env, listed)
     assert done.returncode == 0, done.stderr
-    assert files(env) == sorted([*KEPT, FIRST, COPY])
+    assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, CUDNN])
     said = json.loads(listed.read_text())
     assert said["removed"] == sorted(GONE)
     assert said["linked"] == {COPY: os.path.relpath(FIRST, Path(COPY).parent)}
     assert (env / COPY).readlink() == Path(said["linked"][COPY])
     assert (env / COPY).read_bytes() == LIBRARY  # so that its RECORD's hash still holds
-    assert {rule["rule"] for rule in said["rules"]} == {rule.name for rule in (*RULES, DUPLICATES)}
-    assert sum(rule["bytes"] for rule in said["rules"]) == len(LIBRARY) + sum(map(len, GONE))
+    assert {rule["rule"] for rule in said["rules"]} == {rule.name for rule in (*RULES, DUPLICATES, SYMBOLS)}
+    less = len(before) - (env / TRITON).stat().st_size
+    assert less > 1 << 20
+    assert sum(rule["bytes"] for rule in said["rules"]) == len(LIBRARY) + sum(map(len, GONE)) + less
+    after = (env / TRITON).read_bytes()
+    hashes = {"before": hashlib.sha256(before).hexdigest(), "after": hashlib.sha256(after).hexdigest()}
+    assert said["stripped"] == {TRITON: hashes}
+    assert (env / TRITON).stat().st_mode == mode
+    assert (env / CUDNN).read_bytes() == with_symbols() + CUDNN.encode()  # NVIDIA's are passed on as they are
     for rule in said["rules"]:
         assert rule["files"] > 0, f"{rule['rule']} found nothing"
         assert f": {rule['rule']} (" in done.stdout
