@@ -37,7 +37,7 @@ def build(folder: Path, *options: str) -> Path:
 def loaded(path: Path) -> list[tuple[int, int, int, str]]:
     """Of each segment its type, address, bytes in memory, and a hash of its content.
 
-    The first holds the header and this table as well, which say where things lie in the file: they don't count.
+    The first holds the header and this table as well, which say where things lie in the file: not compared.
     """
     with path.open("rb") as file:
         library = read(file)
