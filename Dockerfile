@@ -1,11 +1,11 @@
 # The image of a stack (stacks/STACK), for training (train) and for development (dev). Nothing in it comes from an
 # unpinned source: bases by digest, conda packages and wheels by the hashes of the stack's locks, and this repository.
 #
-#   conda-base ──> env ─────┐     ┌──> code      the trainer, the last layer of both images
-#       └────────> uv ───┐  │     │
-#                        ▼  ▼     │
-#   debian-base ──────> wheels ───┴──> base ──┬──> train      what a cluster pulls
-#                                             └──> dev        + JupyterLab, git, sshd, conda
+#   conda-base ──> stack ──> env ──┐     ┌──> code      the trainer, the last layer of both images
+#                    └─────> uv ─┐ │     │
+#                                ▼ ▼     │
+#   debian-base ─────────────> wheels ───┴──> base ──┬──> train      what a cluster pulls
+#                                                    └──> dev        + JupyterLab, git, sshd, conda
 #
 # Build it with `make image STACK=…` (scripts/image.py), which gives each stack's arguments and labels; docs/image.md
 # says more. `ca` is for networks with a certificate authority of their own; elsewhere it is not given.
@@ -17,8 +17,19 @@ FROM --platform=linux/amd64 continuumio/miniconda3:26.7.1-1@sha256:eca594d684f49
 # hadolint ignore=DL3029
 FROM --platform=linux/amd64 debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
 
+# Only a question, before anything is downloaded: whether what builds this knows the stack.
+FROM conda-base AS stack
+ARG STACK=torch2.9-cu128
+ARG TORCH_VERSION=2.9.1
+RUN --mount=type=bind,source=stacks,target=/stacks \
+    if [ ! -f "/stacks/$STACK/stack.toml" ]; then \
+        echo "no stack '$STACK': there are $(cd /stacks && echo *)" >&2; exit 2; \
+    elif ! grep -qx "torch = \"$TORCH_VERSION\"" "/stacks/$STACK/stack.toml"; then \
+        echo "TORCH_VERSION=$TORCH_VERSION isn't that of $STACK: build its images with make image STACK=$STACK" >&2; exit 2; \
+    fi
+
 # Python and native tools, by conda from an explicit lock.
-FROM conda-base AS env
+FROM stack AS env
 ARG STACK=torch2.9-cu128
 ARG CONDA_LOCKS=/stacks/${STACK}
 ARG CONDA_MIRROR=
@@ -34,7 +45,7 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
         ${CONDA_MIRROR:+--mirror "$CONDA_MIRROR"} ${ALLOW_MD5:+--allow-md5 $ALLOW_MD5}
 
 # The installer of wheels; in no image.
-FROM conda-base AS uv
+FROM stack AS uv
 ARG STACK=torch2.9-cu128
 RUN --mount=type=bind,source=stacks,target=/stacks \
     --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py --mount=type=secret,id=ca \
@@ -82,11 +93,7 @@ ARG STACK=torch2.9-cu128
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.9.1
 ARG VERIFY=
-RUN found=$(/opt/env/bin/python -B -c 'from importlib.metadata import version; print(version("torch").split("+")[0])') && \
-    if [ "$found" != "$TORCH_VERSION" ]; then \
-        echo "TORCH_VERSION=$TORCH_VERSION, but $STACK has torch $found: build it with make image STACK=$STACK" >&2; exit 1; \
-    fi; \
-    echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
+RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     echo 'trainer:x:1000:' >> /etc/group && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +

@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -188,7 +189,12 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
     """Brings the venv to what the lock says; at once if it is there already."""
     lock = ROOT / (stack if "/" in stack else f"stacks/{stack}") / "wheels.lock"
     if not lock.exists():
-        stop(f"no stack {stack!r}: {lock} is missing")
+        there = sorted(path.parent.name for path in ROOT.glob("stacks/*/wheels.lock"))
+        near = get_close_matches(stack, there, 1)
+        stop(
+            f"no stack {stack!r}: "
+            + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}")
+        )
     # Its lock holds only what conda lacks: installed here, that would take torch away.
     described = lock.with_name("stack.toml")
     if described.exists() and 'kind = "conda"' in described.read_text():

@@ -60,6 +60,8 @@ def main() -> int:
     here = [f"{options.venv}/bin/trainer", "doctor", *options.words]
     show(here)
     code = subprocess.call(here)
+    if code == 2:  # bad input: a container would say the same once more
+        return code
     words, lacking = container(image, options.data and str(Path(options.data).resolve()))
     if lacking:
         say(f"not looked at from a container: {lacking}")

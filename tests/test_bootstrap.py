@@ -315,6 +315,9 @@ def test_no_installer_at_all_is_one_line(project: Project, bare_python: Path) ->
 
 def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
     assert with_uv.bootstrap("fruit", code=2).startswith("bootstrap: no group fruit in")
+    for name, remedy in (("tinny", "did you mean 'tiny'?"), ("zzz", "there are tiny")):
+        done = run(BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", name, env=with_uv.env)
+        assert (done.returncode, done.stderr) == (2, f"bootstrap: no stack '{name}': {remedy}\n")
     with_uv.lock("apple==1.0 train")
     (with_uv.root / "pyproject.toml").touch()
     command = [BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", "tiny", "--min-free", "1e9"]

@@ -195,6 +195,32 @@ def test_what_is_built_above_the_wheels_is_the_same_each_time() -> None:
     assert re.search(r"two builds gave sha256:[0-9a-f]{64} \(3 layers\)", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["STACK=nosuch"],
+            "no stack 'nosuch': there are pytorch-cuda-11.8 pytorch-cuda-12.4 torch2.14-cu130 ",
+        ),
+        (
+            ["STACK=torch2.6-cu124"],
+            "TORCH_VERSION=2.9.1 isn't that of torch2.6-cu124: build its images with make",
+        ),
+    ],
+)
+def test_a_wrong_stack_is_a_line_before_anything_is_downloaded(arguments: list[str], line: str) -> None:
+    """Compose builds without image.py, which would have said so."""
+    base = os.environ.get("TRAINER_STAND_IN")
+    given = [
+        f"--build-context={name}=docker-image://{base}" for name in ("conda-base", "debian-base") if base
+    ]
+    words = ["buildx", "build", "--progress=plain", "--target=train", *given]
+    words += [f"--build-arg={argument}" for argument in arguments]
+    out = engine(*words, ROOT, code=1, expected=[".*"])
+    assert line in out
+    assert "[env " not in out and "[uv " not in out and "[wheels " not in out
+
+
 def test_builds_that_differ_are_told_by_layer_and_file(tmp_path: Path) -> None:
     for number, text in (("1", "one"), ("2", "two")):
         (tmp_path / number).mkdir()
