@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
 
-from image_records import Component
+from image_records import Component, pruned
 from image_tar import Image
 from locked import Locked
 from wheels import canonical
@@ -61,13 +61,15 @@ def listed(one: Component, locked: Locked | None) -> dict[str, Any]:
 
 
 def container(name: str, image: Image, ref: str) -> dict[str, Any]:
-    """The entry of an image: its manifest's digest and its labels."""
+    """The entry of an image: its manifest's digest, its labels, and what isn't quite as its wheel has it."""
     entry: dict[str, Any] = {"type": "container", "bom-ref": ref, "name": name}
     algorithm, _, value = image.digest.partition(":")
     if algorithm == "sha256":
         entry |= {"version": image.digest, "hashes": [{"alg": "SHA-256", "content": value}]}
     labels = image.config.get("config", {}).get("Labels") or {}
     properties = [{"name": key, "value": str(labels[key])} for key in sorted(labels)]
+    less = sorted(pruned(image.files).stripped)
+    properties += [{"name": "trainer:without-symbols", "value": f"/{path}"} for path in less]
     return {**entry, "properties": properties} if properties else entry
 
 

@@ -61,7 +61,7 @@ class Library(NamedTuple):
 
 
 def read(source: BinaryIO) -> Library | None:
-    """The tables; None for a file that isn't ELF for 64 bits, little-endian, or has no sections."""
+    """The tables; None for a file that isn't whole ELF for 64 bits, little-endian, with sections."""
     start = source.read(HEADER.size)
     if len(start) < HEADER.size or not start.startswith(ELF64_LITTLE):
         return None
@@ -71,9 +71,13 @@ def read(source: BinaryIO) -> Library | None:
     if (segment_size, section_size) != (SEGMENT.size, SECTION.size) or names_in >= sections:
         return None
     source.seek(segments_at)
-    maps = [Segment(*line) for line in SEGMENT.iter_unpack(source.read(segments * SEGMENT.size))]
+    lines = source.read(segments * SEGMENT.size)
     source.seek(sections_at)
-    table = [Section(*line) for line in SECTION.iter_unpack(source.read(sections * SECTION.size))]
+    more = source.read(sections * SECTION.size)
+    if len(lines) + len(more) < segments * SEGMENT.size + sections * SECTION.size:  # cut short
+        return None
+    maps = [Segment(*line) for line in SEGMENT.iter_unpack(lines)]
+    table = [Section(*line) for line in SECTION.iter_unpack(more)]
     source.seek(table[names_in].offset)
     names = source.read(table[names_in].size)
     return Library(header, segments_at, sections_at, maps, table, names, names_in)

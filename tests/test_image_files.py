@@ -483,6 +483,8 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -
     found = json.loads(text)
     assert found["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
     assert found["metadata"]["component"]["version"] == image.digest
+    properties = found["metadata"]["component"]["properties"]
+    assert {"name": "trainer:without-symbols", "value": f"/{SITE}/lib_x/three.so"} in properties
     debian, tool, lib, trainer = found["components"]
     assert debian["version"] == base.digest and debian["type"] == "container"
     assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"

@@ -140,6 +140,11 @@ def test_other_files_are_passed_over(content: bytes, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_library_cut_short_is_passed_over(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.so").write_bytes(library.read_bytes()[:-100])
+    assert strip(tmp_path / "short.so", tmp_path / "new", LEAST) == 0
+
+
 def test_little_is_not_worth_a_change(library: Path, tmp_path: Path) -> None:
     assert strip(library, tmp_path / "new", library.stat().st_size) == 0
     assert not (tmp_path / "new").exists()
