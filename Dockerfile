@@ -17,14 +17,14 @@ FROM --platform=linux/amd64 continuumio/miniconda3:26.7.1-1@sha256:eca594d684f49
 # hadolint ignore=DL3029
 FROM --platform=linux/amd64 debian:13.5-slim@sha256:28de0877c2189802884ccd20f15ee41c203573bd87bb6b883f5f46362d24c5c2 AS debian-base
 
-# Only a question, before anything is downloaded: whether what builds this knows the stack.
+# Only a question, before any package is downloaded: whether what builds this knows the stack.
 FROM conda-base AS stack
 ARG STACK=torch2.9-cu128
 ARG TORCH_VERSION=2.9.1
 RUN --mount=type=bind,source=stacks,target=/stacks \
     if [ ! -f "/stacks/$STACK/stack.toml" ]; then \
-        echo "no stack '$STACK': there are $(cd /stacks && echo *)" >&2; exit 2; \
-    elif ! grep -qx "torch = \"$TORCH_VERSION\"" "/stacks/$STACK/stack.toml"; then \
+        echo "no stack '$STACK': there are$(cd /stacks && for name in */; do printf ' %s' "${name%/}"; done)" >&2; exit 2; \
+    elif ! grep -qxF "torch = \"$TORCH_VERSION\"" "/stacks/$STACK/stack.toml"; then \
         echo "TORCH_VERSION=$TORCH_VERSION isn't that of $STACK: build its images with make image STACK=$STACK" >&2; exit 2; \
     fi
 

@@ -189,6 +189,8 @@ def bootstrap(venv: Venv, stack: str, groups: list[str], min_free: float) -> Non
     """Brings the venv to what the lock says; at once if it is there already."""
     lock = ROOT / (stack if "/" in stack else f"stacks/{stack}") / "wheels.lock"
     if not lock.exists():
+        if lock.parent.is_dir():
+            stop(f"{lock} is missing: make lock STACK={stack} makes it")
         there = sorted(path.parent.name for path in ROOT.glob("stacks/*/wheels.lock"))
         near = get_close_matches(stack, there, 1)
         stop(

@@ -16,6 +16,8 @@ NOTHING = hashlib.sha256(b"").hexdigest()
 RECORD = re.compile(r"(?P<site>.*)/(?P<name>[^/]+)-(?P<version>[^/-]+)\.dist-info/RECORD")
 META = re.compile(r"(?P<prefix>opt/[^/]+)/conda-meta/[^/]+\.json")
 BYTECODE = re.compile(r"(?P<folder>.*/)?__pycache__/(?P<name>[^/]+?)\.cpython-\d+(\.opt-\d)?\.pyc")
+# The only libraries that prune_env.py may take symbols from, whatever its list says.
+SYMBOLS = re.compile(r"lib/python3\.\d+/site-packages/(torch/lib/lib(torch|c10)\w*|triton/_C/\w+)\.so")
 REMOVED, PRUNED = "opt/image/removed.json", "opt/env"  # prune_env.py's list, and what it is relative to
 
 
@@ -149,23 +151,32 @@ def pruned(files: Files) -> Pruned:
             {posixpath.join(PRUNED, path): target for path, target in listed["linked"].items()},
             {
                 posixpath.join(PRUNED, path): (hashes["before"], hashes["after"])
-                for path, hashes in listed["stripped"].items()
+                for path, hashes in listed.get("stripped", {}).items()
+                if SYMBOLS.fullmatch(path)
             },
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ImageError(f"/{REMOVED} is not prune_env.py's list: {error!r}") from None
 
 
+def is_claimed(path: str, entry: Entry, claim: Claim, gone: Pruned) -> bool:
+    """Whether a file has the content of a claim, or that without its symbols."""
+    return entry.digest == claim.digest or gone.stripped.get(path) == (claim.digest, entry.digest)
+
+
 def fits(path: str, claim: Claim, files: Files, original: dict[str, str], gone: Pruned) -> bool:
     """Whether a path is what a claim says."""
     entry = files[path]
     if entry.kind == "file":
-        exactly = entry.digest == claim.digest
-        return not claim.soft and (exactly or gone.stripped.get(path) == (claim.digest, entry.digest))
+        return not claim.soft and is_claimed(path, entry, claim, gone)
     target = resolve(path, files)
     behind = files.get(target)
     if not claim.soft:
-        return gone.linked.get(path) == entry.digest and behind is not None and behind.digest == claim.digest
+        return (
+            gone.linked.get(path) == entry.digest
+            and behind is not None
+            and is_claimed(target, behind, claim, gone)
+        )
     if behind is None or behind.kind != "file":
         # Into another package's folder, or at what is not there: builders write no hash, or nothing's.
         return claim.digest in ("", NOTHING) or behind is not None

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,8 +94,8 @@ DUPLICATES = Rule(
 # 414 MB, of it 259 in Triton, whose library brings all of LLVM's debug information.
 SYMBOLS = Rule(
     "symbols",
-    "debug information and symbol tables: no running program reads them; both hashes are listed",
-    (f"{SITE}/torch/lib/*.so*", f"{SITE}/triton/_C/*.so"),
+    "debug information and symbol tables: no loader reads them; both hashes are listed",
+    (f"{SITE}/torch/lib/libtorch*.so", f"{SITE}/torch/lib/libc10*.so", f"{SITE}/triton/_C/*.so"),
 )
 SMALLEST = 1 << 20  # bytes; below it neither a link nor a library without symbols is worth an entry
 
@@ -165,17 +166,18 @@ def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict
     """Takes the symbols from libraries; returns their hashes before and after, and the bytes saved."""
     stripped: dict[Path, dict[str, str]] = {}
     saved = 0
-    for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
-        new = path.with_name(f".{path.name}.new")
-        if path.is_symlink() or not (less := strip(path, new, SMALLEST)):
-            continue
-        saved += less
-        stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
-        if dry:
-            new.unlink()
-        else:
-            shutil.copymode(path, new)
-            new.replace(path)
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
+            new = Path(scratch) / path.name if dry else path.with_name(f".{path.name}.new")
+            if path.is_symlink() or not (less := strip(path, new, SMALLEST)):
+                continue
+            saved += less
+            stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
+            if dry:
+                new.unlink()
+            else:
+                shutil.copymode(path, new)
+                new.replace(path)
     return stripped, saved
 
 

@@ -1,4 +1,4 @@
-"""Cuts debug information and symbol tables, which no running program reads, out of shared libraries.
+"""Cuts debug information and symbol tables, which no loader reads, out of shared libraries.
 
 Of what `strip` of binutils takes away this takes whole pages, and moves nothing within one: whichever
 binutils a base brings, the same library gives the same bytes. Names by which libraries find each other
@@ -86,27 +86,32 @@ def read(source: BinaryIO) -> Library | None:
 def unneeded(library: Library) -> set[int]:
     """Numbers of the sections that no loader reads: debug information, the symbol table and its names.
 
-    None if a section that stays speaks of one of them.
+    Empty if a section that stays speaks of one of them, or one isn't there.
     """
     found = set()
     for number, section in enumerate(library.sections):
         name = library.names[section.name : library.names.find(b"\0", section.name)]
         if section.type == SYMTAB:
             found |= {number, section.link}
-        elif name.startswith(b".debug_") and not section.flags & ALLOC:
+        elif name.startswith(b".debug_") and section.type != NOBITS and not section.flags & ALLOC:
             found.add(number)
+    if max(found, default=0) >= len(library.sections):
+        return set()
     staying = [section for number, section in enumerate(library.sections) if number not in found]
     spoken_of = {one.link for one in staying} | {one.info for one in staying if one.type in (REL, RELA)}
     return set() if found & (spoken_of | {library.names_in}) else found
 
 
-def holes(library: Library, gone: set[int]) -> list[Range]:
-    """Whole pages that only the sections `gone` lie in, in their order; none if anything else does, too."""
+def holes(library: Library, gone: set[int], size: int) -> list[Range]:
+    """Whole pages that only the sections `gone` lie in, in their order; none if anything else does, too.
+
+    Nor are there any in a file, of `size` bytes, that isn't well formed.
+    """
     found: list[Range] = []
     for section in sorted(map(library.sections.__getitem__, gone), key=offset):
         start, end = section.offset, section.offset + section.size
-        if found and 0 <= start - found[-1][1] < section.align:  # nothing between them but what aligns it
-            found[-1] = (found[-1][0], end)
+        if found and start < found[-1][1] + max(section.align, 1):  # nothing between them but what aligns it
+            found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
             found.append((start, end))
     kept = [
@@ -120,10 +125,12 @@ def holes(library: Library, gone: set[int]) -> list[Range]:
             if number not in gone and one.size and one.type not in (UNUSED, NOBITS)
         ),
     ]
+    aligned = [one.align for one in library.segments] + [one.align for one in library.sections]
     if any(start < kept_end and kept_start < end for start, end in found for kept_start, kept_end in kept):
         return []
+    if any(end > size for _, end in found) or any(align & (align - 1) for align in aligned):
+        return []
     # What follows keeps its place in a page, as the loader asks for.
-    aligned = [one.align for one in library.segments] + [one.align for one in library.sections]
     page = max(PAGE, *aligned)
     whole = [(-(-start // page) * page, end // page * page) for start, end in found]
     return [(start, end) for start, end in whole if start < end]
@@ -148,13 +155,14 @@ def strip(path: Path, new: Path, least: int) -> int:
     with path.open("rb") as source:
         library = read(source)
         gone = unneeded(library) if library else set()
-        cut = holes(library, gone) if library else []
+        size = path.stat().st_size
+        cut = holes(library, gone, size) if library else []
         saved = sum(end - start for start, end in cut)
         if library is None or saved < least:
             return 0
         with new.open("wb") as target:
             position = 0
-            for start, end in [*cut, (path.stat().st_size, 0)]:
+            for start, end in [*cut, (size, 0)]:
                 source.seek(position)
                 while position < start:
                     position += target.write(source.read(min(start - position, 1 << 24)))

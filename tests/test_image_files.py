@@ -10,6 +10,7 @@ import io
 import json
 import os
 import py_compile
+import re
 import sys
 import tarfile
 from collections.abc import Callable
@@ -159,8 +160,14 @@ def clean(folder: Path) -> Tree:
     tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
     tree |= {f"{SITE}/lib_x/libcudnn.so.9": b"cudnn", f"{SITE}/lib_x/one.so": b"one"}
     tree |= {f"{SITE}/lib_x/two.so": b"one", f"{SITE}/lib_x-2.0.dist-info/METADATA": b"Name: lib_x\n"}
-    tree[f"{SITE}/lib_x/three.so"] = LONG
-    names = ["lib_x/__init__.py", "lib_x/libcudnn.so.9", "lib_x/one.so", "lib_x/two.so", "lib_x/three.so"]
+    tree[f"{SITE}/torch/lib/libtorch_x.so"] = LONG
+    names = [
+        "lib_x/__init__.py",
+        "lib_x/libcudnn.so.9",
+        "lib_x/one.so",
+        "lib_x/two.so",
+        "torch/lib/libtorch_x.so",
+    ]
     listed = {name: f"{SITE}/{name}" for name in [*names, "lib_x-2.0.dist-info/METADATA"]}
     place = "lib_x-2.0.dist-info/RECORD"
     text = record(tree, {**listed, "../../../bin/x": "opt/env/bin/x"}, place)
@@ -168,7 +175,7 @@ def clean(folder: Path) -> Tree:
         text + b"lib_x/__pycache__/__init__.cpython-312.pyc,,\nlib_x/big.a,sha256=aaaa,1\n"
     )
     tree[f"{SITE}/lib_x/two.so"] = "one.so"
-    tree[f"{SITE}/lib_x/three.so"] = SHORT
+    tree[f"{SITE}/torch/lib/libtorch_x.so"] = SHORT
     if NEW:
         tree[f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"] = bytecode(source, folder)
     tree["opt/image/removed.json"] = json.dumps(
@@ -177,7 +184,7 @@ def clean(folder: Path) -> Tree:
             "removed": ["lib/libtool.a", f"{SITE.removeprefix('opt/env/')}/lib_x/big.a"],
             "linked": {f"{SITE.removeprefix('opt/env/')}/lib_x/two.so": "one.so"},
             "stripped": {
-                f"{SITE.removeprefix('opt/env/')}/lib_x/three.so": {
+                f"{SITE.removeprefix('opt/env/')}/torch/lib/libtorch_x.so": {
                     "before": hashlib.sha256(LONG).hexdigest(),
                     "after": hashlib.sha256(SHORT).hexdigest(),
                 }
@@ -315,8 +322,8 @@ def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
     tree = clean(tmp_path)
     tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}, "stripped": {}}'
     assert found(report(tree, tmp_path)) == [
-        ("changed", f"{SITE}/lib_x/three.so"),
         ("changed", f"{SITE}/lib_x/two.so"),
+        ("changed", f"{SITE}/torch/lib/libtorch_x.so"),
         ("missing", "opt/env/lib/libtool.a"),
         ("missing", f"{SITE}/lib_x/big.a"),
     ]
@@ -336,17 +343,39 @@ def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
 
 
 def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_record(tmp_path: Path) -> None:
-    tree, path = clean(tmp_path), f"{SITE}/lib_x/three.so"
+    tree, path = clean(tmp_path), f"{SITE}/torch/lib/libtorch_x.so"
     tree[path] = b"another"
     assert found(report(tree, tmp_path)) == [("changed", path)]
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    tree |= {path: SHORT, f"{SITE}/lib_x/one.so": SHORT}  # only libraries that prune_env.py may change
+    inside = SITE.removeprefix("opt/env/").encode()
+    more = listed.replace(inside + b"/torch/lib/libtorch_x.so", inside + b"/lib_x/one.so")
+    more = more.replace(
+        hashlib.sha256(LONG).hexdigest().encode(), hashlib.sha256(b"one").hexdigest().encode()
+    )
+    tree["opt/image/removed.json"] = more
+    assert {path, f"{SITE}/lib_x/one.so"} <= {where for _, where in found(report(tree, tmp_path))}
+    tree |= {"opt/image/removed.json": listed, f"{SITE}/lib_x/one.so": b"one"}
     tree[path] = LONG  # as the wheel has it
     assert found(report(tree, tmp_path)) == []
     tree[path] = SHORT
-    listed = tree["opt/image/removed.json"]
-    assert isinstance(listed, bytes)
     before = hashlib.sha256(LONG).hexdigest().encode()
     tree["opt/image/removed.json"] = listed.replace(before, b"0" * 64)
     assert found(report(tree, tmp_path)) == [("changed", path)]
+
+
+def test_a_copy_that_was_made_a_link_to_one_without_symbols_is_owned(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    path, place = f"{SITE}/lib_x/two.so", f"{SITE}/lib_x-2.0.dist-info/RECORD"
+    listed, lines = tree["opt/image/removed.json"], tree[place]
+    assert isinstance(listed, bytes) and isinstance(lines, bytes)
+    tree[path] = "../torch/lib/libtorch_x.so"
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"../torch/lib/libtorch_x.so"')
+    assert found(report(tree, tmp_path)) == [("changed", path)]  # its record has another hash
+    one, long = (base64.urlsafe_b64encode(hashlib.sha256(text).digest())[:-1] for text in (b"one", LONG))
+    tree[place] = re.sub(rb"(?<=two.so,sha256=)" + re.escape(one), long, lines)
+    assert found(report(tree, tmp_path)) == []
 
 
 def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
@@ -484,7 +513,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -
     assert found["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
     assert found["metadata"]["component"]["version"] == image.digest
     properties = found["metadata"]["component"]["properties"]
-    assert {"name": "trainer:without-symbols", "value": f"/{SITE}/lib_x/three.so"} in properties
+    assert {"name": "trainer:without-symbols", "value": f"/{SITE}/torch/lib/libtorch_x.so"} in properties
     debian, tool, lib, trainer = found["components"]
     assert debian["version"] == base.digest and debian["type"] == "container"
     assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
 from prune_env import DUPLICATES, RULES, SYMBOLS
 from symbols import ELF64_LITTLE, HEADER, SECTION
 
@@ -49,7 +50,8 @@ FIRST, COPY = (
     f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
     f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
 )
-TRITON, CUDNN = f"{SITE}/triton/_C/libtriton.so", f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9"
+TRITON = f"{SITE}/triton/_C/libtriton.so"
+CUDNN = [f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9", f"{SITE}/torch/lib/libcudnn.so.9"]
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def env(tmp_path: Path) -> Path:
     for path in [*GONE, *KEPT, FIRST, COPY]:
         (prefix / path).parent.mkdir(parents=True, exist_ok=True)
         (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
-    for path in (TRITON, CUDNN):
+    for path in (TRITON, *CUDNN):
         (prefix / path).parent.mkdir(parents=True, exist_ok=True)
         (prefix / path).write_bytes(with_symbols() + path.encode())
     (prefix / TRITON).chmod(0o755)
@@ -92,7 +94,7 @@ def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
     before, mode = (env / TRITON).read_bytes(), (env / TRITON).stat().st_mode
     done = run(env, listed)
     assert done.returncode == 0, done.stderr
-    assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, CUDNN])
+    assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, *CUDNN])
     said = json.loads(listed.read_text())
     assert said["removed"] == sorted(GONE)
     assert said["linked"] == {COPY: os.path.relpath(FIRST, Path(COPY).parent)}
@@ -106,7 +108,9 @@ def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
     hashes = {"before": hashlib.sha256(before).hexdigest(), "after": hashlib.sha256(after).hexdigest()}
     assert said["stripped"] == {TRITON: hashes}
     assert (env / TRITON).stat().st_mode == mode
-    assert (env / CUDNN).read_bytes() == with_symbols() + CUDNN.encode()  # NVIDIA's are passed on as they are
+    for path in CUDNN:  # NVIDIA's are passed on as they are
+        assert (env / path).read_bytes() == with_symbols() + path.encode()
+    assert all(SYMBOLS_OF_RECORDS.fullmatch(path) for path in said["stripped"])
     for rule in said["rules"]:
         assert rule["files"] > 0, f"{rule['rule']} found nothing"
         assert f": {rule['rule']} (" in done.stdout

@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from symbols import SYMTAB, Section, Segment, read, strip
+from symbols import ELF64_LITTLE, HEADER, PAGE, SECTION, SEGMENT, SYMTAB, Section, Segment, read, strip
 
 LEAST = 1 << 12
 GCC = shutil.which("gcc")
@@ -131,6 +132,84 @@ def test_symbols_within_what_is_loaded_stay(library: Path, tmp_path: Path) -> No
     content[at : at + 8] = size
     (tmp_path / "whole.so").write_bytes(content)
     assert strip(tmp_path / "whole.so", tmp_path / "new", LEAST) == 0
+
+
+class Made(NamedTuple):
+    """A section of a file made by the test."""
+
+    name: str
+    type: int
+    start: float  # pages
+    end: float
+    flags: int = 0
+    link: int = 0
+    info: int = 0
+    align: int = 1
+
+
+DEBUG = Made(".debug_info", 1, 1, 9)
+BEHIND = (LOADED, 4, 10 * PAGE, 20 * PAGE, 20 * PAGE, PAGE, PAGE, PAGE)  # a segment
+
+
+def elf(sections: list[Made], segments_at: int = 64) -> bytes:
+    """Eleven pages of numbers, a segment at the eleventh, and the tables."""
+    names, rows = b"\0", [(0,) * 10]
+    for one in [*sections, Made(".shstrtab", 3, 11, 11 + 200 / PAGE)]:
+        at, end = int(one.start * PAGE), int(one.end * PAGE)
+        rows.append((len(names), one.type, one.flags, 0, at, end - at, one.link, one.info, one.align, 0))
+        names += one.name.encode() + b"\0"
+    sections_at = 12 * PAGE
+    numbers = (3, 62, 1, 0, segments_at, sections_at, 0, 64, 56, 1, 64, len(rows), len(rows) - 1)
+    content = bytearray(b"".join(number.to_bytes(4, "little") for number in range(12 * PAGE // 4)))
+    content[:64] = HEADER.pack(ELF64_LITTLE + bytes(10), *numbers)
+    content[segments_at : segments_at + 56] = SEGMENT.pack(*BEHIND)
+    content[11 * PAGE : 11 * PAGE + len(names)] = names
+    return bytes(content) + b"".join(SECTION.pack(*row) for row in rows)
+
+
+SYMBOLS = Made(".symtab", SYMTAB, 1, 5, link=2)
+STRINGS = Made(".strtab", 3, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("sections", "pages"),
+    [
+        ([DEBUG], 8),
+        ([SYMBOLS, STRINGS], 8),
+        # Neighbours share a page, overlap, or are apart.
+        ([DEBUG._replace(end=3.5), DEBUG._replace(start=3.5, end=6)], 5),
+        ([DEBUG, DEBUG._replace(start=3, end=6)], 8),
+        ([DEBUG._replace(end=3), DEBUG._replace(start=6, end=9)], 5),
+        # What follows keeps its place in a larger page.
+        ([DEBUG, Made(".data", 1, 10, 10.1, align=4 * PAGE)], 4),
+        # Something else lies in between, is loaded, or speaks of it.
+        ([DEBUG, Made(".comment", 1, 4, 4.1)], 0),
+        ([DEBUG._replace(flags=2)], 0),
+        ([DEBUG._replace(end=10.5)], 0),
+        ([SYMBOLS, STRINGS, Made(".dynsym", 11, 9, 9.5, link=2)], 0),
+        ([DEBUG, Made(".rela", 4, 9, 9.5, info=1)], 0),
+        ([SYMBOLS._replace(link=2)], 0),
+        # Not well formed.
+        ([DEBUG._replace(type=8)], 0),
+        ([DEBUG._replace(start=100, end=108)], 0),
+        ([SYMBOLS._replace(link=99), STRINGS], 0),
+        ([DEBUG, Made(".data", 1, 10, 10.1, align=6000)], 0),
+    ],
+)
+@pytest.mark.parametrize("segments_at", [64, int(9.5 * PAGE)])
+def test_pages_that_nothing_else_lies_in_go(
+    sections: list[Made], pages: int, segments_at: int, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "made.so", tmp_path / "new"
+    path.write_bytes(elf(sections, segments_at))
+    assert strip(path, new, 1) == pages * PAGE
+    assert new.exists() == (pages > 0)
+    if pages:
+        assert path.stat().st_size - new.stat().st_size == pages * PAGE
+        assert loaded(new) == loaded(path)
+        after = kept(new)
+        assert after == {number: line for number, line in kept(path).items() if number in after}
+        assert {name for name, _, _ in after.values()} <= {".shstrtab", ".data"}
 
 
 @pytest.mark.parametrize("content", [b"", b"GROUP ( libc.so.6 )\n", b"\x7fELF\x01\x01" + bytes(90)])

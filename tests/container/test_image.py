@@ -1,5 +1,6 @@
 """Promise: the image runs as anyone, says what it is, holds one CUDA, and asks nothing of the network."""
 
+import importlib.util
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 from image import Request, commit_of, labels_of, mismatches, push, read_stack
 from image_archives import differing_files, read_layers
+from prune_env import digest_of
+from symbols import strip
 
 from tests.container.run import engine
 
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.container
 
 ROOT = Path(__file__).parents[2]
 STACK = "torch2.9-cu128"
+STACKS = ROOT.glob("stacks/*/stack.toml")
 # Imports, a compiled step, twenty windows, a checkpoint: what every user's container must be able to do.
 PROBE = """
 set -e
@@ -200,15 +204,16 @@ def test_what_is_built_above_the_wheels_is_the_same_each_time() -> None:
     [
         (
             ["STACK=nosuch"],
-            "no stack 'nosuch': there are pytorch-cuda-11.8 pytorch-cuda-12.4 torch2.14-cu130 ",
+            f"no stack 'nosuch': there are {' '.join(sorted(path.parent.name for path in STACKS))}\n",
         ),
         (
             ["STACK=torch2.6-cu124"],
             "TORCH_VERSION=2.9.1 isn't that of torch2.6-cu124: build its images with make",
         ),
+        (["TORCH_VERSION=.*"], "TORCH_VERSION=.* isn't that of torch2.9-cu128"),
     ],
 )
-def test_a_wrong_stack_is_a_line_before_anything_is_downloaded(arguments: list[str], line: str) -> None:
+def test_a_wrong_stack_is_a_line_before_any_package_is_downloaded(arguments: list[str], line: str) -> None:
     """Compose builds without image.py, which would have said so."""
     base = os.environ.get("TRAINER_STAND_IN")
     given = [
@@ -278,6 +283,22 @@ def test_every_file_has_an_owner_and_no_secret_is_in_a_layer(dev_image: str, tmp
     assert " 0 findings" in done.stdout
     components = json.loads((tmp_path / "sbom.json").read_text())["components"]
     assert {"torch", "nvidia-cudnn-cu12", "trainer"} <= {one["name"] for one in components}
+
+
+def test_libraries_without_symbols_are_those_of_the_wheels(train_image: str, tmp_path: Path) -> None:
+    """What the image says of itself, against the same wheels in .venv: the stand-in has this Python."""
+    removed = json.loads(engine("run", *LIMITED, train_image, "cat", "/opt/image/removed.json"))
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    site = Path(spec.origin).parent.parent
+    where = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/"
+    if any(not path.startswith(where) for path in removed["stripped"]):
+        pytest.skip("the image has another Python, so wheels of its own")
+    assert len(removed["stripped"]) >= 6
+    for path, hashes in removed["stripped"].items():
+        library, new = site / path.removeprefix(where), tmp_path / "new"
+        assert strip(library, new, 1 << 20) > 0
+        assert hashes == {"before": digest_of(library), "after": digest_of(new)}, path
 
 
 @pytest.fixture
