@@ -97,7 +97,8 @@ def archive_words(
 ) -> list[str]:
     """The build into an OCI archive whose bytes depend on the sources alone."""
     made = f"type=oci,dest={archive},name={request.name},rewrite-timestamp=true"
-    made += f",compression={request.compression}"
+    # By force: a layer that an earlier build left in the cache otherwise stays compressed as it was then.
+    made += f",compression={request.compression},force-compression=true"
     return build_words(request, stack, request.target, *as_labels(labels), *more, "--output", made)
 
 
@@ -200,7 +201,7 @@ def build(request: Request) -> None:
         labels = labels_of(request, stack, checked_facts(request, stack, folder), commit_of(ROOT))
     # Into the engine as it is; the archive with the same bytes each time is for `push` and `verify`.
     # Not compressed: gzip takes minutes, and nothing is sent anywhere.
-    into = f"type=image,name={request.name},unpack=true,compression=uncompressed"
+    into = f"type=image,name={request.name},unpack=true,compression=uncompressed,force-compression=true"
     if not has_containerd_store():
         into = f"type=docker,name={request.name}"
     given = [*as_labels(labels), "--output", into]
