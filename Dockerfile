@@ -23,7 +23,8 @@ ARG STACK=torch2.9-cu128
 ARG TORCH_VERSION=2.9.1
 RUN --mount=type=bind,source=stacks,target=/stacks \
     if [ ! -f "/stacks/$STACK/stack.toml" ]; then \
-        echo "no stack '$STACK': there are$(cd /stacks && for name in */; do printf ' %s' "${name%/}"; done)" >&2; exit 2; \
+        for file in /stacks/*/stack.toml; do name=${file%/stack.toml}; set -- "$@" "${name#/stacks/}"; done; \
+        echo "no stack '$STACK': there are $*" >&2; exit 2; \
     elif ! grep -qxF "torch = \"$TORCH_VERSION\"" "/stacks/$STACK/stack.toml"; then \
         echo "TORCH_VERSION=$TORCH_VERSION isn't that of $STACK: build its images with make image STACK=$STACK" >&2; exit 2; \
     fi
