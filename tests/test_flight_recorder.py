@@ -150,6 +150,24 @@ def test_the_watchdog_knows_what_gloo_does_not() -> None:
     )
 
 
+def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None:
+    """Gloo counts what is done when somebody looks: a rank that hangs right after it may not have."""
+    entries = [entry(number, "scheduled", profiling_name="gloo:all_reduce") for number in (1, 2, 3)]
+    entries[2]["input_sizes"] = [[7]]
+    whole = {"entries": entries, "pg_config": {"": {"ranks": "[]"}}}
+    waits = json.dumps({**whole, "pg_status": {"0": {"last_completed_collective": "2"}}})
+    lags = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
+    assert parse({0: waits, 1: json.dumps({**whole, **lags})}) == (
+        "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
+        "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
+    )
+    # Nobody has come to the next one.
+    through = {**lags, "pg_status": {"0": {"last_completed_collective": "2"}}}
+    assert parse({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **lags})}) == (
+        "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1"
+    )
+
+
 STATES = st.sampled_from(["completed", "started", "scheduled"])
 
 

@@ -80,7 +80,8 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     """Names the collective at which the ranks are not together.
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or
-    entered another one, or a smaller one, or have done it while others have not.
+    entered another one, or a smaller one, or have done it while others have not; then the next one is told of as well, if only
+    some entered that.
 
     Args:
         dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said
@@ -139,29 +140,39 @@ def _sentence(
     # A rank whose recorder holds other groups, but nothing of this one, entered none of it.
     known = [rank for rank in members if rank in seen or rank in told]
     number = 1 + min((seen[rank].completed if rank in seen else 0 for rank in known), default=0)
+    unknown = [rank for rank in members if rank not in known]
+    silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
+    told_of = _standing(group, seen, known, number)
+    # What is done somewhere all have entered; gloo's count may lag on a rank that is held up before the next.
+    entered = {rank: seen[rank].entered for rank in known if rank in seen}
+    if ": done on " in told_of and max(entered.values()) > min(entered.values()) == number:
+        told_of += f"; {_standing(group, seen, known, number + 1)}"
+    return told_of and told_of + silent
+
+
+def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], number: int) -> str:
+    """How far the ranks that are known are with one collective; empty if none has come to it."""
     there = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
     }
     late = [rank for rank in known if rank not in seen or seen[rank].entered < number]
-    unknown = [rank for rank in members if rank not in known]
-    silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     head = f"collective {number}{_place(group)}"
     if not there:  # either nobody has come to it, or who has was through with it long ago
         past = [rank for rank in known if rank not in late]
-        return f"{head}: {_names(past)} entered it, {_names(late)} did not{silent}" if past else ""
+        return f"{head}: {_names(past)} entered it, {_names(late)} did not" if past else ""
     wants = {rank: _what(entry) for rank, entry in there.items()}
     kinds = list(dict.fromkeys(wants.values()))
     if len(kinds) > 1:
         parts = [f"{kind} on {_names([r for r in wants if wants[r] == kind])}" for kind in kinds]
-        return f"{head} differs: {', '.join(parts)}{silent}"
+        return f"{head} differs: {', '.join(parts)}"
     head += f", {kinds[0]}: "
     if late:
-        return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not{silent}"
+        return f"{head}{_names(set(known) - set(late))} entered it, {_names(late)} did not"
     states = {
         rank: "completed" if seen[rank].completed >= number else str(entry.get("state"))
         for rank, entry in there.items()
     }
-    return head + _states(states, known) + silent
+    return head + _states(states, known)
 
 
 def _states(states: Mapping[int, str], known: Sequence[int]) -> str:

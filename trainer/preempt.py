@@ -73,8 +73,10 @@ def _note(number: int, _frame: FrameType | None) -> None:
 def _forked() -> None:
     """Gives a forked child (a loader worker) a SIGTERM that ends it: there the flag has no reader.
 
-    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank.
+    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank. A
+    child that becomes a rank itself installs the handlers anew.
     """
+    _State.installed = False
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
 

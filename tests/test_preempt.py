@@ -1,0 +1,28 @@
+"""P4: a rank notes the signals that ask it to stop, and its loader workers don't."""
+
+import os
+import signal
+
+import pytest
+
+from trainer import preempt
+
+
+def _ends_as(become_a_rank: bool) -> int:
+    """The exit code of a child of a rank that gets SIGTERM; 0 if it noted it."""
+    child = os.fork()
+    if child == 0:
+        if become_a_rank:
+            preempt.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0 if preempt.requested() is signal.SIGTERM else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(("become_a_rank", "code"), [(False, -signal.SIGTERM), (True, 0)])
+def test_a_child_of_a_rank_dies_of_sigterm_unless_it_becomes_one(become_a_rank: bool, code: int) -> None:
+    rank = os.fork()  # so that this process keeps its own handlers
+    if rank == 0:
+        preempt.install()
+        os._exit(_ends_as(become_a_rank) % 256)
+    assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == code % 256
