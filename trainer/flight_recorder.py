@@ -80,8 +80,8 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     """Names the collective at which the ranks are not together.
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or
-    entered another one, or a smaller one, or have done it while others have not; then the next one is told of as well, if only
-    some entered that.
+    entered another one, or a smaller one, or have done it while others have not. Then the next one is told of
+    as well, if only some entered that.
 
     Args:
         dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said
