@@ -161,7 +161,16 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
         "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
     )
+    # By more than one.
+    more = [entry(number, "scheduled", profiling_name="gloo:all_reduce") for number in range(1, 8)]
+    waits = json.dumps({**whole, "entries": more, "pg_status": {"0": {"last_completed_collective": "6"}}})
+    lags = {"entries": more[:6], "pg_status": {"0": {"last_completed_collective": "1"}}}
+    assert parse({0: waits, 1: json.dumps({**whole, **lags})}) == (
+        "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
+        "collective 7, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not"
+    )
     # Nobody has come to the next one.
+    lags = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
     through = {**lags, "pg_status": {"0": {"last_completed_collective": "2"}}}
     assert parse({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **lags})}) == (
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1"

@@ -57,7 +57,7 @@ def dump() -> str | None:
 
 
 def shortened(text: str) -> str | None:
-    """A dump with the last completed collective of each group and the few after it; None without any."""
+    """A dump with each group's last completed collective, the next few, and its last; None without any."""
     whole = json.loads(text)
     kept = []
     for group, seen in _groups(whole).items():
@@ -69,7 +69,7 @@ def shortened(text: str) -> str | None:
                 **{key: entry.get(key) for key in ("input_sizes", "input_dtypes", "pg_id")},
             }
             for number, entry in sorted(seen.entries.items())
-            if first <= number < first + _KEPT
+            if first <= number < first + _KEPT or number == seen.entered
         ]
     if not kept:
         return None
@@ -80,8 +80,8 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     """Names the collective at which the ranks are not together.
 
     It is, in each process group, the one after the last that all of them completed: some did not enter it, or
-    entered another one, or a smaller one, or have done it while others have not. Then the next one is told of
-    as well, if only some entered that.
+    entered another one, or a smaller one, or have done it while others have not. Then the one
+    that only some entered is told of as well.
 
     Args:
         dumps: Of each rank what `dump` returned there, or all that torch dumps; None for a rank that said
@@ -95,7 +95,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     told = set[int]()
     for rank, text in dumps.items():
         try:
-            groups = _groups(json.loads(text)) if text else {}
+            groups = _groups(json.loads(shortened(text) or "{}")) if text else {}
         except (ValueError, TypeError, AttributeError, KeyError):
             groups = {}
         told |= {rank} if groups else set()
@@ -144,9 +144,9 @@ def _sentence(
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     told_of = _standing(group, seen, known, number)
     # What is done somewhere all have entered; gloo's count may lag on a rank that is held up before the next.
-    entered = {rank: seen[rank].entered for rank in known if rank in seen}
-    if ": done on " in told_of and max(entered.values()) > min(entered.values()) == number:
-        told_of += f"; {_standing(group, seen, known, number + 1)}"
+    last = [seen[rank].entered for rank in known if rank in seen]
+    if ": done on " in told_of and max(last) > min(last) >= number:
+        told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
     return told_of and told_of + silent
 
 
