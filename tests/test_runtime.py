@@ -803,9 +803,9 @@ def test_the_gpu_file() -> None:
 # The doctor.
 
 
-def doctor(machine: Machine, *words: str, code: int) -> tuple[str, str]:
+def doctor(machine: Machine, *words: str, code: int, found: int = 1) -> tuple[str, str]:
     trainer = machine.root / ".venv/bin/trainer"
-    trainer.write_text('#!/bin/sh\necho "in .venv:" "$@"\nexit 1\n')
+    trainer.write_text(f'#!/bin/sh\necho "in .venv:" "$@"\nexit {found}\n')
     return machine.run(*words, code=code, script="doctor")
 
 
@@ -817,6 +817,12 @@ def test_the_doctor_looks_at_the_machine_and_from_a_container(machine: Machine) 
     (ran,) = [words for words in machine.asked() if words[0] == "run"]
     assert ran[-5:] == ["trainer:torch2.9-cu128-train", "trainer", "doctor", "digits", "--json"]
     assert "--gpus" not in ran
+
+
+def test_the_doctor_says_once_what_is_wrong_with_its_words(machine: Machine) -> None:
+    machine.engine()
+    doctor(machine, "--", "digit", code=2, found=2)
+    assert not [words for words in machine.asked() if words[0] == "run"]
 
 
 def test_the_doctor_in_a_container_sees_the_gpus_that_it_can(machine: Machine) -> None:
