@@ -1,5 +1,6 @@
 """Promise: one's own task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
 
+import json
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
 from trainer.own_file import MODULE
 from trainer.recipe import Recipe
+from trainer.resume import differences
 from trainer.tasks.example import Spirals
 from trainer.tasks.own import OwnTask
 
@@ -105,7 +107,7 @@ def test_fit_goes_on() -> None:
 
     class Interrupted(Spirals):
         RECIPE = Spirals.__dict__.get("RECIPE", {})
-        left = 12
+        left = 30  # as many are called before the training, to see whether it is right
 
         def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
             Interrupted.left -= 1
@@ -205,6 +207,366 @@ def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, 
     wrong = type("Wrong", (Small,), {method: instead})
     with pytest.raises(BadInputError, match=re.escape(message)):
         OwnTask(wrong(), "wrong").check()
+
+
+def check(**methods: Any) -> None:
+    OwnTask(type("Mine", (Small,), methods)(), "mine").check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_means_of_every_kind_are_refused(seed: int) -> None:
+    """Weighted by class or by sample, or of ragged tokens: halves needn't have the mean of the whole."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(12, 3)).astype(np.float32)
+    data: dict[str, Any] = {
+        "x": x,
+        "y": random.integers(0, 4, 12),
+        "w": random.uniform(0.1, 5, 12).astype(np.float32),
+        "t": random.integers(0, 3, (12, 5)),
+    }
+    data["t"][np.arange(5) >= random.integers(1, 6, 12)[:, None]] = -100
+    classes = torch.from_numpy(random.uniform(0.1, 9, 4)).float()
+
+    def tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch.fields["x"])[:, None, :3].expand(-1, 5, -1).flatten(0, 1)
+
+    def weighted(model: nn.Module, batch: Any) -> torch.Tensor:
+        each = F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
+        return (each * batch.fields["w"]).sum() / batch.fields["w"].sum()
+
+    losses: dict[str, Callable[..., Any]] = {
+        "plain": lambda _, m, b: F.cross_entropy(m(b.fields["x"]), b.fields["y"]),
+        "classes": lambda _, m, b: F.cross_entropy(m(b.fields["x"]), b.fields["y"], weight=classes),
+        "samples": lambda _, m, b: weighted(m, b),
+        "tokens": lambda _, m, b: F.cross_entropy(tokens(m, b), b.fields["t"].flatten()),
+        "noise": lambda _, m, b: (
+            (m(b.fields["x"])[:, :1] - torch.randn(len(b.fields["x"]), 400)).square().mean()
+        ),
+    }
+    common = {"data": lambda _: (data, data), "model": lambda _: nn.Linear(3, 4)}
+    torch.manual_seed(seed)
+    for name, loss in losses.items():
+        with pytest.raises(BadInputError, match="loss gave a mean"):
+            check(**common, loss=loss, measure=lambda _, m, b: {"loss": m(b.fields["x"]).sum()})
+        assert name
+
+
+class Normed(nn.Module):
+    """What a training forward pass changes, and a checkpoint holds; and what each pass fills or sets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(8), persistent=False)
+        self.last = 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.steps += 1
+        self.cache = torch.full((8,), 0.1)
+        y = self.head(self.body(x) + self.cache) * (1 + 0.01 * self.steps)
+        self.last = float(y.detach().sum())
+        return y
+
+
+def infonce(model: nn.Module, batch: Any) -> torch.Tensor:
+    z = F.normalize(torch.cat((model(batch.fields["x"]), batch.fields["x"]), 1), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"model": lambda _: Normed()},
+        {"loss": lambda _, m, b: infonce(m, b)},
+        {
+            "loss": lambda _, m, b: F.mse_loss(
+                m(b.fields["x"]), torch.randn_like(b.fields["y"]), reduction="sum"
+            )
+        },
+        {"loss": lambda _, m, b: F.dropout(m(b.fields["x"]) - b.fields["y"], 0.3).square().sum()},
+        {"loss": lambda _, m, b: F.mse_loss(m(b.fields["x"]), b.fields["y"]) * len(b.fields["x"])},
+    ],
+    ids=["buffers", "contrastive", "noise", "dropout", "mean x samples"],
+)
+def test_no_false_alarm(methods: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check(**methods)
+    assert not capsys.readouterr().err
+
+
+class Counter(nn.Module):
+    """A layer that scales by the number of steps so far, however that is kept."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.inner, self.keep, self.steps = nn.Linear(2, 1), keep, 0
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training and self.keep == "buffer":
+            self.seen += 1
+        elif self.training and self.keep != "numpy":
+            self.steps += 1
+        y = self.inner(x)
+        if self.keep == "reversal":  # the loss is the same, its gradient isn't
+            return y + (0.1 * self.steps * (y - y.detach()))
+        factor = {"attribute": self.steps, "numpy": np.random.default_rng().random()}.get(self.keep, 0)
+        return y * (1 + 0.1 * float(factor))
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("buffer", "'seen' is registered with persistent=False and changes"),
+        (
+            "attribute",
+            r"the loss differs for the same samples.*\(model.steps changes each time\).*register_buffer",
+        ),
+        ("reversal", "the gradient of inner.weight differs"),
+        ("numpy", "the loss differs.*torch's default generator"),
+    ],
+)
+def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        check(model=lambda _: Counter(keep))
+
+
+def test_a_count_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    check(model=lambda _: Counter("count"))
+    assert "model.steps changes with each forward pass, and no checkpoint holds it" in capsys.readouterr().err
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    """Where the same model is given each time, as by a class of a notebook."""
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    check(model=lambda _: model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("attributes", "lower"),
+    [
+        ({}, True),
+        ({"metric": "accuracy"}, False),
+        ({"metric": "top5_accuracy"}, False),
+        ({"metric": "mae", "mode": "min"}, True),
+        ({"metric": "map", "mode": "max"}, False),
+        ({"metric": "mae", "lower_is_better": True}, True),
+        ({"mode": "max"}, False),
+    ],
+)
+def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -> None:
+    assert OwnTask(type("Mine", (Small,), attributes)(), "mine").lower_is_better is lower
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"metric": "mae"}, 'nothing says which way it is better; add to the class mode = "min"'),
+        ({"metric": "mae", "mode": "low"}, 'mode is \'low\'; give "min" or "max"'),
+        ({"metric": "mae", "mode": "max", "lower_is_better": True}, "contradict"),
+    ],
+)
+def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        OwnTask(type("Mine", (Small,), attributes)(), "mine")
+
+
+def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    return {"loss": model(batch.fields["x"]).sum(), "score": batch.fields["x"][:, 0]}
+
+
+def many(_: Small) -> Any:
+    """More samples than `summarise` is tried on."""
+    x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
+    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
+
+
+def broken(_: Small, rows: Any) -> Any:
+    return {"auc": float(rows["scores"].sum())}
+
+
+def complaining(*_: Any) -> Any:
+    raise ValueError("only one class")
+
+
+AUC = {"metric": "auc", "mode": "max", "measure": rows}
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            {"summarise": lambda *_: {"f1": 0.5}},
+            "metric is 'auc', which neither measure nor summarise gives (they",
+        ),
+        ({"summarise": broken}, "in summarise: KeyError: 'scores'; summarise gives figures by name"),
+        ({"summarise": lambda *_: 0.5}, "summarise gave a float"),
+        ({"summarise": lambda *_: {"auc": torch.zeros(3)}}, "summarise gave 'auc' as a tensor of shape (3,)"),
+        ({"summarise": complaining}, "in summarise: ValueError: only one class"),
+        ({"metric": "score", "summarise": lambda *_: {}}, "metric is 'score', which neither"),
+    ],
+)
+def test_summarise_is_tried(methods: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        check(**AUC | methods)
+
+
+def test_summarise_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a complaint about what few of them lack is only told."""
+    labels = torch.arange(100)
+
+    def summarise(_: Small, rows: Any) -> Any:
+        return {"auc": (rows["score"] - labels).mean(), "n": np.float32(len(rows["score"]))}
+
+    check(**AUC, data=many, summarise=summarise)
+    assert not capsys.readouterr().err
+    check(**AUC, data=many, summarise=complaining)
+    assert "ValueError: only one class" in capsys.readouterr().err
+
+
+def test_figures_of_summarise_are_plain_numbers() -> None:
+    mine = type(
+        "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
+    )
+    figures = OwnTask(mine(), "mine").summarise({})
+    assert {name: type(value) for name, value in figures.items()} == {"auc": float, "t": float}
+
+
+def doubled(_: Any) -> Any:
+    x = np.arange(20).reshape(10, 2) / 10
+    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
+
+
+def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
+    with pytest.raises(
+        BadInputError, match=r"data gave 'x' as float64 .* float32: give it as .astype\(np.float32"
+    ):
+        check(data=doubled)
+    check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (np.zeros(10, np.int64), "'units' that are 0 for every sample"),
+        (np.full(10, -1), "aren't one whole number"),
+        (np.ones(10), "aren't one whole number"),
+    ],
+)
+def test_units_are_counts(units: Any, message: str) -> None:
+    x = np.ones((10, 2), np.float32)
+    part = {"x": x, "y": x[:, :1], "units": units}
+    with pytest.raises(BadInputError, match=message):
+        check(data=lambda _: (part, part))
+
+
+def test_a_loss_that_is_nan_without_units_is_refused() -> None:
+    x = np.ones((10, 2), np.float32)
+    part = {"x": x, "y": x[:, :1], "units": np.array([1] * 6 + [0] * 4)}
+
+    def nan(_: Small, model: nn.Module, batch: Any) -> Any:
+        valid = batch.fields["units"] > 0
+        return F.mse_loss(model(batch.fields["x"][valid]), batch.fields["y"][valid]) * valid.sum()
+
+    with pytest.raises(BadInputError, match="loss gave nan for samples of 0 units"):
+        check(data=lambda _: (part, part), loss=nan)
+
+
+class Held(nn.Linear):
+    """With a tensor of another type in it."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__(2, 1)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("phase", lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64, which the fused"),
+        ("phase", lambda: torch.ones(2, dtype=torch.complex128), "complex128, which safetensors can't hold"),
+        ("phase", lambda: torch.ones(2, dtype=torch.complex64), ""),
+    ],
+)
+def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: str, here: Path) -> None:
+    """Refused before the start where they would fail, whatever the task; else trained and saved."""
+    own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
+    settings = {"data.global_batch": 4, "data.micro_batch": 4, "ema.decay": 0.9, "checkpoint.every": 1}
+    if message:
+        with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
+            trainer.fit(own, settings)
+        assert not (here / "runs").exists()
+    else:
+        assert torch.equal(trainer.fit(own, settings).model().phase, make())
+
+
+def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
+    main(["new", "mine.py"])
+    more = {"epochs": 1, "log": {"sinks": ["jsonl"]}, "parallel": {"threads": 1}}
+    assert forked.attempt(here / "run", recipe_of(here / "mine.py", **more), stop_after=5).code == 75
+    (here / "elsewhere").mkdir()
+    (here / "mine.py").rename(here / "elsewhere" / "yours.py")
+    moved = recipe_of(here / "elsewhere" / "yours.py", **more)
+    told = forked.attempt(here / "run", moved)
+    assert told.code == 0, told.line
+    (here / "elsewhere" / "yours.py").write_text("# another\n")
+    assert "task: " in differences({"task": "digits"}, {"task": "mine.py"})[0]
+
+
+def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path) -> None:
+    """Nor does it make the next one with units a leap."""
+    (here / "mine.py").write_text(SPARSE)
+    guard = {"spike": "stop", "spike_history": 10}
+    told = forked.attempt(here / "run", recipe_of(here / "mine.py", guard=guard))
+    assert (told.code, told.line) == (0, ""), told.said
+    lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [row["loss"] for row in map(json.loads, lines) if row["kind"] == "train"]
+    assert len(losses) == 48
+    assert losses.count(0.0) > 24, "steps without any unit"
+    assert max(losses) > 0
+
+
+SPARSE = """
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+RECIPE = {
+    "epochs": 6,
+    "data": {"global_batch": 8, "micro_batch": 4},
+    "log": {"every": 1, "sinks": ["jsonl"]},
+    "parallel": {"threads": 1},
+}
+class Sparse:
+    def data(self):
+        random = np.random.default_rng(0)
+        x = random.normal(size=(64, 5, 3)).astype(np.float32)
+        units = np.zeros(64, np.int64)
+        units[:3] = 5
+        y = random.integers(0, 4, (64, 5))
+        y[np.arange(5) >= units[:, None]] = -100
+        return (both := {"x": x, "y": y, "units": units}), both
+    def model(self):
+        return nn.Linear(3, 4)
+    def loss(self, model, batch):
+        logits = model(batch.fields["x"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch.fields["y"].flatten(), reduction="sum")
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
 
 
 FILES = [

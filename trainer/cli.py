@@ -341,9 +341,17 @@ def _train(options: argparse.Namespace) -> int:
 
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
         wait_passively()
+        _check_recipe_name(options)
     from trainer.start import start
 
     return start(options)
+
+
+def _check_recipe_name(options: argparse.Namespace) -> None:
+    """Refuses a recipe that isn't there, and settings that aren't KEY=VALUE, before torch is imported."""
+    from trainer.config import override, read_recipe
+
+    override(read_recipe(options.recipe), options.set)
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -379,6 +387,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    _check_recipe_name(options)
     from trainer.tune.command import tune
 
     return tune(options)

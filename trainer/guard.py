@@ -188,7 +188,7 @@ def judge(config: GuardConfig, window: int, loss: float, norm: float, history: l
         if config.nonfinite == "off":
             return None
         return Finding(window, "nonfinite", config.nonfinite, loss, norm)
-    if config.spike == "off":
+    if config.spike == "off" or loss == 0:  # 0: no valid unit in it, so nothing to compare with
         return None
     if len(history) >= config.spike_history:
         median, deviation = median_and_deviation(history)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.batchnorm import WindowStatistics
+from trainer.checkpoint.tensor_file import is_storable
 from trainer.data.corrupt import Quarantine
 from trainer.data.dataset import Dataset
 from trainer.data.loader import Loader, Source, make_loader
@@ -115,6 +116,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "each, which is no power of two; change data.micro_batch or the number of ranks"
         )
     model = _shapes_only(task)
+    _check_dtypes(model)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
@@ -151,6 +153,31 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
             "change the model, data.image_size or data.micro_batch"
         ) from error
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Refuses parameters that the fused optimizers can't update, and what safetensors can't hold."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise BadInputError(
+                f"the model's parameter '{name}' is {_short(parameter)}, which the fused optimizers can't "
+                "update; keep real and imaginary part in a float32 parameter (…, 2) for torch.view_as_complex"
+            )
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BadInputError(
+                f"the model's '{name}' is a {type(tensor).__name__}, which a checkpoint can't hold: only "
+                "tensors; make it a buffer"
+            )
+        if not is_storable(tensor):
+            raise BadInputError(
+                f"the model's '{name}' is {_short(tensor)}, which safetensors can't hold; use another type, "
+                "such as complex64 or float32"
+            )
+
+
+def _short(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _shapes_only(task: Task) -> nn.Module:

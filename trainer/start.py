@@ -82,6 +82,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     wanted, stored = _wanted(options), _stored(options)
     settings = list(options.set)
     if provisional(options.recipe, settings)[1]:
+        check_request(recipe, make_task(recipe), 1)  # not found by a probe, as a name of no model is
         try:
             settings.append(_micro_batch(stored, nodes, Job(recipe, ranks, threads, environment)))
         except Interrupted as interrupted:

@@ -45,6 +45,11 @@ class Slot(NamedTuple):
     stop: int
 
 
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Whether the format knows the tensor's type of number and layout."""
+    return tensor.dtype in _NAMES and tensor.layout is torch.strided
+
+
 def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, piece by piece: the header, then each tensor made contiguous.
 
@@ -59,7 +64,7 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     entries, end = {}, 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or name == "__metadata__":
+        if not is_storable(tensor) or name == "__metadata__":
             raise ValueError(f"'{name}' ({tensor.dtype}, {tensor.layout}) can't be saved as safetensors")
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
         shape = list(tensor.shape)

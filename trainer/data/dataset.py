@@ -80,7 +80,7 @@ class ArrayDataset:
         self.uniforms = 0
         self.in_process = True
         self.buckets: tuple[int, ...] = ()
-        self.units = int(arrays[UNITS].max()) if UNITS in arrays else 1
+        self.units = max(1, int(arrays[UNITS].max())) if UNITS in arrays else 1
         self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
 
     def __len__(self) -> int:

@@ -48,7 +48,10 @@ def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
         return show_text
     own = getattr(run.task, "predict", None)
     if own is None:
-        raise BadInputError(f"{run.folder}: task={task} has nothing that predict could show")
+        raise BadInputError(
+            f"{run.folder}: the class in {task} has no method predict(model, options), which prints what the "
+            "model says; add it and train again (a run's file stays as it was trained with)"
+        )
     return lambda run, options: int(own(run.model, options) or 0)
 
 

@@ -22,7 +22,8 @@ RECIPE: dict[str, Any] = {
 class Spirals:
     """What is learned."""
 
-    metric = "accuracy"  # of what `measure` gives: the checkpoint where it is highest is kept
+    metric = "accuracy"  # of what `measure` gives: the checkpoint where it is best is kept
+    mode = "max"  # the higher the better; "min" for an error
 
     def data(self) -> Any:
         """Samples to learn from and to measure on: arrays (samples, …) by name, or trainer's data sets."""

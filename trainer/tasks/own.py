@@ -1,10 +1,12 @@
 """A task of one's own: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
+import contextlib
 import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.dataset import UNITS, ArrayDataset, Dataset, spread
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
+from trainer.keyed_rng import Ints
+from trainer.observe.console import warn
 from trainer.own_file import MODULE, read_source, source_hash
+from trainer.tasks.trial import outside_of_checkpoint, stays_when_doubled
 
 _WANTED = {
     "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each",
@@ -23,8 +28,10 @@ _WANTED = {
     "loss": "a float tensor of shape (): the sum of the losses of the samples of the batch",
     "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
 }
+_GIVEN = {**_WANTED, "summarise": "figures by name, each a number"}
 _OF_DATASETS = ("fields", "units", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
+_SUMMARISED = 32  # samples whose rows `summarise` is tried on
 
 
 class OwnTask:
@@ -34,11 +41,13 @@ class OwnTask:
 
     Args:
         own: Has the methods data, model, loss and measure, and may have describe, inputs, summarise, predict,
-            and the attributes metric (default: loss), lower_is_better and uniforms.
+            and the attributes metric (default: loss), mode ("min" or "max": which way the metric is better;
+            not needed for loss and accuracy; lower_is_better = True means "min", too) and uniforms.
         source: Where it comes from, for messages: a file, or a class of a notebook.
 
     Raises:
-        BadInputError: If a method is missing or `data` gives something else.
+        BadInputError: If a method is missing, `data` gives something else, or nothing says which way the
+            metric is better.
     """
 
     def __init__(self, own: Any, source: str) -> None:
@@ -49,15 +58,17 @@ class OwnTask:
             if not callable(getattr(own, name, None)):
                 raise BadInputError(f"{source}: the method {name} is missing; it gives {what}")
         self.metric: str = getattr(own, "metric", "loss")
-        self.lower_is_better: bool = getattr(own, "lower_is_better", self.metric == "loss")
+        self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
         self.uniforms: int = getattr(own, "uniforms", 0)
         parts = self._call("data", own.data)
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise self._wrong("data", f"{type(parts).__name__}")
         self.train_data, self.evaluation_data = (self._call("data", self._dataset, part) for part in parts)
-        for name in ("inputs", "summarise", "predict"):
+        for name in ("inputs", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
+        if hasattr(own, "summarise"):
+            self.summarise = self._summarise
 
     def describe(self) -> Mapping[str, Any]:
         """What its own `describe` says, or nothing."""
@@ -97,46 +108,142 @@ class OwnTask:
         Raises:
             BadInputError: Naming the method and what it should give.
         """
-        model = self.model().eval()
-        count = min(_TRIED, len(self.train_data))
-        whole, *halves = (self._few(range(*part)) for part in ((count,), (count // 2,), (count // 2, count)))
-        loss = self._call("loss", self._own.loss, model, whole)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = self.model().eval()
+            self._check_loss(model)
+            self._check_measure(model)
+            self._check_state(model)
+        try:
+            json.dumps(dict(self.describe()))
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
+
+    def _check_loss(self, model: nn.Module) -> None:
+        few = np.arange(min(_TRIED, len(self.train_data)))
+        once, twice = self._few(few), self._few(np.tile(few, 2))
+        with self._dtypes_explained(model, once):
+            loss = self._call("loss", self._own.loss, model, once)
         if not isinstance(loss, torch.Tensor) or loss.shape or not loss.is_floating_point():
             raise self._wrong("loss", _told(loss))
         if not loss.requires_grad:
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
-        if count == _TRIED:
-            added = sum(float(self._call("loss", self._own.loss, model, half).detach()) for half in halves)
-            if np.isclose(float(loss.detach()) * 2, added, rtol=1e-3) and abs(added) > 1e-6:
+        with torch.no_grad():
+            if stays_when_doubled(*(partial(self._value, model, batch) for batch in (once, twice))):
                 raise self._wrong("loss", 'a mean (reduction="sum" instead: the trainer divides)')
-        with torch.inference_mode():
-            measured = self._call("measure", self._own.measure, model, whole)
+            units = (self.train_data.arrays or {}).get(UNITS)
+            empty = () if units is None else np.flatnonzero(units == 0)[:_TRIED]
+            if len(empty) and not np.isfinite(value := self._value(model, self._few(np.asarray(empty)))):
+                raise self._wrong("loss", f"{value} for samples of 0 units, which add nothing")
+
+    def _check_measure(self, model: nn.Module) -> None:
+        data = self.evaluation_data
+        summarises = hasattr(self, "summarise")
+        chosen = spread(len(data), _SUMMARISED if summarises else _TRIED)
+        count = len(chosen)
+        batch = self._few(chosen, evaluation=True)
+        with torch.inference_mode(), self._dtypes_explained(model, batch):
+            measured = self._call("measure", self._own.measure, model, batch)
         if not isinstance(measured, Mapping) or not measured:
             raise self._wrong("measure", _told(measured))
         for name, value in measured.items():
             if not isinstance(value, torch.Tensor) or (value.ndim and len(value) != count):
                 raise self._wrong("measure", f"'{name}' as {_told(value)} for {count} samples")
-            if value.ndim and not hasattr(self, "summarise"):
+            if value.ndim and not summarises:
                 raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarise")
-        try:
-            json.dumps(dict(self.describe()))
-        except (TypeError, ValueError) as error:
-            raise BadInputError(f"{self._source}: describe gave what JSON can't hold ({error})") from error
-        if self.metric not in measured and not hasattr(self, "summarise"):
+        figures = [name for name, value in measured.items() if not value.ndim]
+        rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
+        if rows:
+            # As many as there will be: `summarise` may hold them against what it knows of all samples.
+            again = torch.arange(len(data)) % count
+            kinds = {n: torch.uint8 if v.dtype == torch.bool else v.dtype for n, v in rows.items()}
+            try:
+                figures += self._summarise({n: v[again].to(kinds[n]) for n, v in rows.items()})
+            except BadInputError as error:
+                # So metrics complain of a class that these few samples lack.
+                if not isinstance(error.__cause__, ValueError) or count == len(data):
+                    raise
+                warn(f"{error} (tried on {count} of {len(data)} samples)")
+                return
+        if self.metric not in figures:
+            gives = f"neither measure nor summarise gives (they give {', '.join(figures)})"
+            if not rows:
+                gives = f"measure doesn't give (it gives {', '.join(figures)})"
             raise BadInputError(
-                f"{self._source}: metric is '{self.metric}', which measure doesn't give (it gives "
-                f"{', '.join(measured)}); name one of these"
+                f"{self._source}: metric is '{self.metric}', which {gives}; name one of these"
             )
 
-    def _few(self, samples: range) -> Batch:
-        data = self.train_data
+    def _check_state(self, model: nn.Module) -> None:
+        count = min(_TRIED, len(self.train_data))
+        batch = self._few(np.arange(max(2, count)) % count)  # BatchNorm wants two samples
+
+        def loss() -> torch.Tensor:
+            value: torch.Tensor = self._own.loss(model, batch)
+            return value
+
+        with self._dtypes_explained(model, batch):
+            outside = self._call("loss", outside_of_checkpoint, model, loss, self._own)
+        if outside.buffers:
+            raise BadInputError(
+                f"{self._source}: the model's buffer '{outside.buffers[0]}' is registered with "
+                "persistent=False and changes in training: no checkpoint holds it; leave persistent=False out"
+            )
+        names = ", ".join(outside.attributes[:_TRIED])
+        if outside.differs:
+            changes = f" ({names} changes each time)" if names else ""
+            raise BadInputError(
+                f"{self._source}: in training {outside.differs} differs for the same samples, weights, "
+                f"buffers and random numbers{changes}: a resumed run would end with other weights; keep what "
+                "changes from step to step in a buffer (self.register_buffer), and draw random numbers from "
+                "torch's default generator"
+            )
+        if names:
+            warn(
+                f"{self._source}: {names} changes with each forward pass, and no checkpoint holds it: if the "
+                "training depends on it, make it a buffer (self.register_buffer)"
+            )
+
+    def _summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        figures = self._call("summarise", self._own.summarise, rows)
+        if not isinstance(figures, Mapping):
+            raise self._wrong("summarise", _told(figures))
+        plain = {}
+        for name, value in figures.items():
+            try:
+                plain[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise self._wrong("summarise", f"'{name}' as {_told(value)}") from None
+        return plain
+
+    def _value(self, model: nn.Module, batch: Batch) -> float:
+        return float(self._call("loss", self._own.loss, model, batch))
+
+    @contextlib.contextmanager
+    def _dtypes_explained(self, model: nn.Module, batch: Batch) -> Iterator[None]:
+        """Names the array whose type isn't that of the weights, where a method fails."""
+        try:
+            yield
+        except BadInputError as error:
+            weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+            for name, value in batch.fields.items():
+                if weights and value.is_floating_point() and value.dtype != weights:
+                    theirs, ours = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, weights))
+                    raise BadInputError(
+                        f"{error}; data gave '{name}' as {theirs} and the model's weights are {ours}: "
+                        f"give it as .astype(np.{ours})"
+                    ) from error.__cause__
+            raise
+
+    def _few(self, samples: Ints, evaluation: bool = False) -> Batch:
+        data = self.evaluation_data if evaluation else self.train_data
         out = {n: np.zeros((len(samples), *f.shape), f.dtype) for n, f in data.fields.items()}
-        numbers = np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
-        data.read(np.array(samples), numbers, out)
-        uniforms = data.uniforms + self.uniforms
+        numbers = None if evaluation else np.full((len(samples), max(1, data.uniforms)), 0.5, np.float32)
+        data.read(samples, numbers, out)
+        uniforms = 0 if evaluation else data.uniforms + self.uniforms
         uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
         fields = {name: torch.from_numpy(array) for name, array in out.items()}
-        return Batch(fields, None, uniform, data.units * len(samples))
+        units = int(out[UNITS].sum()) if UNITS in out else data.units * len(samples)
+        return Batch(fields, None, uniform, units)
 
     def _dataset(self, part: Any) -> Dataset:
         if not isinstance(part, Mapping):
@@ -149,6 +256,11 @@ class OwnTask:
             raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
         if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
             raise self._wrong("data", f"'{odd[0]}' of dtype {arrays[odd[0]].dtype}, which is no number")
+        units = arrays.get(UNITS)
+        if units is not None and (units.dtype.kind == "f" or units.ndim != 1 or units.min() < 0):
+            raise self._wrong("data", f"'{UNITS}' that aren't one whole number from 0 on for each sample")
+        if units is not None and not units.any():
+            raise self._wrong("data", f"'{UNITS}' that are 0 for every sample, so that nothing counts")
         return ArrayDataset(arrays)
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -163,11 +275,11 @@ class OwnTask:
             what = (str(error) or "no message").splitlines()[0]
             raise BadInputError(
                 f"{self._source}:{where} in {method}: {type(error).__name__}: {what}; {method} gives "
-                f"{_WANTED[method]}"
+                f"{_GIVEN[method]}"
             ) from error
 
     def _wrong(self, method: str, given: str) -> BadInputError:
-        return BadInputError(f"{self._source}: {method} gave {given}; it gives {_WANTED[method]}")
+        return BadInputError(f"{self._source}: {method} gave {given}; it gives {_GIVEN[method]}")
 
 
 def own_task(path: Path) -> OwnTask:
@@ -209,6 +321,27 @@ def own_task(path: Path) -> OwnTask:
     task = OwnTask(own, str(path))
     task.source_hash = source_hash(path)
     return task
+
+
+def _lower_is_better(own: Any, metric: str, source: str) -> bool:
+    """From `mode`, or `lower_is_better`, or the metric's name where that leaves no doubt."""
+    mode, lower = getattr(own, "mode", None), getattr(own, "lower_is_better", None)
+    if mode not in (None, "min", "max"):
+        raise BadInputError(f'{source}: mode is {mode!r}; give "min" or "max": which way {metric} is better')
+    if mode is not None and lower is not None and bool(lower) != (mode == "min"):
+        raise BadInputError(
+            f"{source}: mode = {mode!r} and lower_is_better = {lower!r} contradict: leave one out"
+        )
+    if mode is not None or lower is not None:
+        return bool(lower) if mode is None else mode == "min"
+    if metric == "loss":
+        return True
+    if metric == "acc" or "accuracy" in metric:
+        return False
+    raise BadInputError(
+        f"{source}: metric is '{metric}', and nothing says which way it is better; add to the class "
+        'mode = "min" (as of an error) or mode = "max" (as of an accuracy)'
+    )
 
 
 def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:

@@ -1,0 +1,139 @@
+"""Trials of somebody's loss before training: is it a sum, and is all it depends on in a checkpoint?"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+_DRAWS = 16  # of a loss that draws random numbers
+_NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
+_SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
+_LARGEST_BYTES = 1 << 20  # of an attribute that is looked at: not somebody's data
+
+
+def stays_when_doubled(once: Callable[[], float], twice: Callable[[], float]) -> bool:
+    """Whether a loss is the same for the same samples twice in one micro-batch, as that of a mean is.
+
+    A sum doubles; a loss that compares the samples with each other grows, too. Where random numbers are
+    drawn, the averages over several draws are compared; what is too noisy to tell passes.
+
+    Args:
+        once: The loss of some samples.
+        twice: The loss of a micro-batch that holds each of them twice.
+    """
+    values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(2)])
+    if values[0, 0] != values[1, 0]:
+        values = np.array([(_drawn(seed, once), _drawn(seed, twice)) for seed in range(_DRAWS)])
+    means = values.mean(0)
+    if not np.abs(means).min() > 1e-6:
+        return False
+    noise = float(np.hypot(*(values.std(0) / means))) / len(values) ** 0.5
+    return noise < _NOISE and abs(float(means[1] / means[0]) - 1) < max(_SAME, 3 * noise)
+
+
+class Outside(NamedTuple):
+    """What a training depends on, or changes, that no checkpoint holds.
+
+    Attributes:
+        buffers: Non-persistent buffers that each training forward pass changes further, by name.
+        differs: What came out otherwise the second time, from the same state: "" if nothing did.
+        attributes: Numbers and tensors kept as plain attributes that each forward pass changes further.
+    """
+
+    buffers: list[str]
+    differs: str
+    attributes: list[str]
+
+
+def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], owner: object) -> Outside:
+    """Trains on the same samples twice, from the same state_dict and random numbers, as after a resume.
+
+    On one thread, so that the bits repeat. A cache that is filled once, and what each forward pass sets
+    anew, are alike after both and no matter.
+
+    Args:
+        model: Gets its state_dict back afterwards.
+        loss: Of some samples, float ().
+        owner: The task, whose attributes are looked at, too.
+    """
+    kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
+    model.train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        (results, state, attributes), again = (_trained(model, kept, loss, owner) for _ in range(2))
+    finally:
+        torch.set_num_threads(threads)
+        _put_back(model, kept)
+        model.zero_grad(set_to_none=True)
+    differing = [name for name, digest in results.items() if again[0].get(name) != digest]
+    moved = [name for name, digest in state.items() if again[1].get(name) != digest]
+    held = _tensors(model)
+    differing += [f"the buffer '{name}'" for name in moved if name in held]
+    return Outside(
+        [name for name in moved if name not in held],
+        differing[0] if differing else "",
+        [name for name, digest in attributes.items() if again[2].get(name) != digest],
+    )
+
+
+_Digests = dict[str, bytes]
+
+
+def _trained(
+    model: nn.Module, kept: Mapping[str, torch.Tensor], loss: Callable[[], torch.Tensor], owner: object
+) -> tuple[_Digests, _Digests, _Digests]:
+    """Loss and gradients, buffers after it, and plain attributes after it."""
+    _put_back(model, kept)
+    model.zero_grad(set_to_none=True)
+    torch.default_generator.manual_seed(0)
+    value = loss()
+    value.backward()
+    results = {"the loss": _digest(value)}
+    results |= {f"the gradient of {name}": _digest(p.grad) for name, p in model.named_parameters()}
+    buffers = {name: _digest(buffer) for name, buffer in model.named_buffers()}
+    attributes = _attributes("self", owner)
+    for name, module in model.named_modules():
+        attributes |= _attributes(f"model.{name}" if name else "model", module)
+    return results, buffers, attributes
+
+
+def _attributes(owner: str, thing: object) -> _Digests:
+    kinds = (int, float, np.generic, np.ndarray, torch.Tensor)
+    plain = {
+        name: value for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, kinds)
+    }
+    return {
+        f"{owner}.{name}": _digest(value)
+        for name, value in plain.items()
+        if getattr(value, "nbytes", 0) <= _LARGEST_BYTES
+    }
+
+
+def _digest(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
+        value = plain.reshape(-1).view(torch.uint8).numpy()
+    data = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+    return hashlib.sha256(data).digest()
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _put_back(model: nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
+    """In place, as a checkpoint is."""
+    with torch.no_grad():
+        for name, value in _tensors(model).items():
+            if name in kept and value.shape == kept[name].shape:
+                value.copy_(kept[name])
+
+
+def _drawn(seed: int, loss: Callable[[], float]) -> float:
+    torch.default_generator.manual_seed(seed)
+    return loss()
