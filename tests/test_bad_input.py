@@ -1,6 +1,8 @@
 """Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,12 @@ CASES = [
     (["train", "bomb.yaml"], "more than 10000 values"),
     (["train", "deep.yaml"], "not valid YAML"),
     (["train", "big.yaml"], "larger than 1 MiB"),
+    # Before anything is probed, let alone trained.
+    (
+        ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch=auto"],
+        "no model 'resnet19'; did you mean 'resnet18'?",
+    ),
+    (["tune", "digits", "--set", "model.name=resnet19"], "no model 'resnet19'; did you mean 'resnet18'?"),
 ]
 
 
@@ -129,6 +137,21 @@ def test_one_line_and_code_2(
     assert err.count("\n") == 1, err
     assert message in err
     assert sorted(path.name for path in tmp_path.rglob("*")) == before, "something was left behind"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from trainer.cli import main
+codes = [main([command, "digist"]) for command in ("train", "tune")]
+assert codes == [2, 2], codes
+"""
+
+
+def test_a_misspelt_recipe_does_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no recipe 'digist'; did you mean 'digits'?") == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so asking for one is right")

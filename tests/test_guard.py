@@ -387,6 +387,9 @@ def test_a_leap_is_judged_by_what_was_before() -> None:
     assert history == kept, "a leap is no part of what the next is measured by"
     assert judge(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
     assert judge(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
+    median = median_and_deviation(history)
+    assert all(judge(CONFIG, 33 + window, 0.0, 0.0, history) is None for window in range(9))
+    assert median_and_deviation(history) == median, "a window without valid units is nothing to compare with"
 
 
 def test_there_is_no_leap_without_a_history() -> None:

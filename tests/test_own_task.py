@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
 from trainer.own_file import MODULE
+from trainer.predict.command import _show
 from trainer.recipe import Recipe
 from trainer.resume import differences
 from trainer.tasks.example import Spirals
@@ -512,6 +514,16 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
         assert not (here / "runs").exists()
     else:
         assert torch.equal(trainer.fit(own, settings).model().phase, make())
+
+
+def test_predict_says_what_is_missing() -> None:
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(task="mine.py"), task=OwnTask(Small(), "mine.py"), folder="run"
+    )
+    with pytest.raises(
+        BadInputError, match=r"class in mine.py has no method predict\(model, options\).*add it"
+    ):
+        _show(run)
 
 
 def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:

@@ -58,6 +58,7 @@ def tune(options: argparse.Namespace) -> int:
                     f"--set {KEY}=N, or --tuned tuned.yaml"
                 )
             return _check(job)
+        check_request(recipe, make_task(recipe), 1)  # not found by a probe, as a name of no model is
         return _tune(job, options.recipe, settings, options.out)
     except Interrupted as interrupted:
         warn(f"stopped by {interrupted}: nothing was chosen, and nothing is left behind")
