@@ -229,10 +229,10 @@ def test_means_of_every_kind_are_refused(seed: int) -> None:
     data["t"][np.arange(5) >= random.integers(1, 6, 12)[:, None]] = -100
     classes = torch.from_numpy(random.uniform(0.1, 9, 4)).float()
 
-    def tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    def tokens(model: nn.Module, batch: Any) -> Any:
         return model(batch.fields["x"])[:, None, :3].expand(-1, 5, -1).flatten(0, 1)
 
-    def weighted(model: nn.Module, batch: Any) -> torch.Tensor:
+    def weighted(model: nn.Module, batch: Any) -> Any:
         each = F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
         return (each * batch.fields["w"]).sum() / batch.fields["w"].sum()
 
@@ -302,6 +302,8 @@ def test_no_false_alarm(methods: dict[str, Any], capsys: pytest.CaptureFixture[s
 
 class Counter(nn.Module):
     """A layer that scales by the number of steps so far, however that is kept."""
+
+    seen: torch.Tensor
 
     def __init__(self, keep: str) -> None:
         super().__init__()

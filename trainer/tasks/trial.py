@@ -31,7 +31,7 @@ def stays_when_doubled(once: Callable[[], float], twice: Callable[[], float]) ->
     if not np.abs(means).min() > 1e-6:
         return False
     noise = float(np.hypot(*(values.std(0) / means))) / len(values) ** 0.5
-    return noise < _NOISE and abs(float(means[1] / means[0]) - 1) < max(_SAME, 3 * noise)
+    return bool(noise < _NOISE and abs(means[1] / means[0] - 1) < max(_SAME, 3 * noise))
 
 
 class Outside(NamedTuple):
