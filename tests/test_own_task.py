@@ -256,6 +256,9 @@ def test_means_of_every_kind_are_refused(seed: int) -> None:
 class Normed(nn.Module):
     """What a training forward pass changes, and a checkpoint holds; and what each pass fills or sets anew."""
 
+    steps: torch.Tensor
+    cache: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
