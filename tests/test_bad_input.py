@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.few_pictures import write_pictures
 from trainer import local_ranks, start
 from trainer.cli import main
 from trainer.errors import BadInputError
@@ -140,6 +141,21 @@ def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureF
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "device=cpu" in err or "--ranks N" in err
+
+
+def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "pictures")
+    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
+    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["train", "digits", *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"trainer: error: 1 of 5 files below {pictures}/val can't be read; {pictures}/val/0/dead"
+    )
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="ranks were started"):
+        main(["train", "digits", *sets, "--set", "data.check=none"])
 
 
 def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from trainer.data import dtmf
 from trainer.data.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import Files, in_folder
-from trainer.data.sources import DataConfig
+from trainer.data.sources import DataConfig, common_classes
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 
@@ -64,19 +64,11 @@ def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: Da
     else:
         roots = (root / "train", root / "val")
         train, evaluation = (in_folder(folder, SUFFIXES) for folder in roots)
-    if tuple(train.classes) != tuple(evaluation.classes):
-        odd = sorted(set(train.classes) ^ set(evaluation.classes))
-        raise BadInputError(f"{root}: class '{odd[0]}' is in only one of train and val; add or remove it")
-    found = np.bincount(train.labels, minlength=len(train.classes))
-    if not found.all():
-        empty = train.classes[int(found.argmin())]
-        raise BadInputError(
-            f"{roots[0]}: class '{empty}' holds no recordings to train on; add some, or remove its folder"
-        )
+    classes = common_classes(root, train, evaluation)
     return AudioData(
         AudioFolder(roots[0], seconds, sample_rate, True, config.on_corrupt, train),
         AudioFolder(roots[1], seconds, sample_rate, False, config.on_corrupt, evaluation),
-        tuple(train.classes),
+        classes,
     )
 
 
