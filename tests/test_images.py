@@ -297,6 +297,30 @@ def broken_folder(root: Path, bad: int = 3) -> Path:
     return root
 
 
+def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Path) -> None:
+    """Whatever they are called: every file is a .png."""
+    odd = {
+        f"good-{mode}": bytes(encoded(picture(mode), "TIFF"))
+        for mode in ("1", "P", "LA", "L", "CMYK", "RGBA")
+    }
+    odd["good-deep"] = bytes(encoded(Image.fromarray(np.ones((30, 40), np.uint16)), "PNG"))
+    frames = [Image.new("RGB", (40, 30), "red")]
+    odd["good-moving"] = bytes(encoded(picture(), "GIF", save_all=True, append_images=frames))
+    odd |= {f"bad-{name}": bytes(make()) for name, make in BAD.items()}
+    for name, data in odd.items():
+        file = tmp_path / name.partition("-")[0] / f"{name}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+    records = in_folder(tmp_path)
+    dataset = ImageDataset(records, SIDE, random_crop=False, on_corrupt="quarantine")
+    out = {
+        name: np.zeros((len(records), *field.shape), field.dtype) for name, field in dataset.fields.items()
+    }
+    bad = dataset.read(np.arange(len(records)), None, out)
+    assert {Path(each.name).stem for each in bad} == {name for name in odd if name.startswith("bad-")}
+    assert out["label"].tolist() == [1] * len(records), "only good ones stand in"
+
+
 def test_a_corrupt_sample_fails_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"\.jpg: not a readable image .*on_corrupt=quarantine"):
         read(in_folder(broken_folder(tmp_path)))
@@ -506,6 +530,16 @@ def test_what_is_no_file_is_named_before_it_is_read(tmp_path: Path) -> None:
         BadInputError, match=r"3 of 34 files below .* the first: .*dead.jpg \(a link that leads"
     ):
         checked(in_folder(tmp_path / "30"))
+
+
+def test_a_class_that_is_a_dead_link_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.jpg").touch()
+    for target in ("gone", "dog"):
+        (tmp_path / "dog").unlink(missing_ok=True)
+        (tmp_path / "dog").symlink_to(target)
+        with pytest.raises(BadInputError, match="/dog: a link that leads nowhere"):
+            in_folder(tmp_path)
 
 
 def test_a_folder_that_may_not_be_listed_is_asked_for_each(

@@ -10,7 +10,7 @@ from trainer.data import dtmf
 from trainer.data.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import Files, in_folder
-from trainer.data.sources import DataConfig, common_classes
+from trainer.data.sources import DataConfig, check_folder, common_classes
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 
@@ -53,7 +53,9 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         return _synthetic(config, length, seed)
     if not isinstance(config.path, Path):
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
-    return _folders(config.path.expanduser(), seconds, sample_rate, part, config)
+    root = config.path.expanduser()
+    check_folder(root)
+    return _folders(root, seconds, sample_rate, part, config)
 
 
 def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: DataConfig) -> AudioData:

@@ -185,6 +185,10 @@ def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
     try:
+        if dead := sorted(f for f in root.iterdir() if f.is_symlink() and not f.exists()):
+            raise BadInputError(
+                f"{dead[0]}: a link that leads nowhere; mend or remove it"
+            )  # a class, else lost
         folders = _in_order([f.name for f in root.iterdir() if f.is_dir() and f.name not in leave_out])
         found = [
             (number, os.fsencode(name) + b"/" + path)

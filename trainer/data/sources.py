@@ -1,6 +1,7 @@
 """Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from trainer.data.check import Check
 from trainer.data.cifar10 import open_cifar10
 from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.files import in_folder, in_table
+from trainer.data.files import in_folder, in_table, readable
 from trainer.data.images import ImageDataset
 from trainer.data.kinds import EMBEDDED, Kind
 from trainer.data.loader import LoaderConfig
@@ -190,6 +191,8 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     if config.path is None:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
     path = _at_home("path", config.path)
+    if isinstance(path, Path):
+        check_folder(path)
     if config.name == "cifar10":
         return _cifar10(Path(path))
     train, evaluation = (
@@ -243,6 +246,17 @@ def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
     if isinstance(records, CachedPieces) and records.together:
         return tuple(records.sizes), records.together
     return (), 0
+
+
+def check_folder(path: Path) -> None:
+    """Makes sure that data.path is a folder.
+
+    Raises:
+        BadInputError: If it isn't there, or is a file.
+    """
+    if not path.is_dir():
+        what = "isn't a folder, which this data needs" if os.path.lexists(path) else "no such folder"
+        raise BadInputError(f"data.path={readable(os.fsencode(path))}: {what}; give the folder that holds it")
 
 
 def _bytes(size: str | None) -> int | None:
