@@ -191,7 +191,7 @@ def test_the_lists_of_speech_commands_split_its_folder(tmp_path: Path) -> None:
     out = {name: np.zeros((2, *f.shape), f.dtype) for name, f in task.evaluation_data.fields.items()}
     task.evaluation_data.read(np.arange(2), None, out)
     assert out[LABEL].tolist() == [0, 1]
-    names = [task.train_data._files.file_name(n) for n in range(7)]  # type: ignore[attr-defined]
+    names = [task.train_data.records.file_name(n) for n in range(7)]  # type: ignore[attr-defined]
     assert not {b"no/1.wav", b"yes/0.wav", b"yes/4.wav"} & set(names)
     testing = make_task(
         chosen.model_copy(update={"audio": chosen.audio.model_copy(update={"part": "testing"})})
@@ -209,10 +209,10 @@ def test_a_class_without_recordings_is_named(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write(tmp_path / part / "yes" / "0.wav")
         (tmp_path / part / "empty").mkdir()
-    with pytest.raises(BadInputError, match="class 'empty' holds no recordings"):
+    with pytest.raises(BadInputError, match="class 'empty' has no samples in train, and 0 in val"):
         make_task(folder(tmp_path))
     write(tmp_path / "train" / "no" / "0.wav")
-    with pytest.raises(BadInputError, match="class 'no' is in only one"):
+    with pytest.raises(BadInputError, match="class 'no' is in train only"):
         make_task(folder(tmp_path))
 
 

@@ -1,6 +1,8 @@
 """Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
 
+import getpass
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.few_pictures import write_pictures
 from trainer import local_ranks, start
 from trainer.cli import main
+from trainer.compiling import CACHE_VARIABLE, prepare_cache
 from trainer.errors import BadInputError
 from trainer.recipe import Recipe
 
@@ -90,8 +94,30 @@ CASES = [
     (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
     (
         ["train", "digits", "--set", "data.name=folder", "--set", "data.path=no/where"],
-        "no/where/train: no such folder",
+        "data.path=no/where: no such folder",
     ),
+    *(
+        (
+            ["train", recipe, "--set", f"data.name={name}", "--set", "data.path=here"],
+            "data.path=here: isn't a folder, which this data needs; give the folder that holds it",
+        )
+        for recipe, name in (
+            *(("digits", name) for name in ("folder", "table", "shards", "pack", "cifar10")),
+            ("speech-commands", "folder"),
+            ("coco-fasterrcnn", "coco"),
+            ("gpt2-124m", "tokens"),
+        )
+    ),
+    (["train", "gpt2-124m", "--set", "data.path=."], "train.bin: no such file; data.path is a folder with"),
+    (["train", "gpt-char", "--set", "data.path=."], ".: can't be read (Is a directory); give a text file"),
+    (
+        ["train", "gpt-char", "--set", "data.path=/dev/null"],
+        "/dev/null: isn't a regular file; give a text file",
+    ),
+    (["data", "pack", "here", "out"], "here: no such folder"),
+    (["data", "stats", "here"], "here: no such folder"),
+    (["data", "verify", "here"], "here: the index can't be read (Not a directory)"),
+    (["data", "index", "here"], "here: no .tar files"),
     (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
     (["train", "digits", "--set", "window.last=weighted"], "BatchNorm"),
     (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
@@ -165,6 +191,21 @@ def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureF
     assert "device=cpu" in err or "--ranks N" in err
 
 
+def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "pictures")
+    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
+    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["train", "digits", *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"trainer: error: 1 of 5 files below {pictures}/val can't be read; {pictures}/val/0/dead"
+    )
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="ranks were started"):
+        main(["train", "digits", *sets, "--set", "data.check=none"])
+
+
 def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "few.yaml").write_text(
         "epochs: 1\ndata: {name: synthetic, samples: 2, image_size: 8, global_batch: 4, micro_batch: 1}\n"
@@ -205,6 +246,27 @@ def test_a_read_only_place_for_runs(
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert main(["train", "digits"]) == 2
     assert "runs: can't make a run folder there (Permission denied)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Any UID of a container, with nothing set: compiled code has a folder, and a refused one is named."""
+    tmp_path.chmod(0o755)
+    if not (child := os.fork()):
+        code: Any = 1
+        try:
+            for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+                os.environ.pop(name, None)
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(987_654)
+            prepare_cache()
+            code = main(["train", "digits"]) if getpass.getuser() == "uid-987654" else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,6 +27,7 @@ from trainer.data.boxes import (
     moved,
     place,
 )
+from trainer.data.check import Part, check_data
 from trainer.data.coco import CocoPictures
 from trainer.data.corrupt import Corrupt
 from trainer.data.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
@@ -330,7 +331,6 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
         ("annotations.1.iscrowd", 2, "image 7: iscrowd is 2"),
         ("annotations.1.id", 1, "id 1 is there twice in 'annotations'"),
         ("images.1.id", 7, "id 7 is there twice in 'images'"),
-        ("images.1.file_name", "8.png", "image 5: there is no .*8.png"),
         ("images.1.file_name", "../x.png", "image 5: file_name .* leads out"),
         ("images.1.height", None, "image 5 .* no height"),
         ("images.0", 3, "'images' has no id"),
@@ -345,6 +345,16 @@ def test_what_is_wrong_is_found_before_training(tmp_path: Path, path: str, value
     change(path, value)(what)
     with pytest.raises(BadInputError, match=message):
         CocoPictures(written(tmp_path, what), "train", "fail")
+
+
+def test_images_that_are_not_there_are_counted(tmp_path: Path) -> None:
+    what = told()
+    change("images.1.file_name", "8.png")(what)
+    data = BoxedImages(CocoPictures(written(tmp_path, what), "train", "fail"), 32, 4, None)
+    (tmp_path / "train" / "7.png").unlink()
+    (tmp_path / "train" / "7.png").symlink_to("gone.png")
+    with pytest.raises(BadInputError, match=r"2 of 2 files named in .*json .* image 7: .*a link that leads"):
+        check_data("fast", False, [Part("training", data, 0)])
 
 
 def test_wrong_boxes_may_be_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """torch.compile: of the whole model or block by block, with a clear line where it can't be done."""
 
 import functools
+import getpass
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -71,6 +72,10 @@ def prepare_cache() -> tuple[Path | None, str | None]:
     Returns:
         The folder, None for torch's own choice; and what is wrong with the wanted one, if anything is.
     """
+    try:
+        getpass.getuser()  # as torch's compiler calls its folder
+    except (KeyError, OSError):  # a container's UID needs no name
+        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
     wanted = os.environ.get(CACHE_VARIABLE)
     if wanted is None and "XDG_CACHE_HOME" in os.environ:
         wanted = str(Path(os.environ["XDG_CACHE_HOME"], "torchinductor"))

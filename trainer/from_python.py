@@ -17,7 +17,7 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.own_file import text_hash
 from trainer.recipe import Recipe
 from trainer.resume import RUNS, Mode
-from trainer.run import check_request, make_task
+from trainer.run import check_files, check_request, make_task
 from trainer.run_folder import new_folder
 from trainer.tasks import Task
 from trainer.tasks.own import OwnTask
@@ -88,6 +88,7 @@ def fit(
             opened.source_hash = text_hash(inspect.getsource(type(own)))
     with _random_state_kept():
         check_request(recipe, opened, 1)
+        check_files(recipe, opened)
     folder = new_folder(RUNS, name, recipe) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()

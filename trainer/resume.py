@@ -23,6 +23,7 @@ FREE = (
     "data.path",
     "data.cache",
     "data.cache_limit",
+    "data.check",
     "data.workers",
     "data.prefetch",
     "data.resident",

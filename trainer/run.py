@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.batchnorm import WindowStatistics
 from trainer.checkpoint.tensor_file import is_storable
+from trainer.data.check import Part, check_data
 from trainer.data.corrupt import Quarantine
 from trainer.data.dataset import Dataset
 from trainer.data.loader import Loader, Source, make_loader
@@ -77,6 +78,20 @@ def _order(dataset: Dataset, together: int) -> str:
     if buckets:
         return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
     return f"shuffled within {together} pieces" if together else "shuffled"
+
+
+def check_files(recipe: Recipe, task: Task) -> None:
+    """Looks up what the data names, as data.check says; in the launcher, once on each node.
+
+    Raises:
+        BadInputError: If files are missing, or samples can't be decoded.
+    """
+    parts = (("training", task.train_data), ("evaluation", task.evaluation_data))
+    check_data(
+        recipe.data.check,
+        isinstance(recipe.data.path, str),
+        [Part(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
+    )
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:

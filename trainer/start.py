@@ -23,7 +23,7 @@ from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.redact import redact_text
 from trainer.resume import RUNS, Stored, check_resumable, ended, newest_run, read_stored
-from trainer.run import check_request, data_of, device_kind, make_task
+from trainer.run import check_files, check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
 from trainer.tasks import Task
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
@@ -97,6 +97,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
         if over := ended(shown(wanted), stored, options.resume):
             print(over[0])
             return over[1]
+    check_files(recipe, task)
     # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
     if nodes is None:  # else by rule, in each rank: what one node found wouldn't hold on another
         loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)

@@ -64,7 +64,7 @@ class AudioFolder:
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
         self._root = os.fsencode(root)
-        self._files = in_folder(root, SUFFIXES) if files is None else files
+        self.records = in_folder(root, SUFFIXES) if files is None else files
         self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
         self.units = 1
         self.uniforms = 1 if random_crop else 0
@@ -78,15 +78,15 @@ class AudioFolder:
     @property
     def classes(self) -> Sequence[str]:
         """Names of the classes."""
-        return self._files.classes
+        return self.records.classes
 
     def __len__(self) -> int:
         """Number of recordings."""
-        return len(self._files)
+        return len(self.records)
 
     def fingerprint(self) -> str:
         """That of the files."""
-        return self._files.fingerprint()
+        return self.records.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
         """Decodes cuts straight into the batch; see `Dataset.read`.
@@ -94,15 +94,15 @@ class AudioFolder:
         Raises:
             BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
         """
-        audio, label, stored = out[AUDIO], out[LABEL], self._files.labels
+        audio, label, stored = out[AUDIO], out[LABEL], self.records.labels
         where = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            path = os.path.join(self._root, self._files.file_name(sample))  # noqa: PTH118  (bytes)
+            path = os.path.join(self._root, self.records.file_name(sample))  # noqa: PTH118  (bytes)
             self._cut(path, None if where is None else where[row], audio[row])
             label[row] = stored[sample]
 
-        return fill_rows(samples, fill, self._files.name, self._on_corrupt, len(self))
+        return fill_rows(samples, fill, self.records.name, self._on_corrupt, len(self))
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
         """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""

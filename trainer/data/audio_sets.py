@@ -10,7 +10,7 @@ from trainer.data import dtmf
 from trainer.data.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.files import Files, in_folder
-from trainer.data.sources import DataConfig
+from trainer.data.sources import DataConfig, check_folder, common_classes
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 
@@ -53,7 +53,9 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
         return _synthetic(config, length, seed)
     if not isinstance(config.path, Path):
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
-    return _folders(config.path.expanduser(), seconds, sample_rate, part, config)
+    root = config.path.expanduser()
+    check_folder(root)
+    return _folders(root, seconds, sample_rate, part, config)
 
 
 def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: DataConfig) -> AudioData:
@@ -64,19 +66,11 @@ def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: Da
     else:
         roots = (root / "train", root / "val")
         train, evaluation = (in_folder(folder, SUFFIXES) for folder in roots)
-    if tuple(train.classes) != tuple(evaluation.classes):
-        odd = sorted(set(train.classes) ^ set(evaluation.classes))
-        raise BadInputError(f"{root}: class '{odd[0]}' is in only one of train and val; add or remove it")
-    found = np.bincount(train.labels, minlength=len(train.classes))
-    if not found.all():
-        empty = train.classes[int(found.argmin())]
-        raise BadInputError(
-            f"{roots[0]}: class '{empty}' holds no recordings to train on; add some, or remove its folder"
-        )
+    classes = common_classes(root, train, evaluation)
     return AudioData(
         AudioFolder(roots[0], seconds, sample_rate, True, config.on_corrupt, train),
         AudioFolder(roots[1], seconds, sample_rate, False, config.on_corrupt, evaluation),
-        tuple(train.classes),
+        classes,
     )
 
 

@@ -134,6 +134,11 @@ class BoxedImages:
         """Number of images."""
         return len(self.pictures)
 
+    @property
+    def records(self) -> object:
+        """Where the pictures lie, if in files."""
+        return getattr(self.pictures, "records", None)
+
     def fingerprint(self) -> str:
         """That of the pictures."""
         return self.pictures.fingerprint()

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.data.boxes import Picture
 from trainer.data.corrupt import Corrupt, OnCorrupt
 from trainer.data.crop import Box
-from trainer.data.files import Files
+from trainer.data.files import Files, Listed
 from trainer.errors import BadInputError
 from trainer.redact import redact
 
@@ -41,7 +41,7 @@ class CocoPictures:
     in_memory = False
 
     def __init__(self, root: Path, part: str, on_corrupt: OnCorrupt) -> None:
-        """Reads the whole file of instances, and looks whether all images are there."""
+        """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
         from trainer.data import decode
 
         self._cut_out = decode.cut_out
@@ -64,24 +64,25 @@ class CocoPictures:
         self._ends = np.cumsum([len(each) for each in rows])
         self._rows = np.array([row for each in rows for row in each], np.float64).reshape(-1, 6)
         self.most = max(len(each) for each in rows)
-        self._files = Files(
-            folder, [os.fsencode(i[0]) for i in images.values()], [0] * len(images), self.classes
+        names = [os.fsencode(image[0]) for image in images.values()]
+        self.records = Files(
+            folder, names, [0] * len(images), self.classes, Listed(file, "image", list(images))
         )
 
     def __len__(self) -> int:
         """Number of images."""
-        return len(self._files)
+        return len(self.records)
 
     def fingerprint(self) -> str:
         """Of the boxes, the categories and the files."""
         digest = hashlib.sha256(repr(self.categories).encode())
         for array in (self._rows, self._ends, self._sizes):
             digest.update(array.tobytes())
-        return f"{self._files.fingerprint()} {digest.hexdigest()[:16]}"
+        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}"
 
     def name(self, sample: int) -> str:
         """Path of an image."""
-        return self._files.name(sample)
+        return self.records.name(sample)
 
     def read(self, sample: int) -> Picture:
         """Decodes an image.
@@ -89,7 +90,7 @@ class CocoPictures:
         Raises:
             Corrupt: If it can't be, or hasn't the size that the annotations say.
         """
-        cut = self._cut_out(self._files.read(sample), lambda height, width: Box(0, 0, height, width))
+        cut = self._cut_out(self.records.read(sample), lambda height, width: Box(0, 0, height, width))
         image = cut[0].permute(1, 2, 0).numpy()
         height, width = self._sizes[sample].tolist()
         if image.shape[:2] != (height, width):
@@ -155,10 +156,6 @@ def _categories(file: Path, told: Mapping[str, Any]) -> dict[int, str]:
 
 def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
     """File name, height and width by id."""
-    try:
-        there = {entry.name for entry in os.scandir(folder)}
-    except OSError as error:
-        raise BadInputError(f"{folder}: can't be listed ({error.strerror})") from error
     images = {}
     for entry in told["images"]:
         number, name = entry["id"], entry.get("file_name")
@@ -169,8 +166,6 @@ def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tupl
             raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}")
         if not (_is_id(height) and _is_id(width) and height > 0 and width > 0):
             raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
-        if name not in there and not (folder / name).is_file():
-            raise BadInputError(f"{file}: image {number}: there is no {folder / name}; add it")
         images[number] = (name, height, width)
     return images
 

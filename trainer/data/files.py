@@ -2,16 +2,18 @@
 
 import contextlib
 import csv
+import errno
 import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.check import counted, unreadable
 from trainer.data.dataset import spread
 from trainer.data.shared import Columns, joined, name_at
 from trainer.errors import BadInputError
@@ -24,17 +26,49 @@ _SIZES, _CONTENTS = 10_000, 32
 _MOST_GAPS = 100
 
 
+class Listed(NamedTuple):
+    """Where the names of files are written down.
+
+    Attributes:
+        file: A table or annotations.
+        unit: What of it names one: "line", "row", "image".
+        numbers: Of the line, row or image of each.
+    """
+
+    file: Path
+    unit: str
+    numbers: Sequence[int]
+
+
 class Files:
-    """Files below a root, each a sample; see `records.Records`."""
+    """Files below a root, each a sample; see `records.Records`.
+
+    Args:
+        root: A folder.
+        names: Paths below it, in the order of the samples.
+        labels: The class of each.
+        classes: Their names.
+        listed: Where the names are written down, if they aren't those that the folder holds.
+    """
 
     raw = False
 
-    def __init__(self, root: Path, names: list[bytes], labels: Sequence[int], classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        names: list[bytes],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        listed: Listed | None = None,
+    ) -> None:
         """Takes the files in their order."""
         self._root = os.fsencode(root)
         self.classes: Sequence[str] = tuple(classes)
-        label = np.asarray(labels, dtype=np.int64)
-        self._columns = Columns.hold({**joined(names), "label": label})
+        columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
+        self._listed = None if listed is None else listed[:2]
+        if listed is not None:
+            columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
+        self._columns = Columns.hold(columns)
 
     @property
     def labels(self) -> Ints:
@@ -60,6 +94,22 @@ class Files:
             with contextlib.suppress(OSError):  # who trains on it says which it is
                 digest.update(_content(self.path(sample)))
         return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def absent(self) -> str:
+        """See `Records.absent`."""
+        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
+        names = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        wrong = unreadable(self._root, names)
+        if self._listed is None:
+            what = f"files below {readable(self._root)}"
+            return counted(wrong, len(self), what, self.name, "mend or remove what is wrong")
+        table, unit = self._listed
+
+        def place(sample: int) -> str:
+            return f"{unit} {self._columns['number'][sample]}: {self.name(sample)}"
+
+        remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
+        return counted(wrong, len(self), f"files named in {table}", place, remedy)
 
     def file_name(self, sample: int) -> bytes:
         """Path below the root."""
@@ -135,6 +185,10 @@ def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[
     if not root.is_dir():
         raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
     try:
+        if dead := sorted(f for f in root.iterdir() if f.is_symlink() and not f.exists()):
+            raise BadInputError(
+                f"{dead[0]}: a link that leads nowhere; mend or remove it"
+            )  # a class, else lost
         folders = _in_order([f.name for f in root.iterdir() if f.is_dir() and f.name not in leave_out])
         found = [
             (number, os.fsencode(name) + b"/" + path)
@@ -166,13 +220,22 @@ def _below(
 ) -> Iterator[bytes]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
+            if _is_folder(entry):
                 facts = entry.stat()
                 if (place := (facts.st_dev, facts.st_ino)) in above:  # a link to what it lies in
                     continue
                 yield from _below(entry.path, suffixes, prefix + entry.name + b"/", (*above, place))
             elif entry.name.lower().endswith(suffixes):
                 yield prefix + entry.name
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link to itself: no folder, and no file, as `absent` says
+            raise
+        return False
 
 
 def in_table(file: Path) -> Files:
@@ -189,8 +252,9 @@ def in_table(file: Path) -> Files:
         raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
     if not rows:
         raise BadInputError(f"{file}: holds no rows")
-    labels, classes = numbered([label for _, label in rows])
-    return Files(file.parent, [path for path, _ in rows], labels, classes)
+    labels, classes = numbered([label for _, _, label in rows])
+    listed = Listed(file, "row" if file.suffix == ".parquet" else "line", [number for number, _, _ in rows])
+    return Files(file.parent, [path for _, path, _ in rows], labels, classes, listed)
 
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -206,18 +270,21 @@ def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
     return [number_of[label] for label in labels], classes
 
 
-def _csv(file: Path) -> list[tuple[bytes, str]]:
+_Row = tuple[int, bytes, str]
+
+
+def _csv(file: Path) -> list[_Row]:
     with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
         table = csv.DictReader(text, strict=True)
         try:
             _check_columns(file, table.fieldnames or [])
-            rows = [_row(file, f"line {table.line_num}", row["path"], row["label"]) for row in table]
+            rows = [_row(file, "line", table.line_num, row["path"], row["label"]) for row in table]
         except csv.Error as error:
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
     return rows
 
 
-def _parquet(file: Path) -> list[tuple[bytes, str]]:
+def _parquet(file: Path) -> list[_Row]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -229,7 +296,7 @@ def _parquet(file: Path) -> list[tuple[bytes, str]]:
         raise BadInputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
     _check_columns(file, table.column_names)
     pairs = zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)
-    return [_row(file, f"row {number}", path, label) for number, (path, label) in enumerate(pairs, 1)]
+    return [_row(file, "row", number, path, label) for number, (path, label) in enumerate(pairs, 1)]
 
 
 def _check_columns(file: Path, columns: Sequence[str]) -> None:
@@ -238,13 +305,13 @@ def _check_columns(file: Path, columns: Sequence[str]) -> None:
             raise BadInputError(f"{file}: no column '{wanted}' (it has: {', '.join(columns) or 'none'})")
 
 
-def _row(file: Path, where: str, path: Any, label: Any) -> tuple[bytes, str]:
+def _row(file: Path, unit: str, number: int, path: Any, label: Any) -> _Row:
     if path in (None, "", b"") or label in (None, ""):
-        raise BadInputError(f"{file}: {where}: path or label is empty")
+        raise BadInputError(f"{file}: {unit} {number}: path or label is empty")
     path = path if isinstance(path, bytes) else os.fsencode(str(path))
     if b"\0" in path:
-        raise BadInputError(f"{file}: {where}: a path can't hold a zero byte")
-    return path, printable(str(label))
+        raise BadInputError(f"{file}: {unit} {number}: a path can't hold a zero byte")
+    return number, path, printable(str(label))
 
 
 def printable(text: str) -> str:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.checkpoint import files as disk, strict_json
 from trainer.checkpoint.tensor_file import encode
+from trainer.data.check import Wrong, counted
 from trainer.data.files import fill_exactly, readable
 from trainer.data.shared import Columns, name_at
 from trainer.errors import BadInputError
@@ -111,6 +112,22 @@ class Pieces:
         identity = f"{self.about.columns_sha256} {self.about.classes} {self.about.stored}"
         return f"{len(self)} samples {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
+    def absent(self) -> str:
+        """See `Records.absent`."""
+        wrong = []
+        for number, piece in enumerate(self.about.pieces):
+            try:
+                os.close(self._opened(piece))
+            except OSError as error:
+                wrong.append(Wrong(number, error.strerror or str(error)))
+        return counted(
+            wrong,
+            len(self.about.pieces),
+            f"pieces of {self._place}",
+            lambda number: f"{self._place}/{self.about.pieces[number].name}",
+            "copy them again, or make the pack or index again",
+        )
+
     def file_name(self, sample: int) -> bytes:
         """What the sample was called where it came from."""
         return name_at(self._columns, sample)
@@ -156,14 +173,16 @@ class Pieces:
         if number in self._files:
             self._files.move_to_end(number)
             return self._files[number]
-        piece = self.about.pieces[number]
+        self._files[number] = file = self._opened(self.about.pieces[number])
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return file
+
+    def _opened(self, piece: Piece) -> int:
         file = self._place.open(piece)
         if (size := os.fstat(file).st_size) != piece.bytes:
             os.close(file)
             raise OSError(0, f"has {size:,} bytes and not {piece.bytes:,} as when it was indexed")
-        self._files[number] = file
-        if len(self._files) > _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
         return file
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class Records(Protocol):
         """See `Dataset.fingerprint`."""
         ...
 
+    def absent(self) -> str:
+        """Which of its files can't be read: how many, and the first; "" if all are there."""
+        ...
+
     def name(self, sample: int) -> str:
         """Where a sample lies, for people."""
         ...

@@ -1,7 +1,7 @@
 """Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
 import math
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -9,10 +9,11 @@ import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from trainer.data.cache import CachedPieces, open_cached, pieces_together
+from trainer.data.check import Check
 from trainer.data.cifar10 import open_cifar10
 from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.files import in_folder, in_table
+from trainer.data.files import in_folder, in_table, readable
 from trainer.data.images import ImageDataset
 from trainer.data.kinds import EMBEDDED, Kind
 from trainer.data.loader import LoaderConfig
@@ -66,6 +67,11 @@ class DataConfig(LoaderConfig):
     )
     corrupt_budget: float = Field(
         0.001, ge=0, le=1, description="share of the samples that may be corrupt before the run fails"
+    )
+    check: Check = Field(
+        "fast",
+        description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
+        "and all pieces of shards and packs, are there), full (that, and each sample decodes) or none",
     )
     global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
     micro_batch: int = Field(
@@ -160,6 +166,7 @@ class ImageData(NamedTuple):
         channels: Number of channels.
         mean: Mean of each channel on the scale 0 to 1.
         std: Standard deviation likewise.
+        notes: Lines for the user.
     """
 
     train: Dataset
@@ -168,6 +175,7 @@ class ImageData(NamedTuple):
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    notes: tuple[str, ...] = ()
 
 
 def load_images(config: DataConfig, seed: int) -> ImageData:
@@ -183,6 +191,8 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     if config.path is None:
         raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
     path = _at_home("path", config.path)
+    if isinstance(path, Path):
+        check_folder(path)
     if config.name == "cifar10":
         return _cifar10(Path(path))
     train, evaluation = (
@@ -190,7 +200,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
     )
     if isinstance(train, CachedPieces) and isinstance(evaluation, CachedPieces):
         train.together = pieces_together(_bytes(config.cache_limit), (train, evaluation))
-    classes = _common_classes(path, train.classes, evaluation.classes)
+    classes = common_classes(path, train, evaluation, gaps=config.name != "folder")
     # The usual statistics of ImageNet.
     return ImageData(
         ImageDataset(train, config.image_size, random_crop=True, on_corrupt=config.on_corrupt),
@@ -199,6 +209,7 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         channels=3,
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
+        notes=_of_nobody(classes, train),
     )
 
 
@@ -237,6 +248,17 @@ def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
     return (), 0
 
 
+def check_folder(path: Path) -> None:
+    """Makes sure that data.path is a folder.
+
+    Raises:
+        BadInputError: If it isn't there, or is a file.
+    """
+    if not path.is_dir():
+        what = "isn't a folder, which this data needs" if os.path.lexists(path) else "no such folder"
+        raise BadInputError(f"data.path={readable(os.fsencode(path))}: {what}; give the folder that holds it")
+
+
 def _bytes(size: str | None) -> int | None:
     return None if size is None else parse_size(size)
 
@@ -250,13 +272,57 @@ def _at_home(key: str, path: Path | str) -> Path | str:
         raise BadInputError(f"data.{key}={path}: there is no such user; write the path out") from error
 
 
-def _common_classes(path: Path | str, train: Sequence[str], evaluation: Sequence[str]) -> tuple[str, ...]:
-    """Those of both; where classes are numbers, one part may lack the last."""
-    longer, shorter = sorted((tuple(train), tuple(evaluation)), key=len, reverse=True)
-    if longer == shorter or (longer[: len(shorter)] == shorter and longer[0] == "0"):
-        return longer
-    odd = sorted(set(longer) ^ set(shorter))[:1] or ["(in another order)"]
-    raise BadInputError(f"{path}: class '{odd[0]}' is in only one of train and val; add or remove it")
+def common_classes(
+    path: Path | str, train: Records, evaluation: Records, gaps: bool = False
+) -> tuple[str, ...]:
+    """Those of both parts; where classes are numbers, one part may lack the last.
+
+    Args:
+        path: What data.path says.
+        train: To learn from.
+        evaluation: To measure on.
+        gaps: Whether a number may be nobody's label, as in a table.
+
+    Raises:
+        BadInputError: If they differ, or a class has nothing to learn from.
+    """
+    longer, shorter = sorted((tuple(train.classes), tuple(evaluation.classes)), key=len, reverse=True)
+    numbers = longer[0] == "0"
+    if longer != shorter and not (numbers and longer[: len(shorter)] == shorter):
+        alone = [
+            (name, part)
+            for part, mine, other in (("train", train, evaluation), ("val", evaluation, train))
+            for name in sorted(set(mine.classes) - set(other.classes))
+        ]
+        if not alone:
+            raise BadInputError(
+                f"{path}: train and val have the same classes in another order; make them again"
+            )
+        name, part = alone[0]
+        more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
+        raise BadInputError(
+            f"{path}: class '{name}'{more} is in {part} only; add it to the other part, or remove it"
+        )
+    learned, measured = (np.bincount(part.labels, minlength=len(longer)) for part in (train, evaluation))
+    empty = np.flatnonzero((learned == 0) & ((measured > 0) | (not (numbers and gaps))))
+    if empty.size:
+        more = f" (and {empty.size - 1:,} more)" if empty.size > 1 else ""
+        raise BadInputError(
+            f"{path}: class '{longer[empty[0]]}'{more} has no samples in train, and "
+            f"{measured[empty].sum():,} in val; add some to learn from, or remove it"
+        )
+    return longer
+
+
+def _of_nobody(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
+    """A line on numbers that are nobody's label; they cost an output each."""
+    there = np.unique(train.labels)
+    if len(there) == len(classes):
+        return ()
+    first = classes[np.setdiff1d(np.arange(len(classes)), there)[0]]
+    return (
+        f"{len(classes) - len(there):,} of {len(classes):,} classes have no samples; the first is '{first}'",
+    )
 
 
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:

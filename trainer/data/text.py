@@ -53,6 +53,10 @@ def character_text(path: Path) -> tuple[Text, Text]:
     Raises:
         BadInputError: If it can't be read, or is too short to be shared.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise BadInputError(
+            f"{path}: isn't a regular file; give a text file"
+        )  # a pipe would wait for a writer
     try:
         text = path.read_text("utf-8")
     except OSError as error:
@@ -167,6 +171,8 @@ def about_or(path: Path, dtype: str | None, vocabulary: int | None) -> TokenFile
         BadInputError: If neither is there.
     """
     about = read_about(path)
+    if about is None and not path.is_file():
+        raise BadInputError(f"{path}: no such file; data.path is a folder with train.bin and val.bin")
     if about is None and (dtype is None or vocabulary is None):
         raise BadInputError(
             f"{path}: there is no {path.name}.json that says what its tokens are: give language.dtype and "

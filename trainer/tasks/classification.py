@@ -30,6 +30,7 @@ class Classification:
         self.images = load_images(data, seed)
         self.train_data = self.images.train
         self.evaluation_data = self.images.evaluation
+        self.notes = self.images.notes
         self.uniforms = _UNIFORMS[data.augment] + (3 if data.jitter else 0)
         self._data = data
         self._policy = make_policy(data.policy)

@@ -14,7 +14,7 @@ from trainer.config import Section
 from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
 from trainer.data.dataset import Dataset
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig
+from trainer.data.sources import DataConfig, check_folder
 from trainer.errors import BadInputError
 from trainer.models import ModelConfig
 from trainer.models_detection import cell_middles, detections, make_detector, tiny_losses
@@ -199,6 +199,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
     from trainer.data.coco import CocoPictures
 
     root = data.path.expanduser()
+    check_folder(root)
     train, evaluation = (CocoPictures(root, part, data.on_corrupt) for part in ("train", "val"))
     if train.categories != evaluation.categories:
         odd = min(set(train.categories.items()) ^ set(evaluation.categories.items()))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig
+from trainer.data.sources import DataConfig, check_folder
 from trainer.data.stdlib import stdlib_text
 from trainer.data.text import Text, about_or, character_text, check_tokens, file_text, random_text
 from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
@@ -251,9 +251,12 @@ def _path(data: DataConfig) -> Path:
         what = "FOLDER, with train.bin and val.bin" if data.name == "tokens" else "FILE, a text"
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
     try:
-        return data.path.expanduser()
+        path = data.path.expanduser()
     except RuntimeError as error:
         raise BadInputError(f"data.path={data.path}: there is no such user; write the path out") from error
+    if data.name == "tokens":
+        check_folder(path)
+    return path
 
 
 def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> tuple[Text, Text]:

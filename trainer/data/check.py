@@ -1,0 +1,185 @@
+"""What a data set names, looked up before ranks start: missing files, and on request every sample decoded."""
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from trainer.data.corrupt import Bad
+from trainer.data.dataset import Dataset
+from trainer.errors import BadInputError
+from trainer.limits import read_limits
+from trainer.observe.console import warn
+
+Check = Literal["fast", "full", "none"]
+
+_THREADS = 16  # of a network file system's round trips, that many at once
+_FEW = 4  # names in a folder that are cheaper asked for one by one than listed with all beside them
+_STEP = 1000
+
+
+class Wrong(NamedTuple):
+    """A file that can't be read as a sample.
+
+    Attributes:
+        number: Its place among those that were looked up.
+        reason: What is wrong.
+    """
+
+    number: int
+    reason: str
+
+
+class Stored(Protocol):
+    """What lies in files."""
+
+    def absent(self) -> str:
+        """Which of its files can't be read, how many and where the first is named; "" if all are there."""
+        ...
+
+
+class Part(NamedTuple):
+    """A data set, and how many of its samples may be corrupt."""
+
+    what: str
+    dataset: Dataset
+    budget: int
+
+
+def check_data(how: Check, remote: bool, parts: Sequence[Part]) -> None:
+    """Looks a data set's files up.
+
+    Args:
+        how: What data.check says.
+        remote: Whether it lies behind a URL: its pieces are checked as they are fetched, not here.
+        parts: Training and evaluation.
+
+    Raises:
+        BadInputError: Names how many files are missing, and the first.
+    """
+    if how == "none" or remote:
+        return
+    for part in parts:
+        stored: Stored | None = getattr(part.dataset, "records", None)
+        if stored is not None and (line := stored.absent()):
+            raise BadInputError(line)
+    for part in parts:
+        if how == "full" and part.dataset.arrays is None and not part.dataset.in_process:
+            _decode_all(part)
+
+
+def unreadable(root: bytes, names: Sequence[bytes]) -> list[Wrong]:
+    """Which of some files aren't there or aren't regular files.
+
+    A folder is listed once, which also tells the kind of each entry; only what a listing doesn't settle
+    (links, names in other spellings, few names in a folder) takes a call for each.
+
+    Args:
+        root: Folder that the names are relative to.
+        names: Paths.
+    """
+    folders: dict[bytes, list[int]] = {}
+    for number, name in enumerate(names):
+        head, slash, _ = name.rpartition(b"/")
+        folders.setdefault(head or slash, []).append(number)
+
+    def unsettled(folder: bytes) -> list[int]:
+        named = folders[folder]
+        try:
+            if len(named) <= _FEW:
+                return named
+            with os.scandir(os.path.join(root, folder)) as entries:  # noqa: PTH118  (bytes)
+                there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+        except OSError:
+            return named
+        return [number for number in named if names[number].rpartition(b"/")[2] not in there]
+
+    def looked_up(some: Sequence[int]) -> list[Wrong]:
+        reasons = ((number, _wrong(os.path.join(root, names[number]))) for number in some)  # noqa: PTH118
+        return [Wrong(number, reason) for number, reason in reasons if reason]
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        left = sorted(chain.from_iterable(pool.map(unsettled, folders)))
+        steps = [left[at : at + _STEP] for at in range(0, len(left), _STEP)]
+        return list(chain.from_iterable(pool.map(looked_up, steps)))
+
+
+def _wrong(path: bytes) -> str:
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return f"a link that leads nowhere: {reason}" if os.path.islink(path) else reason  # noqa: PTH114
+    if stat.S_ISREG(mode):
+        return ""
+    return "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+
+
+def counted(wrong: Sequence[Wrong], total: int, what: str, name: Callable[[int], str], remedy: str) -> str:
+    """One line on what can't be read: how many, and the first; "" if there is none.
+
+    Args:
+        wrong: What was found.
+        total: Of how many.
+        what: These, such as "files named in train.csv".
+        name: Where one stands, from its number.
+        remedy: What to do.
+    """
+    if not wrong:
+        return ""
+    number, reason = wrong[0]
+    first = "" if len(wrong) == 1 else "the first: "
+    return f"{len(wrong):,} of {total:,} {what} can't be read; {first}{name(number)} ({reason}); {remedy}"
+
+
+def _decode_all(part: Part) -> None:
+    """Reads each sample once, as training would.
+
+    Raises:
+        BadInputError: If one can't be used, or more are corrupt than the budget allows.
+    """
+    what, data, budget = part
+    random = np.full((1, data.uniforms), 0.5, np.float32) if data.uniforms else None
+    total, shown = len(data), 0
+    refused, corrupt = list[str](), dict[int, Bad]()
+
+    def read(sample: int) -> tuple[str, Sequence[Bad]]:
+        out = {name: np.empty((1, *field.shape), field.dtype) for name, field in data.fields.items()}
+        try:
+            return "", data.read(np.array([sample]), random, out) or ()
+        except BadInputError as error:
+            return str(error), ()
+
+    threads = torch.get_num_threads()
+    # Else torch keeps threads of its own here, without which a process that is forked later waits forever.
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(max(1, int(read_limits().cpus))) as pool:
+            for at in range(0, total, _STEP):  # in steps, so that an interrupt has little to wait for
+                for line, bad in pool.map(read, range(at, min(at + _STEP, total))):
+                    refused += [line] if line else []
+                    corrupt |= {each.sample: each for each in bad}
+                if (done := min(at + _STEP, total)) * 10 // total > shown:
+                    shown = done * 10 // total
+                    warn(f"data.check=full: {done * 100 // total} % of the {what} samples are decoded")
+    finally:
+        torch.set_num_threads(threads)
+    if refused:
+        first = "" if len(refused) == 1 else "the first: "
+        raise BadInputError(
+            f"{len(refused):,} of {total:,} {what} samples can't be used; {first}{refused[0]}"
+        )
+    if corrupt:
+        worst = corrupt[min(corrupt)]
+        line = (
+            f"{len(corrupt):,} of {total:,} {what} samples are corrupt, and data.corrupt_budget allows "
+            f"{budget:,}; the first: {worst.name} ({worst.reason})"
+        )
+        if len(corrupt) > budget:
+            raise BadInputError(f"{line}; mend the data or raise the budget")
+        warn(line)
