@@ -202,7 +202,7 @@ def test_the_others_are_torchs(name: Any, warmup: float) -> None:
     rise = round(100 * warmup)
 
     def make(optimizer: torch.optim.Optimizer) -> Any:
-        after = {
+        after: dict[str, Callable[[], Any]] = {
             "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 100 - rise, eta_min=0.01),
             "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1),
             "step": lambda: lr_scheduler.MultiStepLR(optimizer, [30 - rise, 55 - rise]),
