@@ -22,6 +22,7 @@ from trainer.loop import train
 from trainer.observe.console import Display
 from trainer.observe.log import LogConfig, Meter
 from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
+from trainer.optim import schedule
 from trainer.run_folder import open_folder
 from trainer.step import take_figures
 
@@ -50,6 +51,8 @@ def test_rows_hold_the_mean_loss_of_their_windows() -> None:
     assert [row["window"] for row in every] == list(range(1, 26))
     assert [row["window"] for row in some] == [7, 14, 21, 25]
     losses = [row["loss"] for row in every]
+    table = schedule(make_recipe(optim={"clip": 1.0}).optim, 25)
+    assert [row["learning_rate"] for row in every] == pytest.approx(table), "of the row's own update"
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
         part = losses[start : row["window"]]
         assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)

@@ -1,11 +1,14 @@
 """Promise: the order is a pure function of (seed, epoch), for any number of ranks and from any start."""
 
+import math
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from trainer.errors import BadInputError
-from trainer.keyed_rng import key, keys, permuted, uniforms
+from trainer.keyed_rng import Ints, key, keys, permuted, uniforms
 from trainer.plan import Last, Plan, Share, evaluation_share
 
 pytestmark = pytest.mark.compat
@@ -25,19 +28,54 @@ def test_a_large_epoch_is_a_permutation() -> None:
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
-@pytest.mark.parametrize("size", [10, 50, 360])
+def orders(size: int, epochs: int) -> Ints:
+    """The orders of many epochs, (epochs, size), asked for at once."""
+    epoch, position = np.divmod(np.arange(epochs * size), size)
+    return permuted(1, epoch, position, size).reshape(epochs, size)
+
+
+def assert_uniform(counts: npt.NDArray[np.int64], freedom: int) -> None:
+    """Pearson's chi-squared, up to five of its standard deviations."""
+    mean = counts.mean()
+    statistic = float(((counts - mean) ** 2 / mean).sum())
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_every_size_up_to_the_border_of_the_two_ways_has_permutations() -> None:
+    for size in range(1, 1101):
+        two = np.repeat([3, 7], size)
+        order = permuted(5, two, np.tile(np.arange(size), 2), size).reshape(2, size)
+        assert np.array_equal(np.sort(order), np.tile(np.arange(size), (2, 1))), size
+        assert permuted(5, two[-1:], np.array([size // 2]), size)[0] == order[1, size // 2], "alone as among"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_few_samples_come_in_every_order_equally_often(size: int) -> None:
+    """Those of odd and of even parity, and whatever the shape of a grid would reach."""
+    _, counts = np.unique(orders(size, 24_000), axis=0, return_counts=True)
+    assert len(counts) == math.factorial(size)
+    assert_uniform(counts, len(counts) - 1)
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 8, 9, 25])
+def test_neighbors_among_few_samples_are_independent(size: int) -> None:
+    order = orders(size, 20_000)
+    for at in range(size - 1):
+        pairs = np.bincount(order[:, at] * size + order[:, at + 1], minlength=size**2).reshape(size, size)
+        assert not pairs.diagonal().any()
+        assert_uniform(pairs[~np.eye(size, dtype=bool)], size * (size - 1) - 1)
+    inversions = sum((order[:, at, None] > order[:, at + 1 :]).sum(1) for at in range(size))
+    assert_uniform(np.bincount(inversions % 2, minlength=2), 1)
+
+
+@pytest.mark.parametrize("size", [10, 360, 1100])
 def test_positions_and_samples_are_independent(size: int) -> None:
     """Pearson's chi-squared over (position, sample), and over neighbours, of many epochs."""
-    epochs = 1_000_000 // size
-    epoch = np.repeat(np.arange(epochs), size)
-    order = permuted(1, epoch, np.tile(np.arange(size), epochs), size).reshape(epochs, size)
+    order = orders(size, 1_000_000 // size)
     table = np.stack([np.bincount(order[:, position], minlength=size) for position in range(size)])
     steps = np.bincount(((order[:, 1:] - order[:, :-1]) % size).flatten(), minlength=size)[1:]
-    for counts, freedom in ((table, (size - 1) ** 2), (steps, size - 2)):
-        mean = counts.mean()
-        statistic = float(((counts - mean) ** 2 / mean).sum())
-        # Five standard deviations of chi-squared.
-        assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+    assert_uniform(table, (size - 1) ** 2)
+    assert_uniform(steps, size - 2)
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -50,7 +88,9 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_the_order_never_changes_between_versions() -> None:
     """A resumed run must find the order it was started with; so these are written down."""
-    assert permuted(0, np.zeros(8, np.int64), np.arange(8), 8).tolist() == [6, 2, 3, 1, 7, 4, 0, 5]
+    first, positions = np.zeros(8, np.int64), np.arange(8)
+    assert permuted(0, first, positions, 8).tolist() == [2, 5, 7, 4, 6, 0, 1, 3]
+    assert permuted(0, first, positions, 2000).tolist() == [1466, 957, 597, 75, 836, 1079, 1364, 1307]
     assert key(1, 2, 3) == 7702586659592502839
     assert uniforms(0, np.zeros(1, np.int64), np.arange(1), 2).tolist() == [
         [0.7678143382072449, 0.9997203350067139]

@@ -35,7 +35,9 @@ class OptimConfig(Section):
     warmup: float = Field(
         0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
     )
-    final_lr: Share = Field(0.0, description="where cosine, one-cycle and wsd end, as a share of the peak")
+    final_lr: Share = Field(
+        0.0, description="where cosine, one-cycle (4e-6 at least) and wsd end, as a share of the peak"
+    )
     milestones: tuple[Share, ...] = Field(
         (1 / 3, 2 / 3, 8 / 9), description="shares of the run after which the rate falls (step)"
     )
@@ -60,11 +62,19 @@ class OptimConfig(Section):
 
 
 def schedule(config: OptimConfig, updates: int) -> list[float]:
-    """Learning rate of each update.
+    """Learning rate of each update; update n has the rate of torch's scheduler after n calls of its step().
 
-    Cosine: Loshchilov and Hutter, 2017. One-cycle: Smith and Topin, 2018, with cosine sides, from 1/25
-    of the peak. Warm-up, stable, decay: Hu et al., 2024 (MiniCPM), with the decay 1 - sqrt of Hagele et
-    al., 2024. Step: He et al., 2016.
+    With W = round(warmup * updates), and update W the first after the warm-up:
+
+    - The warm-up is LinearLR(start_factor=1/W, total_iters=W-1): 1/W of the peak to the peak.
+    - constant: ConstantLR(factor=1).
+    - cosine (Loshchilov and Hutter, 2017): CosineAnnealingLR(T_max=updates-W), so the last update is one
+      step above `final_lr`.
+    - step (He et al., 2016): MultiStepLR, milestones rounded up to whole updates and counted from the start.
+    - one-cycle (Smith and Topin, 2018): OneCycleLR(pct_start=warmup) with cosine sides, from 1/25 of the
+      peak to 1/25/1e4, or to `final_lr` where that is more; the momentum is not cycled. Its peak lies
+      between two updates where warmup * updates isn't whole, and it has its own warm-up.
+    - wsd (Hu et al., 2024, MiniCPM), which torch lacks: constant, then 1 - sqrt of Hagele et al., 2024.
 
     Args:
         config: Peak, shape and warm-up.
@@ -73,25 +83,39 @@ def schedule(config: OptimConfig, updates: int) -> list[float]:
     Returns:
         `updates` learning rates.
     """
-    warmup = round(config.warmup * updates)
-    return [config.lr * _share(config, update, updates, warmup) for update in range(updates)]
+    shape = _one_cycle if config.schedule == "one-cycle" else _warmed_up
+    return [config.lr * shape(config, update, updates) for update in range(updates)]
 
 
-def _share(config: OptimConfig, update: int, updates: int, warmup: int) -> float:
+def _one_cycle(config: OptimConfig, update: int, updates: int) -> float:
     """Share of the peak."""
+    first, final = 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
+    top = config.warmup * updates - 1  # not a whole number; below 0, torch begins past the peak
+    if update < top:
+        return 1 + (first - 1) * _half_cosine(update / top)
+    return final + (1 - final) * _half_cosine((update - top) / (updates - 1 - top))
+
+
+def _warmed_up(config: OptimConfig, update: int, updates: int) -> float:
+    """Share of the peak."""
+    warmup = round(config.warmup * updates)
     if update < warmup:
-        rise = (update + 1) / warmup
-        return 0.04 + 0.96 * (1 - math.cos(math.pi * rise)) / 2 if config.schedule == "one-cycle" else rise
+        return (update + 1) / warmup
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "step":
-        return float(config.gamma ** sum(update >= share * updates for share in config.milestones))
+        # Rounded, as 0.55 of 100 updates are 55.00000000000001.
+        return float(config.gamma ** sum(update >= round(share * updates, 6) for share in config.milestones))
     if config.schedule == "wsd":
         length = max(1, round(config.decay * updates))
         fall = 1 - math.sqrt(max(0, update - (updates - length)) / length)
     else:
-        fall = (1 + math.cos(math.pi * (update - warmup) / max(1, updates - warmup))) / 2
+        fall = _half_cosine((update - warmup) / max(1, updates - warmup))
     return config.final_lr + (1 - config.final_lr) * fall
+
+
+def _half_cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
 
 
 class Rates:
@@ -119,6 +143,7 @@ class Rates:
         self._factors = torch.tensor(slower, dtype=torch.float32, device=device) if slower else None
         self._slower = torch.zeros(len(slower), dtype=torch.float32, device=device)
         self._of = {1.0: self.current, **dict(zip(slower, self._slower.unbind(), strict=True))}
+        self._skipped: torch.Tensor | None = None
         self.look_up()
 
     def of(self, factor: float) -> torch.Tensor:
@@ -133,8 +158,17 @@ class Rates:
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """Counts an update, unless `skipped` (float (), on the device) is 1."""
+        self._skipped = skipped
         self.applied += self._one if skipped is None else self._one - skipped.to(torch.int64)
         self.look_up()
+
+    def of_last_update(self) -> torch.Tensor:
+        """The rate of the update that was counted last or skipped, float32 (), on the device."""
+        # Computed when it is asked for, so that a step doesn't pay for it.
+        index = (
+            self.applied - 1 if self._skipped is None else self.applied - 1 + self._skipped.to(torch.int64)
+        )
+        return self._table.index_select(0, index.clamp_(min=0)).view(())
 
 
 def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:

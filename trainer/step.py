@@ -147,7 +147,7 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     """Figures () since the last call, on the device: loss (a sum over windows and ranks) and others."""
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
-    figures = {"loss": loss, "learning_rate": t.rates.current, "applied": t.rates.applied[0]}
+    figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "applied": t.rates.applied[0]}
     if t.clip:
         figures["gradient_norm"] = t.norm
     if t.scaler is not None:
