@@ -383,14 +383,14 @@ def _kill(other: Table, mine: Table, unread: bool) -> None:
     other._wire._socket.close()
 
 
-def _in_the_round(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+def _in_the_round(_cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
     _kill(other, mine, unread)
     _turn_until(lambda: mine.over, mine)
     return [mine.conclude([Outcome(0, 1)], False)]
 
 
 def _when_node_0_speaks_first(
-    cluster: Cluster, mine: Host, other: Table, unread: bool
+    _cluster: Cluster, mine: Host, other: Table, unread: bool
 ) -> list[Verdict | Round]:
     """What it says finds nobody, and what it says next can't be sent any more."""
     _kill(other, mine, unread)
@@ -445,7 +445,7 @@ def _back_before_it_is_noticed(
 
 
 def _back_after_its_host_went_down(
-    cluster: Cluster, mine: Host, other: Table, unread: bool
+    cluster: Cluster, mine: Host, _other: Table, _unread: bool
 ) -> list[Verdict | Round]:
     host._ALIVE_SECONDS = 0.0
     waiting = cluster.gather(cluster.table(1))  # its old connection looks alive
