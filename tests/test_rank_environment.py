@@ -20,6 +20,8 @@ from trainer.resume import Mode, Stored
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+STORED = {"config": {}, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def test_a_run_goes_on_on_a_smaller_machine(
     threads: int | str, begun: int | None, mode: Mode, told: bool
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
-    stored = None if begun is None else Stored.model_construct(threads=begun)
+    stored = None if begun is None else Stored.model_validate({**STORED, "threads": begun})
     assert bool(trainer.start._threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
