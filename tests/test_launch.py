@@ -6,6 +6,7 @@ Each check starts real processes, of which torchrun needs seconds to import torc
 import json
 import os
 import pty
+import queue
 import re
 import signal
 import subprocess
@@ -20,7 +21,17 @@ from typing import Any
 
 import pytest
 
-from trainer.rank import TORCHRUN, Outcome, ending, explain, is_rank, job_code
+from trainer.rank import (
+    TORCHRUN,
+    Outcome,
+    by_memory,
+    crashed,
+    dead_worker,
+    ending,
+    explain,
+    is_rank,
+    job_code,
+)
 
 ROOT = Path(__file__).parents[1]
 # What all its tests wait for is started once: in one process, also where tests run in several.
@@ -526,6 +537,66 @@ def test_a_failure_of_torchrun_is_told() -> None:
 )
 def test_an_exit_code_in_words(exit_code: int, words: str) -> None:
     assert ending(exit_code) == words
+
+
+def _raised(*messages: str) -> BaseException:
+    """The last of some errors, each raised while the one before it was handled; "" is an empty queue."""
+    error: BaseException | None = None
+    for message in messages:
+        before, error = error, RuntimeError(message) if message else queue.Empty()
+        error.__context__ = before
+    assert error is not None
+    return error
+
+
+KILLED_WORKER = "DataLoader worker (pid 12) is killed by signal: Killed. "
+TERMINATED = "DataLoader worker (pid 12) is killed by signal: Terminated. "
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            _raised(KILLED_WORKER),
+            ("its loader worker (pid 12) was killed by SIGKILL (out of memory? see dmesg)", False),
+        ),
+        (
+            _raised("", KILLED_WORKER, "DataLoader worker (pid(s) 12, 13) exited unexpectedly", TERMINATED),
+            ("its loader worker (pid 12) was killed by SIGKILL (out of memory? see dmesg)", False),
+        ),
+        (
+            _raised(f"InternalTorchDynamoError: RuntimeError: {TERMINATED}\n\nfrom user code"),
+            ("its loader worker (pid 12) was killed by SIGTERM", True),
+        ),
+        (
+            _raised("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details are lost"),
+            ("its loader worker (pid 12) ended with exit code 3", False),
+        ),
+        (
+            _raised("", "DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
+            ("its loader worker (pid 12, 13) ended unexpectedly", False),
+        ),
+        (
+            _raised("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that"),
+            ("its loader worker (pid 12) was killed by SIGBUS (is /dev/shm full?)", False),
+        ),
+        (_raised("the loss is a list", TERMINATED), None),  # the first error is the cause
+        (_raised("something else"), None),
+    ],
+)
+def test_a_dead_loader_worker_is_one_line(error: BaseException, told: tuple[str, bool] | None) -> None:
+    assert dead_worker(error) == told
+
+
+def test_a_rank_killed_for_memory_is_the_cause(tmp_path: Path) -> None:
+    """Its peer fails first, as far as clocks know: the kernel doesn't say when it killed."""
+    killed = by_memory(crashed(tmp_path, 0, -signal.SIGKILL), ": out of memory (all full)")
+    reset = Outcome(1, 1, "reset", "RuntimeError: recv: Success\n", time=5.0)
+    assert explain([reset, killed], 2) == (
+        "trainer: rank 0 of 2: was killed by SIGKILL: out of memory (all full)\n"
+        "trainer: as a consequence failed or was stopped: rank 1\n"
+    )
+    assert by_memory(reset, "x") == reset
 
 
 def test_ranks_are_known_by_their_variables() -> None:

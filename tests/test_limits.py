@@ -18,6 +18,7 @@ from trainer.limits import (
     Limits,
     compilers_per_rank,
     count_cpus,
+    out_of_memory_kills,
     read_limits,
     threads_per_rank,
     workers_per_rank,
@@ -128,6 +129,47 @@ def test_v1_memory_limit_of_an_ancestor_that_cannot_be_seen(tmp_path: Path) -> N
     root = plant(tmp_path, {f"{memory}/memory.stat": stat, f"{memory}/memory.limit_in_bytes": str(16 * GIB)})
     found = read_limits(root)
     assert (found.memory_bytes, found.sources["memory_bytes"]) == (3 * GIB, f"{memory}/memory.stat")
+
+
+V1_MEMORY = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        (
+            {
+                "/proc/self/cgroup": "4:memory:/job\n0::/",
+                "/proc/self/mountinfo": V1_MEMORY,
+                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7",
+                "/sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2",
+            },
+            2,
+        ),
+        (
+            {  # a container: its path is the host's, and the mount's root is its own
+                "/proc/self/cgroup": "4:memory:/docker/0123\n0::/",
+                "/proc/self/mountinfo": V1_MEMORY,
+                "/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+            },
+            1,
+        ),
+        (
+            {  # a neighbour's kills count in what is around both
+                "/proc/self/cgroup": "0::/pod/train",
+                "/proc/self/mountinfo": V2_MOUNT,
+                "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
+                "/sys/fs/cgroup/pod/train/memory.events": "low 0\nhigh 0\nmax 3\noom 2\noom_kill 0",
+            },
+            0,
+        ),
+        ({"/sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 0),
+        ({}, 0),
+    ],
+    ids=["v1", "v1-container", "v2", "old-kernel", "none"],
+)
+def test_kills_for_memory_are_counted(tmp_path: Path, files: dict[str, str], kills: int) -> None:
+    assert out_of_memory_kills(plant(tmp_path, files)) == kills
 
 
 def test_hybrid(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from trainer.evaluate import evaluate
 from trainer.keyed_rng import Float32, Ints
 from trainer.parallel import World
 from trainer.plan import Plan, Share
+from trainer.rank import dead_worker
 from trainer.run import assemble, make_task
 from trainer.step import train_window
 
@@ -129,6 +131,29 @@ def test_no_worker_outlives_close() -> None:
     assert len({child.pid for child in multiprocessing.active_children()} - before) == 2
     loader.close()
     assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_was_killed_is_one_line(number: signal.Signals) -> None:
+    what = source(Numbers(20))
+    before = {child.pid for child in multiprocessing.active_children()}
+    loader = RingLoader(what, CPU, 1, LoaderConfig())
+    (pid,) = {child.pid for child in multiprocessing.active_children()} - before
+    assert pid is not None
+    with pytest.raises(RuntimeError) as raised:  # wherever this process is then
+        os.kill(pid, number)
+        while True:
+            list(loader(what.share.batches()))
+    words = {
+        signal.SIGKILL: ("SIGKILL (out of memory? see dmesg)", False),
+        signal.SIGTERM: ("SIGTERM", True),  # as torchrun ends a rank's processes after another's failure
+    }
+    line, consequence = words[number]
+    assert dead_worker(raised.value) == (f"its loader worker (pid {pid}) was killed by {line}", consequence)
+    try:
+        loader.close()
+    except RuntimeError:  # it says so again
+        loader.close()
 
 
 def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:

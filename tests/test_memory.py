@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +11,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.toys import assemble_alone, make_recipe
-from trainer.activations import BlockCost, ModelCost, cheapest, measure
+from trainer.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
 from trainer.batchnorm import WindowStatistics
 from trainer.errors import BadInputError
 from trainer.memory import MemoryConfig, blocks, candidates, recompute
 from trainer.models import ModelConfig, build_model
-from trainer.prepare import blank_batch
+from trainer.parallel import World
+from trainer.prepare import blank_batch, memory_to_come, too_much
 from trainer.run import make_task
 from trainer.step import train_window
+from trainer.tune.host_memory import Room
 
 pytestmark = pytest.mark.compat
 
@@ -148,6 +151,38 @@ def test_predicted_bytes_are_those_that_are_kept(name: str) -> None:
 
 
 costs = st.builds(BlockCost, st.integers(-5, 50), st.integers(0, 100), st.just(0.0))
+
+
+def test_what_a_rank_will_want_is_known_before_it_does() -> None:
+    recipe = make_recipe(data={"micro_batch": 16})
+    task = make_task(recipe)
+    model = task.model()
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    needs = memory_to_come(recipe, task, model, world)
+    kept = KeptBytes(model.parameters())
+    with kept.counting():
+        task.loss(model, blank_batch(task, 16, torch.device("cpu")))
+    assert kept.bytes_without() > 0
+    assert needs["activations"] == pytest.approx(kept.bytes_without(), rel=0.05)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    moments = 1 if recipe.optim.name == "sgd" else 2
+    assert needs["gradients and optimizer state"] == (1 + moments) * weights
+    on_a_gpu = replace(world, device=torch.device("cuda"))
+    assert memory_to_come(recipe, task, model, on_a_gpu) == {}
+
+
+def test_too_little_memory_is_told_with_what_takes_it() -> None:
+    gigabyte = 10**9
+    needs = {"activations": 4 * gigabyte // 10, "gradients and optimizer state": gigabyte // 10, "loading": 0}
+    room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
+    assert too_much(room, 1, needs) == ""
+    line = too_much(room, 2, needs)
+    assert line.startswith(
+        "memory may not be enough: of 2.00 GB (/sys/fs/cgroup/memory.max) 1.00 GB are in use, and for each "
+        "of 2 ranks come up to 0.40 GB of activations, 0.10 GB of gradients and optimizer state; when it is "
+        "full, the kernel kills a process: lower data.micro_batch"
+    )
+    assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
 
 @given(blocks=st.lists(costs, max_size=8), least=st.integers(0, 50), budget=st.integers(0, 300))

@@ -5,6 +5,7 @@ Most checks are of the meeting alone, in threads; a few start real launchers wit
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -367,6 +368,122 @@ def test_the_run_folder_is_known_by_what_lies_in_it(tmp_path: Path, monkeypatch:
     (tmp_path / ".meeting").write_text("abc")
     assert sees(tmp_path, ".meeting", "abc")
     assert not sees(tmp_path / "none", ".meeting", "abc")
+
+
+# --- a launcher that is killed, in every order of events ---
+
+
+def _kill(other: Table, mine: Table, unread: bool) -> None:
+    """As SIGKILL ends a launcher; where it had something unread, its system answers with a reset."""
+    assert isinstance(other, Guest) and other._wire is not None
+    if unread:
+        assert isinstance(mine, Host)
+        mine._tell()
+        select.select([other._wire._socket], [], [], 20.0)
+    other._wire._socket.close()
+
+
+def _in_the_round(_cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    _kill(other, mine, unread)
+    _turn_until(lambda: mine.over, mine)
+    return [mine.conclude([Outcome(0, 1)], False)]
+
+
+def _when_node_0_speaks_first(
+    _cluster: Cluster, mine: Host, other: Table, unread: bool
+) -> list[Verdict | Round]:
+    """What it says finds nobody, and what it says next can't be sent any more."""
+    _kill(other, mine, unread)
+    for _ in range(3):
+        mine._tell()
+        time.sleep(0.05)
+    return [mine.conclude([Outcome(0, 1)], False)]
+
+
+def _after_node_0s_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    waiting = cluster.conclude(mine, 1)
+    _turn_until(lambda: other.over, other)
+    _kill(other, mine, unread)
+    return [waiting.result(20)]
+
+
+def _after_its_own_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    """Both stopped because a third node came."""
+    third = cluster.gather(cluster.table(2))
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    _kill(other, mine, unread)
+    verdict = mine.conclude([Outcome(0, 75)], False)
+    return [verdict, mine.gather(), third.result(20)]
+
+
+def _between_rounds(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    third = cluster.gather(cluster.table(2))
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    verdict = mine.conclude([Outcome(0, 75)], False)
+    _kill(other, mine, unread)
+    return [verdict, mine.gather(), third.result(20)]
+
+
+def _back_before_it_is_noticed(
+    cluster: Cluster, mine: Host, other: Table, unread: bool
+) -> list[Verdict | Round]:
+    _kill(other, mine, unread)
+    back = cluster.table(1)
+    waiting = cluster.gather(back)
+    assert isinstance(back, Guest)
+    end = time.monotonic() + 20.0
+    while back._wire is None and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)  # end and hello lie in the sockets
+    _turn_until(lambda: mine.over, mine)
+    verdict = mine.conclude([Outcome(0, 1)], False)
+    return [verdict, mine.gather(), waiting.result(20)]
+
+
+def _back_after_its_host_went_down(
+    cluster: Cluster, mine: Host, _other: Table, _unread: bool
+) -> list[Verdict | Round]:
+    host._ALIVE_SECONDS = 0.0
+    waiting = cluster.gather(cluster.table(1))  # its old connection looks alive
+    _turn_until(lambda: mine.over, mine)
+    verdict = mine.conclude([Outcome(0, 1)], False)
+    return [verdict, mine.gather(), waiting.result(20)]
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["end", "reset"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        _in_the_round,
+        _when_node_0_speaks_first,
+        _after_node_0s_ranks,
+        _after_its_own_ranks,
+        _between_rounds,
+        _back_before_it_is_noticed,
+        _back_after_its_host_went_down,
+    ],
+)
+def test_a_killed_launcher_is_told_once_in_every_order(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Callable[[Cluster, Host, Table, bool], list[Verdict | Round]],
+    unread: bool,
+) -> None:
+    monkeypatch.setattr(host, "_ALIVE_SECONDS", host._ALIVE_SECONDS)
+    cluster.least, cluster.most = 1, 3
+    mine, other = cluster.table(0), cluster.table(1)
+    assert isinstance(mine, Host)
+    _met(cluster, mine, other)
+    results = order(cluster, mine, other, unread)
+    verdicts = [one for one in results if isinstance(one, Verdict)]
+    assert [one[:2] for one in verdicts] == [(True, 75)]  # the job goes on
+    told = "".join(one.text for one in verdicts) + "".join(cluster.said[0])
+    assert told.count(f"node 1 ({socket.gethostname()}) is gone: its launcher ended") == 1, told
+    assert told.count("is gone") == 1, told
 
 
 # --- real launchers, real ranks ---

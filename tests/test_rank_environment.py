@@ -13,9 +13,14 @@ import trainer.start
 from trainer.affinity import VARIABLE, cpus_text, shares_of
 from trainer.allocator import VARIABLES
 from trainer.cli import main
+from trainer.errors import BadInputError
 from trainer.limits import Limits
+from trainer.recipe import Recipe
+from trainer.resume import Mode, Stored
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+STORED = {"config": {}, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
 
 
 @pytest.fixture
@@ -28,7 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return 0
 
     monkeypatch.setattr(trainer.start, "launch", launch)
-    monkeypatch.setattr(trainer.local_ranks, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
+    for module in (trainer.local_ranks, trainer.start):
+        monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
         monkeypatch.delenv(name, raising=False)
@@ -47,6 +53,48 @@ def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "6"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert not {name for name in environment if "ALLOC" in name}
+
+
+def test_more_threads_than_a_machine_bears_are_refused(
+    started: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("parallel.threads=65") == 2
+    assert not started
+    assert capsys.readouterr().err.startswith(
+        "trainer: error: parallel.threads=65: this container has 12 CPUs (unknown); give 12 or fewer, or auto"
+    )
+    assert train("parallel.threads=100000") == 2
+    assert "parallel.threads=100000: input should be less than or equal to 4096" in capsys.readouterr().err
+    assert train("parallel.threads=16") == 0  # for results of a larger machine
+    assert started["threads"] == 16
+    assert "16: this container has 12 CPUs (unknown), so the threads of a rank take turns" in (
+        capsys.readouterr().err
+    )
+    assert train("parallel.threads=12") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("threads", "begun", "mode", "told"),
+    [
+        (100, 100, "auto", True),  # a run goes on with what its results depend on
+        ("auto", 100, "auto", True),
+        (100, None, "force", True),  # as `trainer verify` repeats it
+        ("auto", 100, "force", False),
+        ("auto", None, "auto", False),
+        ("auto", 12, "auto", False),
+    ],
+)
+@pytest.mark.usefixtures("started")
+def test_a_run_goes_on_on_a_smaller_machine(
+    threads: int | str, begun: int | None, mode: Mode, told: bool
+) -> None:
+    recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
+    stored = None if begun is None else Stored.model_validate({**STORED, "threads": begun})
+    assert bool(trainer.start._threads_line(recipe, stored, mode)) == told
+    if begun == threads:
+        with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
+            trainer.start._threads_line(recipe, None, mode)
 
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:

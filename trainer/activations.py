@@ -61,7 +61,7 @@ class KeptBytes:
     """Counts what autograd keeps, each piece of memory once; `anyway` is kept anyway and doesn't count."""
 
     def __init__(self, anyway: Iterable[torch.Tensor]) -> None:
-        self._anyway = {tensor.untyped_storage().data_ptr() for tensor in anyway}
+        self._anyway = set(map(_place, anyway))
         # Held, so that no address is used twice while counting.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -70,16 +70,22 @@ class KeptBytes:
         return saved_tensors_hooks(self._count, _same)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._anyway:
-            self._kept[address] = tensor
+        place = _place(tensor)
+        if place not in self._anyway:
+            self._kept[place] = tensor
         return tensor
 
     def bytes_without(self, output: Any = None) -> int:
         """Bytes kept, but for those of a tensor that whoever takes it keeps anyway."""
         if isinstance(output, torch.Tensor):
-            self._kept.pop(output.untyped_storage().data_ptr(), None)
+            self._kept.pop(_place(output), None)
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What tells one piece of memory from another; without an address (shapes only) its storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

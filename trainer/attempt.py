@@ -18,13 +18,14 @@ from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers
 from trainer.config import config_hash
+from trainer.data.fit import Loading, bytes_needed
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.explain import explain, memory_explained, profiled
 from trainer.guard import Guard
 from trainer.hang import Watch, watching
 from trainer.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
 from trainer.limits import Limits, read_limits, threads_per_rank
-from trainer.loading import settle
+from trainer.loading import forked, settle, sizes
 from trainer.manifest import make_manifest
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
@@ -32,6 +33,7 @@ from trainer.observe.profile import Kind
 from trainer.observe.trace import Trace
 from trainer.parallel import World, check_agreement, joined_world, least_over_ranks
 from trainer.preempt import requested
+from trainer.prepare import memory_to_come, too_much
 from trainer.progress import Progress, from_state
 from trainer.pulse import PULSE, mark
 from trainer.recipe import Recipe
@@ -44,6 +46,7 @@ from trainer.state import load_tensors
 from trainer.step import Training, take_figures
 from trainer.summary import finish, introduce
 from trainer.tasks import Task
+from trainer.tune.host_memory import read_room
 
 _ROLLED_BACK = -1
 
@@ -187,6 +190,14 @@ def _assemble(
     parts = assemble(settled, task, world, workers, folder)
     stack.callback(parts.loader.close)
     stack.callback(parts.evaluation_loader.close)
+    if world.local_rank == 0:
+        model = parts.training.model
+        needs = memory_to_come(recipe, task, model, world)
+        if loads:
+            setting = Loading(workers, int(settled.data.prefetch))
+            needs["loading"] = bytes_needed(setting, sizes(recipe, task), forked(recipe.data))
+        if line := too_much(read_room(), local_size, needs):
+            warn(line)
     return parts, loads
 
 

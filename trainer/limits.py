@@ -112,6 +112,20 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
     )
 
 
+def out_of_memory_kills(root: Path = Path("/")) -> int:
+    """How many processes of this process's cgroup the kernel has killed because memory was full.
+
+    Counts since the cgroup was made: of a job's kills two readings tell. 0 where nobody counts.
+
+    Args:
+        root: Folder that stands for "/".
+    """
+    files = [cgroup / name for cgroup in _cgroups(root) for name in ("memory.oom_control", "memory.events")]
+    counts = [_integer(_value(_text(file), "oom_kill")) for file in files]
+    # The innermost: what is around it may count other containers' (v2), or not what is in it (v1).
+    return next((count for count in reversed(counts) if count is not None), 0)
+
+
 def threads_per_rank(limits: Limits, local_world_size: int) -> int:
     """Returns the compute threads for one rank: its share of the CPUs rounded down, and at least 1.
 

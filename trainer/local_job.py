@@ -14,6 +14,7 @@ from trainer import as_launcher, rank as ranks
 from trainer.cluster.discover import LAUNCHED
 from trainer.cluster.meeting import Table
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from trainer.limits import Limits, out_of_memory_kills, read_limits
 from trainer.preempt import Inbox, blocked
 from trainer.rank import FOLDER_VARIABLE, PARENT_VARIABLE, TORCHRUN, Outcome
 
@@ -55,6 +56,7 @@ class LocalJob:
         self, command: Sequence[str], variables: Mapping[str, str], output: int | None = None
     ) -> list[Outcome]:
         """Runs the command to its end; one outcome for each rank."""
+        kills = out_of_memory_kills()
         # torchrun takes defaults from PET_ variables, which are for those who start it without us.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         environment |= {**variables, FOLDER_VARIABLE: str(self.folder), PARENT_VARIABLE: str(os.getpid())}
@@ -75,7 +77,10 @@ class LocalJob:
             process.wait()
             self._look()
             self._kill_groups()  # what a rank started and left behind
-        return self._all_outcomes(process.returncode)
+        outcomes = self._all_outcomes(process.returncode)
+        if count := max(0, out_of_memory_kills() - kills):
+            return [ranks.by_memory(outcome, _out_of_memory(count, read_limits())) for outcome in outcomes]
+        return outcomes
 
     def _look(self) -> None:
         """Reads what the ranks wrote, and sets how long those that are left may take."""
@@ -158,6 +163,14 @@ class LocalJob:
         if exit_code is None:
             return Outcome(rank, EXIT_FAILED, "was stopped, or ended without a word", consequence=True)
         return ranks.crashed(self.folder, rank, exit_code)
+
+
+def _out_of_memory(kills: int, limits: Limits) -> str:
+    return (
+        f": out of memory (the {limits.memory_bytes / 1e9:,.1f} GB of {limits.sources['memory_bytes']} were "
+        f"full, and the kernel counts {kills} such kill{'s' * (kills > 1)}); lower data.micro_batch, "
+        "data.workers or data.prefetch, start fewer ranks, or give the container more memory"
+    )
 
 
 def _exists(pid: int) -> bool:

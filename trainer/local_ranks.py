@@ -1,5 +1,6 @@
 """The ranks of this host: how many, on which GPUs and CPUs, with how many threads, and their environment."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,12 +19,14 @@ from trainer.affinity import (
 from trainer.allocator import allocator_variables
 from trainer.errors import BadInputError
 from trainer.gpus import chosen_gpus
-from trainer.limits import compilers_per_rank, read_limits, threads_per_rank
+from trainer.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.observe.gpus import bus_ids
 from trainer.precision import check_precision
 from trainer.recipe import Recipe
 from trainer.run import device_kind
 
+# So many threads of a rank are bearable anywhere, and may be wanted for the results of a larger machine.
+_BEARABLE_THREADS = 64
 _COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
 
 
@@ -65,6 +68,31 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
     return LocalRanks(count, threads_per_rank(limits, count) if threads == "auto" else threads, environment)
+
+
+def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
+    """A line about threads that have no CPU of their own, or nothing.
+
+    Args:
+        threads: Intra-op threads of a rank.
+        limits: Of this container.
+        known: Whether a run that was begun with so many goes on: then its results depend on them, and a
+            smaller machine must do.
+
+    Raises:
+        BadInputError: If there are more than 64 of them, and more than CPUs.
+    """
+    most = max(1, math.ceil(limits.cpus))
+    if threads <= most:
+        return ""
+    granted = f"this container has {limits.cpus:g} CPUs ({limits.sources.get('cpus', 'unknown')})"
+    if threads > _BEARABLE_THREADS and not known:
+        raise BadInputError(
+            f"parallel.threads={threads}: {granted}; give {most} or fewer, or auto (results depend on the "
+            f"number of threads: to have those of a larger machine, up to {max(most, _BEARABLE_THREADS)} are "
+            "taken, slowly)"
+        )
+    return f"parallel.threads={threads}: {granted}, so the threads of a rank take turns, which is slow"
 
 
 def _nccl_variables(environ: Mapping[str, str], torch_version: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from trainer.pulse import communicating, mark
 class ParallelConfig(Section):
     """Processes and threads."""
 
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
         description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
     )

@@ -1,6 +1,7 @@
 """A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.activations import ModelCost, cheapest, measure, seconds_of_step
+from trainer.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.average import WeightAverage
 from trainer.compiling import compile_blocks, compile_model, missing_for_compiling, prepare_cache
 from trainer.data.loader import Batch
@@ -24,6 +25,8 @@ from trainer.pulse import PULSE
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
 from trainer.tasks import Task
+from trainer.tune.host_memory import Room
+from trainer.tune.micro_batch import HEADROOM
 from trainer.weights import load_initial
 
 _MIB = 1 << 20
@@ -110,6 +113,50 @@ def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
     uniforms = task.train_data.uniforms + task.uniforms
     uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
     return Batch(fields, None, uniform, micro_batch)
+
+
+def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -> dict[str, int]:
+    """Bytes of host memory that a rank on a CPU will want in its first window, by what for: an upper bound.
+
+    Activations are counted with shapes alone, in the precision of the weights; not where the model needs
+    values, where it or its task is the user's own, nor where they are computed again. On a GPU nothing.
+    """
+    if world.device.type != "cpu":
+        return {}
+    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    copies = 1 + (world.group is not None) + (1 if recipe.optim.name == "sgd" else 2)  # with DDP's buckets
+    activations = 0
+    own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
+    if not own and recipe.memory.checkpointing == "none":
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
+            meta = torch.device("meta")
+            with meta:
+                shapes = task.model().train()
+            kept = KeptBytes(shapes.parameters())
+            with kept.counting():
+                task.loss(shapes, blank_batch(task, recipe.data.micro_batch, meta))
+            activations = kept.bytes_without()
+    return {"activations": activations, "gradients and optimizer state": copies * learned}
+
+
+def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
+    """A line about memory that won't be enough, or nothing.
+
+    Args:
+        room: The container's memory, once the ranks have their models.
+        ranks: That share it.
+        needs: Bytes that each of them will want besides, by what for.
+    """
+    whole = room.others_bytes + ranks * sum(needs.values())
+    if not room.limit_bytes or whole <= (1 - HEADROOM) * room.limit_bytes:
+        return ""
+    parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
+        f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}; when it is full, the "
+        "kernel kills a process: lower data.micro_batch, data.workers or data.prefetch, or start fewer ranks"
+    )
 
 
 def count_shapes(task: Task, micro_batch: int) -> Count:

@@ -9,6 +9,8 @@ import ctypes
 import faulthandler
 import json
 import os
+import queue
+import re
 import signal
 import sys
 import time
@@ -41,8 +43,9 @@ TORCHRUN = -1  # the "rank" of an outcome that is torchrun's own
 
 _PR_SET_PDEATHSIG = 1
 
+_MAYBE_MEMORY = " (out of memory? see dmesg)"
 _HINTS = {
-    signal.SIGKILL: " (out of memory? see dmesg)",
+    signal.SIGKILL: _MAYBE_MEMORY,
     signal.SIGBUS: " (is /dev/shm full?)",
     signal.SIGSEGV: " (a fault in native code)",
 }
@@ -57,6 +60,15 @@ _CONSEQUENCES = (
     "ncclRemoteError",
     "communicator was aborted",
 )
+
+
+# What torch's DataLoader raises for a worker that died, in whatever the rank was doing; Python's word, if its
+# signal handler could not raise it.
+_DEAD_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
+)
+_NUMBERS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 @dataclass(frozen=True)
@@ -259,7 +271,37 @@ def crashed(folder: Path, rank: int, exit_code: int) -> Outcome:
     file = folder / f"rank-{rank}.fault"
     fault = file.read_text() if file.exists() else ""
     trace = f"{ending(exit_code)}\n{fault}" if fault else ""
-    return Outcome(rank, EXIT_FAILED, ending(exit_code), trace)
+    # Nobody but the kernel or a person kills so, while the launcher waits: it is never another rank's doing.
+    time = 0.0 if exit_code == -signal.SIGKILL else float("inf")
+    return Outcome(rank, EXIT_FAILED, ending(exit_code), trace, time)
+
+
+def by_memory(outcome: Outcome, words: str) -> Outcome:
+    """An outcome by SIGKILL, where it is known that memory was full: says so in these words."""
+    line, trace = (text.replace(_MAYBE_MEMORY, words) for text in (outcome.line, outcome.traceback))
+    return replace(outcome, line=line, traceback=trace)
+
+
+def dead_worker(error: BaseException) -> tuple[str, bool] | None:
+    """One line about the loader worker whose death raised this, and whether that is another rank's doing.
+
+    None for any other error, also if a worker died while it was being handled.
+    """
+    while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        if isinstance(before, queue.Empty):  # as which torch's waiting for a batch begins
+            break
+        error = before
+    found = _DEAD_WORKER.search(str(error))
+    if found is None:
+        return None
+    number = _NUMBERS.get((found["signal"] or "").strip())
+    how = "ended unexpectedly"
+    if found["code"]:
+        how = ending(int(found["code"]))
+    elif found["signal"]:
+        how = ending(-number) if number else f"was killed by {found['signal']}"
+    # torchrun terminates the workers with their rank, once another rank has failed.
+    return f"its loader worker (pid {found[1]}) {how}", number == signal.SIGTERM
 
 
 def _rank() -> int:
@@ -286,6 +328,8 @@ def _outcome(main: Callable[[], int | None]) -> Outcome:
 
 def _raised(error: BaseException) -> Outcome:
     now = time.monotonic()
+    if dead := dead_worker(error):
+        return Outcome(_rank(), EXIT_FAILED, dead[0], time=now, consequence=dead[1])
     frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
     line = traceback.format_exception_only(type(error), error)[-1].strip()

@@ -16,13 +16,14 @@ from trainer.cluster.rounds import launch_with_others
 from trainer.config import config_hash, describe, override, read_recipe, validated
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.launch import launch
-from trainer.local_ranks import plan_local_ranks
+from trainer.limits import read_limits
+from trainer.local_ranks import check_threads, plan_local_ranks
 from trainer.manifest import COMMAND_VARIABLE, command
 from trainer.observe.console import warn
 from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.redact import redact_text
-from trainer.resume import RUNS, Stored, check_resumable, ended, newest_run, read_stored
+from trainer.resume import RUNS, Mode, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.run import check_files, check_request, data_of, device_kind, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
 from trainer.tasks import Task
@@ -80,6 +81,8 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
     _check_tuned(options, recipe, ranks)
     wanted, stored = _wanted(options), _stored(options)
+    if line := _threads_line(recipe, stored, options.resume):
+        warn(line)
     settings = list(options.set)
     if provisional(options.recipe, settings)[1]:
         check_request(recipe, make_task(recipe), 1)  # not found by a probe, as a name of no model is
@@ -157,6 +160,16 @@ def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
         raise BadInputError(
             "--max-restarts is for a single node; several go on without a lost one by --nodes LEAST:MOST"
         )
+
+
+def _threads_line(recipe: Recipe, stored: Stored | None, mode: Mode) -> str:
+    """A line about more threads than CPUs, or nothing; --resume force, as of `trainer verify`, takes any."""
+    threads = recipe.parallel.threads
+    begun = stored.threads if stored is not None and mode != "force" else None
+    count = begun if threads == "auto" else threads
+    if count is None:  # chosen by the CPUs
+        return ""
+    return check_threads(count, read_limits(), known=mode == "force" or count == begun)
 
 
 def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.cluster.discover import Nodes
 from trainer.cluster.meeting import VERSION, Round, Verdict, verdict_on
-from trainer.cluster.wire import NOISE, Message, Wire
+from trainer.cluster.wire import ENDED, NOISE, Message, Wire
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.rank import Outcome
 
@@ -115,9 +115,6 @@ class Host:
     def turn(self) -> None:
         """As `meeting.Table`."""
         self._hear()
-        for number, guest in self._playing.items():
-            if guest.outcomes is None and number not in self._lost and guest.wire.gone:
-                self._lost[number] = f"node {number} ({guest.name}) is gone: {guest.wire.gone}"
         codes = {outcome.code for guest in self._playing.values() for outcome in guest.outcomes or ()}
         if not self.over and (self._lost or codes - {EXIT_DONE, EXIT_REQUEUE}):
             self.over = True
@@ -185,12 +182,9 @@ class Host:
         with suppress(BlockingIOError):
             while True:
                 self._strangers.append(Wire(self._server.accept()[0]))
-        for wire in list(self._strangers):
-            messages = wire.turn()
-            if messages or wire.gone:
-                self._strangers.remove(wire)
-            if messages:
-                self._let_in(wire, messages[0])
+        hellos = {wire: messages for wire in self._strangers if (messages := wire.turn())}
+        self._strangers = [wire for wire in self._strangers if not wire.gone and wire not in hellos]
+        # After the hellos are read: who comes back ended before, and is no longer taken to be there.
         for guest in self._everybody():
             for message in guest.wire.turn():
                 if "ended" in message:
@@ -199,7 +193,20 @@ class Host:
                     except TypeError:
                         guest.wire.gone = NOISE
                     guest.leaving = bool(message.get("leaving"))
-        self._guests = {number: guest for number, guest in self._guests.items() if not guest.wire.gone}
+        for number, guest in list(self._guests.items()):
+            if guest.wire.gone:
+                self._part_with(number)
+        for wire, messages in hellos.items():
+            self._let_in(wire, messages[0])
+
+    def _part_with(self, number: int) -> None:
+        """Takes leave of a node that is gone; people are told once, whenever that is."""
+        guest = self._guests.pop(number)
+        line = f"node {number} ({guest.name}) is gone: {guest.wire.gone}"
+        if self._playing.get(number) is guest and guest.outcomes is None:
+            self._lost[number] = line  # the round's verdict says it
+        else:
+            self.say(f"noticed that {line}")
 
     def _let_in(self, wire: Wire, hello: Message) -> None:
         """Takes a node, or says why not."""
@@ -216,8 +223,10 @@ class Host:
             self.say(f"a node was refused: {problem}")
             return
         before = self._guests.get(number)
-        if before is not None:  # it was started again before its end was noticed
+        if before is not None:  # its host went down without a word, and it was started again
+            before.wire.gone = ENDED
             before.wire.close(0.0)
+            self._part_with(number)
         self._guests[number] = _Guest(wire, str(name), int(ranks))
         if self._round is not None and not self.over and self.nodes.elastic:
             self._came.append(number)

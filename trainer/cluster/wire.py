@@ -14,6 +14,10 @@ SILENT_SECONDS = 30.0
 _MOST_BYTES = 1 << 22
 
 NOISE = "it doesn't speak as a launcher does: does another program use this port?"
+ENDED = "its launcher ended"
+# What the other end's system answers once no process has the connection. It comes in place of a plain end
+# where the process left something unread.
+_NOBODY = (ConnectionResetError, BrokenPipeError)
 
 Message = dict[str, Any]
 
@@ -96,6 +100,8 @@ class Wire:
                 self._out = self._out[self._socket.send(self._out) :]
             except BlockingIOError:
                 return
+            except _NOBODY:
+                self._out = b""  # what it said before it ended is still to be read; then its end is found
             except OSError as error:
                 self.gone = f"its connection broke ({error.strerror})"
 
@@ -106,11 +112,13 @@ class Wire:
                 read = self._socket.recv(1 << 16)
             except BlockingIOError:
                 return
+            except _NOBODY:
+                read = b""
             except OSError as error:
                 self.gone = f"its connection broke ({error.strerror})"
                 return
             if not read:
-                self.gone = "its launcher ended"
+                self.gone = ENDED
                 return
             self._heard, self._in = now, self._in + read
             if len(self._in) > _MOST_BYTES and b"\n" not in self._in[-len(read) :]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.doctor.facts import MIB, System
 from trainer.doctor.helpers import text_of
-from trainer.limits import Limits, listed_cpus
+from trainer.limits import Limits, listed_cpus, out_of_memory_kills
 from trainer.tune.host_memory import read_room
 
 _MOST_LOCKED = 64 * MIB
@@ -40,7 +40,7 @@ def read_system(root: Path, limits: Limits) -> System:
         nodes=nodes,
         throttled=_throttled(root, limits),
         available=available,
-        oom_kills=_kills(root, limits),
+        oom_kills=out_of_memory_kills(root),
         swap_total=kib.get("SwapTotal", 0),
         swapped=kib.get("SwapTotal", 0) - kib.get("SwapFree", 0),
         overcommit=int(overcommit) if overcommit.isdecimal() else 0,
@@ -84,15 +84,6 @@ def _room(root: Path, free: int) -> int:
     room = read_room(root)
     left = room.limit_bytes - room.others_bytes
     return min(left, free or left)
-
-
-def _kills(root: Path, limits: Limits) -> int:
-    """How many processes of the cgroup that limits the memory were killed for it so far."""
-    folder = (root / limits.sources.get("memory_bytes", "").lstrip("/")).parent
-    for name in ("memory.events", "memory.oom_control"):  # of v2, of v1
-        if found := re.search(r"^oom_kill (\d+)$", text_of(folder / name), re.MULTILINE):
-            return int(found[1])
-    return 0
 
 
 def _cpus(text: str) -> frozenset[int]:
