@@ -229,8 +229,8 @@ def _gather_of_rank(world: World) -> list[list[float]]:
 
 # Operations are counted.
 
-# Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but for
-# the gradient of the input, which nobody wants.
+# Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but
+# for the gradient of the input, which nobody wants.
 OPERATIONS = 5 * 2 * (3 * 6 + 6 * 4) + 5 * 2 * (3 * 6 + 2 * 6 * 4)
 
 
