@@ -43,7 +43,7 @@ _SMALL = ["data.global_batch=4", "data.micro_batch=2"]
 SMALLEST: dict[str, list[str]] = {
     "coco-fasterrcnn": [*LITTLE, "data.samples=4"],
     "digits": [*_SMALL, "model.width=4"],
-    "digits-detection": [*_SMALL, "model.width=8"],
+    "digits-detection": _SMALL,
     "dtmf": [*_SMALL, "model.width=4"],
     "gpt-char": [*_FEW, *_LESS],
     "gpt-char-gpu": [*_FEW, *_LESS],
