@@ -431,6 +431,7 @@ def test_the_embedded_recipe_stopped_goes_on_with_the_same_bits(tmp_path: Path) 
         max_windows=6,
         evaluate_every=0,
         data={"name": "digits-canvas", "workers": 0},
+        model={"width": 24, "blocks": [1, 1], "norm": "group"},
         log={"every": 2, "sinks": ["jsonl"]},
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
