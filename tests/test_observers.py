@@ -122,7 +122,7 @@ class Compiled(nn.Module):
     def __init__(self, way: str, backend: Callable[..., Any]) -> None:
         super().__init__()
         self.way, self.backend = way, backend
-        self.inner = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.inner: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
         self.later: Any = None
         if way == "module":
             self.inner = torch.compile(self.inner, backend=backend)
@@ -172,10 +172,11 @@ class CompiledTask(TokenTask):
 def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> None:
     recipe = make_recipe(epochs=1, data={"global_batch": 8, "micro_batch": 4, "workers": 0})
     seen: list[Any] = []
-    for kind in (None, "torch"):
+    kinds: tuple[Kind | None, ...] = (None, "torch")
+    for kind in kinds:
         torch._dynamo.reset()
         task = CompiledTask(way)
-        state, _ = trained(recipe, task, tmp_path, kind)  # type: ignore[arg-type]
+        state, _ = trained(recipe, task, tmp_path, kind)
         seen.append((state, (task.compiled, task.runs, task.losses, task.mean)))
     (bare, counts), (observed, counts_too) = seen
     assert counts == counts_too
