@@ -54,7 +54,7 @@ SMALLEST: dict[str, list[str]] = {
     "resnet50-imagenet": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
     "resnet50-synthetic": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
     "speech-commands": [*_FEW, "data.classes=3", "model.width=4"],
-    "vit-small": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
+    "vit-small": [*_FEW, "data.classes=3", "data.micro_batch=2"],
 }
 
 
