@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from tests.forked import attempt
 from tests.toys import make_recipe
 from tests.windows import assert_same_bits, dry_run, train_some
 from tests.world import Ranks
@@ -422,3 +423,19 @@ def test_what_the_model_is_called_with() -> None:
     assert (logits.shape, boxes.shape) == ((2, 144, 10), (2, 144, 4))
     assert task.describe()["classes"] == tuple("0123456789")
     assert {LABEL, CROWD} <= set(batch.fields)
+
+
+def test_the_embedded_recipe_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Through whole attempts, with all that observes them."""
+    chosen = recipe(
+        max_windows=6,
+        evaluate_every=0,
+        data={"name": "digits-canvas", "workers": 0},
+        model={"width": 24, "blocks": [1, 1], "norm": "group"},
+        log={"every": 2, "sinks": ["jsonl"]},
+    )
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert attempt(whole, chosen).code == 0
+    assert attempt(cut, chosen, stop_after=3).code == 75
+    assert attempt(cut, chosen).code == 0
+    assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()

@@ -17,8 +17,8 @@ from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Meter
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
+from trainer.operations import count_operations
 from trainer.parallel import World, gather_rows
-from trainer.prepare import count_shapes
 from trainer.pulse import PHASES, PULSE, Phase, mark
 from trainer.step import take_figures
 
@@ -72,7 +72,7 @@ def rows_of(task: Any, count: Any = None, **naps: float) -> list[dict[str, Any]]
         time.sleep(naps.get("checkpoint", 0.0))
 
     t.optimizer.step = update  # type: ignore[method-assign]
-    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, window_done, count=count)
+    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, window_done)
     rows.append({"kind": "train", **meter.rest()})
     return [row for row in rows if row["kind"] == "train"]
 
@@ -227,34 +227,26 @@ def _gather_of_rank(world: World) -> list[list[float]]:
     return gathered
 
 
-# Operations are counted, and nothing is changed by that.
+# Operations are counted.
+
+# Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but
+# for the gradient of the input, which nobody wants.
+OPERATIONS = 5 * 2 * (3 * 6 + 6 * 4) + 5 * 2 * (3 * 6 + 2 * 6 * 4)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_operations_are_those_of_the_matrix_products(recomputes: bool) -> None:
-    task = TokenTask(48, ragged=False)
-    count = Count(8, recomputes)
-    rows = rows_of(task, count)
-    # Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that,
-    # but for the gradient of the input, which nobody wants.
-    forward = 5 * 2 * (3 * 6 + 6 * 4)
-    backward = 5 * 2 * (3 * 6 + 2 * 6 * 4)
-    assert count.per_sample == (3 * forward if recomputes else forward + backward)
-    assert all(row["flops_per_s"] == row["samples_per_s"] * count.per_sample for row in rows[1:-1])
-    assert "mfu" not in rows[1]
-
-
-@pytest.mark.compat
-def test_counting_changes_no_bit() -> None:
-    bare, counted = (rows_of(TokenTask(48), count) for count in (None, Count(8, False)))
-    assert [row["loss"] for row in bare[:-1]] == [row["loss"] for row in counted[:-1]]
-
-
-@pytest.mark.compat
-def test_shapes_alone_say_how_much_compiled_code_does() -> None:
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+def test_operations_are_those_of_the_matrix_products(device: torch.device) -> None:
+    """Of a GPU with shapes alone."""
     task = TokenTask(48, ragged=False, dtype=torch.float32)
-    assert count_shapes(task, 4).per_sample == 3 * 5 * 2 * (3 * 6 + 6 * 4)
+    count = count_operations(task, task.model(), 4, device)
+    assert count == Count(OPERATIONS, "")
+
+
+def test_rows_say_how_much_was_computed() -> None:
+    rows = rows_of(TokenTask(48, ragged=False), Count(7.0))
+    assert all(row["flops_per_s"] == row["samples_per_s"] * 7.0 for row in rows[1:-1])
+    assert "mfu" not in rows[1]
 
 
 class Waits(TokenTask):
@@ -277,30 +269,31 @@ class Asking(torch.nn.Module):
 
 
 @pytest.mark.compat
-def test_who_waits_for_the_device_is_named_with_its_line() -> None:
-    count = Count(8, False)
-    rows_of(Waits(48), count)
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+def test_who_waits_for_the_device_is_named_with_its_line(device: torch.device) -> None:
+    task = Waits(48, ragged=False, dtype=torch.float32)
+    count = count_operations(task, task.model(), 4, device)
     file, _, number = count.waits.rpartition(":")
     assert file == __file__
     assert "the line that is named" in open(file).read().splitlines()[int(number) - 1]  # noqa: PTH123, SIM115
-    healthy = Count(8, False)
-    rows_of(TokenTask(48), healthy)
-    assert healthy.waits == ""
+    assert count.per_sample == OPERATIONS  # where shapes alone don't do, a few samples
 
 
 def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
-    def on(kind: str) -> Any:
-        return SimpleNamespace(device=torch.device(kind))
+    gpu, host = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
 
-    gpu, host = on("cuda"), on("cpu")
-    assert waits("aten::_to_copy", (gpu,), {"device": "cpu"}, host)
-    assert waits("aten::copy_", (host, gpu), {}, host)
-    assert not waits("aten::copy_", (host, gpu, True), {}, host)
-    assert not waits("aten::_to_copy", (gpu,), {"device": "cpu", "non_blocking": True}, host)
-    assert not waits("aten::_to_copy", (gpu,), {"dtype": torch.float16}, gpu)
-    assert not waits("aten::_to_copy", (host,), {"device": "cuda"}, gpu)
-    assert not waits("aten::add", (gpu, gpu), {}, gpu)
-    assert waits("aten::_local_scalar_dense", (gpu,), {}, 1.0)
+    def wait(name: str, *args: Any, **kwargs: Any) -> bool:
+        return waits(name, args, kwargs, gpu.device)
+
+    assert wait("aten::_to_copy", gpu, device="cpu")
+    assert wait("aten::copy_", host, gpu)
+    assert not wait("aten::copy_", host, gpu, True)
+    assert not wait("aten::_to_copy", gpu, device="cpu", non_blocking=True)
+    assert not wait("aten::_to_copy", gpu, dtype=torch.float16)
+    assert not wait("aten::_to_copy", host, device="cuda")
+    assert not wait("aten::add", gpu, gpu)
+    assert wait("aten::_local_scalar_dense", gpu)
+    assert not wait("aten::_local_scalar_dense", host)
 
 
 def test_peaks_of_gpus() -> None:

@@ -98,7 +98,6 @@ class BetweenWindows:
             self.window_done,
             self._recipe.compile.warm_up,
             self._left_out,
-            None if self._parts.compiled else self._meter.count,
         )
         mark("end")
 

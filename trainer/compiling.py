@@ -4,7 +4,9 @@ import functools
 import getpass
 import logging
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +94,38 @@ def prepare_cache() -> tuple[Path | None, str | None]:
         return folder, None
     os.environ.pop(CACHE_VARIABLE, None)
     return None, f"compile cache {folder} can't be written, torch's own is used; set {CACHE_VARIABLE}"
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within it whatever torch.compile was called for runs as it is, and what was compiled stays compiled.
+
+    A function that torch.compile meets within a dispatch mode, such as one that counts, it gives up for good.
+    """
+    compile_ = torch.compile
+    with ExitStack() as stack:
+
+        def first(*arguments: Any, **named: Any) -> Any:
+            torch.compile = compile_
+            _stay_eager(stack)
+            return compile_(*arguments, **named)
+
+        if "torch._dynamo" in sys.modules:
+            _stay_eager(stack)
+        else:  # which takes three seconds to import: not for nothing
+            stack.callback(setattr, torch, "compile", compile_)
+            torch.compile = first
+        yield
+
+
+def _stay_eager(stack: ExitStack) -> None:
+    if hasattr(torch.compiler, "set_stance"):
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return
+    from torch._dynamo import eval_frame  # before torch 2.6
+
+    stack.callback(setattr, eval_frame, "_maybe_set_eval_frame", eval_frame._maybe_set_eval_frame)
+    setattr(eval_frame, "_maybe_set_eval_frame", lambda _: None)  # noqa: B010  (gone from newer ones)
 
 
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Callable[..., Any]:

@@ -13,15 +13,15 @@ from trainer.errors import OutOfMemory
 from trainer.limits import read_limits
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
-from trainer.observe.flops import Count, peak_flops
+from trainer.observe.flops import peak_flops
 from trainer.observe.leak import Growth, Trends
 from trainer.observe.log import Meter
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Kind, Profile
+from trainer.operations import count_operations
 from trainer.parallel import World, gather_rows
-from trainer.prepare import count_shapes
 from trainer.recipe import Recipe
 from trainer.run import Parts
 
@@ -43,11 +43,7 @@ def explain(
     stack.callback(machine.close)
     meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
     meter.sources.append(memory_source(world.device))
-    if parts.compiled:
-        meter.count = count_shapes(t.task, recipe.data.micro_batch)
-    else:
-        samples = t.accumulation * recipe.data.micro_batch
-        meter.count = Count(samples, recomputes=recipe.memory.checkpointing != "none")
+    meter.count = count_operations(t.task, t.model, recipe.data.micro_batch, world.device)
     if world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), recipe.precision.mode)
         meter.peak = None if peak is None else peak * world.size

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator
 
 from trainer.data.loader import Batch
-from trainer.observe.flops import Count
 from trainer.observe.log import Meter
 from trainer.pulse import mark
 from trainer.step import Training, leave_out_window, train_window
@@ -20,7 +19,6 @@ def train(
     window_done: Callable[[int], None],
     warm_up: int = 1,
     left_out: Collection[int] = (),
-    count: Count | None = None,
 ) -> None:
     """Trains windows in their order.
 
@@ -35,15 +33,11 @@ def train(
         window_done: Told how many windows are done: shows it, keeps it, may raise to stop.
         warm_up: Windows of this call that are not timed: those that compile.
         left_out: Windows that are not trained.
-        count: Counts the operations of the first window.
     """
     training.replica.train()
     for window in windows:
         if window in left_out:
             leave_out_window(training, batches, window)
-        elif count is not None and window == windows.start:
-            with count:
-                train_window(training, batches, window)
         else:
             train_window(training, batches, window)
         mark("logging")

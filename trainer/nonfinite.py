@@ -61,7 +61,8 @@ class FirstNonFinite:
             warn(f"window {window}: the first that wasn't finite was the {place}")
 
     def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
-        if not module.training:
+        # A model's own torch.compile is to make the code that it makes without us.
+        if not module.training or torch.compiler.is_compiling():
             return
         for weights in module.parameters(recurse=False):
             self._look(f"weights of {label}", weights)
@@ -69,7 +70,7 @@ class FirstNonFinite:
             self._look(f"input of {label}", value)
 
     def _after(self, label: str, module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not module.training:
+        if not module.training or torch.compiler.is_compiling():
             return
         self._look(f"output of {label}", output)
         if isinstance(output, torch.Tensor) and output.requires_grad:

@@ -11,17 +11,21 @@ from torch import nn
 
 from trainer.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.average import WeightAverage
-from trainer.compiling import compile_blocks, compile_model, missing_for_compiling, prepare_cache
+from trainer.compiling import (
+    compile_blocks,
+    compile_model,
+    missing_for_compiling,
+    prepare_cache,
+    uncompiled,
+)
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Purpose, key
 from trainer.memory import blocks, candidates, recompute
 from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
-from trainer.observe.flops import Count
 from trainer.parallel import World, check_agreement, sum_over_ranks
 from trainer.precision import autocast, fp32_modules, keep_in_fp32
-from trainer.pulse import PULSE
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
 from trainer.tasks import Task
@@ -159,24 +163,13 @@ def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
     )
 
 
-def count_shapes(task: Task, micro_batch: int) -> Count:
-    """Counts with shapes alone what compiled code does, which no operation can be seen of.
-
-    Nothing is counted where the model needs values.
-    """
-    count = Count(micro_batch, recomputes=True)
-    meta = torch.device("meta")
-    before, PULSE.phase = PULSE.phase, "forward"
+def shapes_only(task: Task) -> nn.Module:
+    """A new model on the meta device."""
     try:
-        with meta:
-            model = task.model()
-        with count:
-            task.loss(model, blank_batch(task, micro_batch, meta))
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        count.forward = 0
-    finally:
-        PULSE.phase = before
-    return count
+        with torch.device("meta"):
+            return task.model()
+    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
+        return task.model().to("meta")
 
 
 def _few(names: list[str]) -> str:
@@ -200,7 +193,8 @@ def _choose_checkpointed(
             return task.loss(model, batch)
 
     model.train()
-    cost = measure(model, possible, forward)
+    with uncompiled():
+        cost = measure(model, possible, forward)
     if uncalled := [name for name in chosen if name not in cost.blocks]:
         raise BadInputError(
             f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "

@@ -22,7 +22,7 @@ from trainer.optim import Rates, make_optimizer, parameter_groups, schedule
 from trainer.parallel import World, replicate
 from trainer.plan import Plan, Share, evaluation_share
 from trainer.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
-from trainer.prepare import blank_batch, prepare_model
+from trainer.prepare import blank_batch, prepare_model, shapes_only
 from trainer.rank import is_rank
 from trainer.recipe import Recipe
 from trainer.step import Training
@@ -130,7 +130,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"parallel.reduction=tree: {plan.shards} micro-batches a window on {world_size} ranks are {each} "
             "each, which is no power of two; change data.micro_batch or the number of ranks"
         )
-    model = _shapes_only(task)
+    model = shapes_only(task)
     _check_dtypes(model)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
@@ -193,14 +193,6 @@ def _check_dtypes(model: nn.Module) -> None:
 
 def _short(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shapes_only(task: Task) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
-        return task.model().to("meta")
 
 
 @dataclass(frozen=True)

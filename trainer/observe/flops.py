@@ -7,12 +7,12 @@ and additions count one each. What activation checkpointing computes again isn't
 
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-from trainer.pulse import PULSE
 
 # Dense peaks in FLOP/s as NVIDIA's data sheets give them, at the boost clock: of the first name that is part
 # of the device's. bf16 and fp16, then TF32; 0: it has none.
@@ -51,66 +51,73 @@ def peak_flops(device_name: str, mode: str) -> float | None:
     return (found[0 if low else 1] or None) if found else None
 
 
-class Count(TorchDispatchMode):
-    """Counts what is computed within it, by the phase of `trainer.pulse`, and finds who waits for the device.
-
-    It looks at each operation as it runs and changes none.
+@dataclass(frozen=True)
+class Count:
+    """What a model computes.
 
     Attributes:
-        forward: FLOPs in the forward passes.
-        backward: FLOPs in the backward passes, with what activation checkpointing computed again.
+        per_sample: FLOPs of forward and backward of a sample; 0.0: they couldn't be counted.
         waits: "file:line" of the first operation of a forward pass that waits for the device, or "".
     """
 
-    def __init__(self, samples: int, recomputes: bool) -> None:
+    per_sample: float = 0.0
+    waits: str = ""
+
+
+class Operations(TorchDispatchMode):
+    """Adds up the FLOPs of what is computed within it, and finds who waits for the device.
+
+    Autograd takes other paths within a dispatch mode, and torch.compile gives functions up that it meets
+    there: nothing that is trained may be computed within it.
+
+    Attributes:
+        flops: Until now.
+        waits: "file:line" of the first operation that waits for the device, or "".
+    """
+
+    def __init__(self, device: torch.device) -> None:
         """Counts from 0.
 
         Args:
-            samples: How many are computed within it.
-            recomputes: Whether activations are computed again: then backward counts twice the forward.
+            device: Where the tensors lie that stand for those of the device that is trained on.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.forward = self.backward = 0
+        self.flops = 0
         self.waits = ""
-        self._samples, self._recomputes = samples, recomputes
+        self._device = device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, func._schema.name
+        if "c10d" in name:
+            raise RuntimeError("the other ranks don't count, and would not answer")
+        # Before it runs: with shapes alone it fails.
+        if not self.waits and waits(name, args, kwargs, self._device):
+            self.waits = _line_of_the_model()
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            if PULSE.phase == "forward":
-                self.forward += flops
-            elif PULSE.phase in ("backward", "communication"):  # its last bucket is under way
-                self.backward += flops
-        elif not self.waits and PULSE.phase == "forward" and waits(func._schema.name, args, kwargs, out):
-            self.waits = _line_of_the_model()
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         return out
 
-    @property
-    def per_sample(self) -> float:
-        """FLOPs of forward and backward."""
-        return (self.forward * 3 if self._recomputes else self.forward + self.backward) / self._samples
 
-
-def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Whether an operation of the aten library stops the host until the device has done all before it.
+def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether an operation of the aten library stops the host until a device has done all before it.
 
     Args:
         name: Such as "aten::copy_".
-        args: What it was called with.
+        args: What it is called with.
         kwargs: The same.
-        out: What it returned.
+        device: The device.
     """
     if name in _WAITS:
-        return True
+        return bool(args[0].device.type == device.type)
     if name not in _COPIES or kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,)):
         return False
-    source = args[1] if name == "aten::copy_" else args[0]
-    return bool(source.device.type == "cuda" and out.device.type == "cpu")
+    source, target = (args[1], args[0].device) if name == "aten::copy_" else (args[0], kwargs.get("device"))
+    leaves = source.device.type == device.type != "cpu"
+    return leaves and target is not None and torch.device(target).type == "cpu"
 
 
 def _line_of_the_model() -> str:

@@ -7,6 +7,7 @@ https://docs.pytorch.org/docs/stable/profiler.html.
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -110,6 +111,7 @@ class Profile:
             )
             self._closing.enter_context(profiler)
             self._step = profiler.step
+        self._modules = self._modules and not _has_compiled()
         self._ranges = self._closing.enter_context(_Ranges(self._model if self._modules else None))
 
     def _stop(self) -> None:
@@ -132,6 +134,15 @@ class Profile:
         if self._modules:
             tables.append(_by_module(events, on_device, names))
         self._text = "\n\n".join([*tables, written])
+
+
+def _has_compiled() -> bool:
+    """Whether the model has compiled something by itself, which hooks of its modules would compile anew."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.utils import counters
+
+    return bool(counters["frames"]["total"])
 
 
 @contextlib.contextmanager
