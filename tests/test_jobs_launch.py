@@ -306,10 +306,11 @@ def test_a_sweep_on_slurm_is_one_array(tools: Tools, capsys: pytest.CaptureFixtu
     assert tools.calls() == [["sbatch", "runs/.jobs/lr.sbatch"]]
     text = Path("runs/.jobs/lr.sbatch").read_text()
     assert "#SBATCH --array=0-3" in text
+    assert "#SBATCH --job-name=lr\n" in text  # of all tasks, so not the first run's
     assert "--out runs/lr-3" in text
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("follow     tail -F ")
-    assert lines[1].endswith("runs/.jobs/lr-0-7_0.out")
+    assert lines[1].endswith("runs/.jobs/lr-7_0.out")
     assert lines[-1] == "compare    trainer report runs/lr-0 runs/lr-1 runs/lr-2 runs/lr-3"
 
 

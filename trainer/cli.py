@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Until the launcher or a rank takes over, Ctrl-C just ends the process: a KeyboardInterrupt in
         # the seconds of importing torch is a traceback, or gets lost there.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: LC_ALL=C may be set
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
     try:

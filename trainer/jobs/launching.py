@@ -47,7 +47,9 @@ def launch_job(options: argparse.Namespace) -> int:
     # An array of Slurm is one job.
     array = place == "slurm" and bool(options.sweep)
     jobs = [spec] if array else specs
-    files = [slurm.render_array(specs, site)] if array else [render(place, one, site) for one in specs]
+    files = (
+        [slurm.render_array(specs, site, spec.name)] if array else [render(place, one, site) for one in specs]
+    )
     for one in specs:
         check_here(place, one)
         _check_recipe(one)
