@@ -138,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
     report.add_argument(
-        "--out", type=Path, metavar="FILE", help="(default: RUN/report.html; for several runs ./report.html)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="replaced if it is a report, and never if it is anything else (default: RUN/report.html; for "
+        "several runs ./report.html, if there is none yet)",
     )
     report.set_defaults(run=_report)
 
