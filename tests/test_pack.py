@@ -2,14 +2,17 @@
 
 import io
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +133,48 @@ def test_a_process_that_is_killed_ends_it(
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def map(self, *_: Any) -> Any:
+        def submit(self, *_: Any) -> Any:
             raise BrokenProcessPool
 
     monkeypatch.setattr("trainer.data.pack.ProcessPoolExecutor", Broken)
     with pytest.raises(BadInputError, match=r"was killed.*the same command goes on"):
         pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_a_pack_and_its_processes(
+    processes: int, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
+    monkeypatch.setattr("trainer.data.pack._pack_piece", partial(_then_a_signal, os.getpid()))
+    before = signal.getsignal(signal.SIGTERM)
+    arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes", str(processes)]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capfd.readouterr().err.splitlines() == [
+        f"packing {photographs}: 0 %",
+        "trainer: stopped by SIGTERM",
+    ]
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.undo()
+    assert main(arguments) == 0  # goes on
+    assert len(in_pieces(tmp_path / "p")) == 150
+
+
+def _then_a_signal(parent: int, *_: Any) -> None:
+    os.kill(parent, signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_processes_tell_of_each_sample(photographs: Path, tmp_path: Path) -> None:
+    told = list[int]()
+    pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2, told.append)
+    assert sum(told) == 150
+    told.clear()
+    pack(in_folder(photographs), tmp_path / "q", PackSettings(32), 1, told.append)
+    assert told == [1] * 150
 
 
 def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:
