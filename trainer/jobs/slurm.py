@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import BadInputError
-from trainer.jobs.container import CACHE, DATA, RUNS, recipe_file, words
+from trainer.jobs.container import CACHE, DATA, RUNS, files, words
 from trainer.jobs.spec import JobSpec, Site, folder_of
 
 LOGS = ".jobs"
@@ -173,8 +173,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS}"]
-    if there := recipe_file(spec):
-        mounts.append(f"{Path(spec.recipe).absolute()}:{there}:ro")
+    mounts += [f"{file}:{there}:ro" for file, there in files(spec)]
     if spec.data is not None:
         mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
     if spec.cache is not None:
