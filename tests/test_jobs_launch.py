@@ -258,7 +258,7 @@ def rendered(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -
     return read[place](capsys.readouterr().out)
 
 
-HERE = "task: mine.py\nepochs: 1\ndata: {name: own, path: pets}\nmodel: {init_from: w.safetensors}\n"
+HERE = "task: mine.py\nepochs: 1\nmodel: {init_from: w.safetensors}\n"
 
 
 @pytest.mark.parametrize("place", ["docker", "compose", "slurm"])
@@ -270,16 +270,18 @@ def test_what_a_recipe_names_here_is_mounted(
     Path("pets").mkdir()
     for name in ("mine.py", "w.safetensors"):
         Path(name).touch()
-    job = rendered(["r.yaml"], place, capsys)
     here = Path.cwd()
-    mounted = {where: file for where, file in job["mounts"].items() if where != "/workspace/runs"}
-    assert mounted == {
-        "/data": f"{here}/pets",
+    job = rendered(["digits", "--set", "data={name: folder, path: pets}"], place, capsys)
+    assert job["mounts"] == {"/workspace/runs": f"{here}/runs", "/data": f"{here}/pets"}
+    assert job["command"][-1] == "data.path=/data"
+    job = rendered(["r.yaml"], place, capsys)
+    assert job["mounts"] == {
+        "/workspace/runs": f"{here}/runs",
         "/recipe/r.yaml": f"{here}/r.yaml",
         "/recipe/mine.py": f"{here}/mine.py",
         "/recipe/w.safetensors": f"{here}/w.safetensors",
     }
-    words = ["data.path=/data", "model.init_from=/recipe/w.safetensors", "task=/recipe/mine.py"]
+    words = ["model.init_from=/recipe/w.safetensors", "task=/recipe/mine.py"]
     assert [word for word in job["command"] if "=" in word] == words
 
 
@@ -316,8 +318,8 @@ FOLDER = ["digits", "--set", "data.name=folder", "--set"]
         ),
         (
             [*FOLDER, "data.path=pets", "--on", "kubernetes", *CLUSTER],
-            "data.path=pets: pods don't see this machine's files: put it on a volume, give its claim by --data "
-            "pvc:CLAIM, and its path there, --set data.path=/data/…",
+            "data.path=pets: pods don't see this machine's files: put it on a volume, give its claim by "
+            "--data pvc:CLAIM, and its path there, --set data.path=/data/…",
         ),
         (
             ["digits", "--set", "model.init_from=w.safetensors", "--on", "kubeflow", *CLUSTER],
@@ -348,7 +350,7 @@ def test_on_slurm_without_containers_the_files_are_warned_of(tools: Tools, capsy
     words = ["r.yaml", "--on", "slurm", "--container", "venv", "--dry-run"]
     assert main(["launch", *words]) == 0
     warned = capsys.readouterr().err
-    for name in ("the recipe r.yaml", "data.path pets", "model.init_from w.safetensors", "task mine.py"):
+    for name in ("the recipe r.yaml", "model.init_from w.safetensors", "task mine.py"):
         assert f"{name} lies on a disk of this machine" in warned
 
 
