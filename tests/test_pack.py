@@ -12,7 +12,6 @@ import tarfile
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,10 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Path) -> None:
     records = in_folder(photographs)
     for processes in (1, 2):
-        pack(records, tmp_path / str(processes), PackSettings(64, raw=True), processes)
+        told = list[int]()
+        pack(records, tmp_path / str(processes), PackSettings(64, raw=True), processes, told.append)
+        assert sum(told) == 150
+        assert processes > 1 or told == [1] * 150
     first = content(tmp_path / "1")
     assert first == content(tmp_path / "2")
     assert sorted(first) == ["00000.bin", "00001.bin", "00002.bin", INDEX, COLUMNS]
@@ -141,16 +143,16 @@ def test_a_process_that_is_killed_ends_it(
         pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("processes", "busy_in"), [(1, "_pack_piece"), (2, "wait")])
 def test_a_signal_ends_a_pack_and_its_processes(
-    processes: int, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    processes: int, busy_in: str, photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
-    monkeypatch.setattr("trainer.data.pack._pack_piece", partial(_then_a_signal, os.getpid()))
+    monkeypatch.setattr(f"trainer.data.pack.{busy_in}", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
-    arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes", str(processes)]
+    arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes"]
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main([*arguments, str(processes)])
     assert ended.value.code == 128 + signal.SIGTERM
     assert capfd.readouterr().err.splitlines() == [
         f"packing {photographs}: 0 %",
@@ -159,22 +161,8 @@ def test_a_signal_ends_a_pack_and_its_processes(
     assert multiprocessing.active_children() == []
     assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.undo()
-    assert main(arguments) == 0  # goes on
+    assert main([*arguments, "1"]) == 0  # goes on
     assert len(in_pieces(tmp_path / "p")) == 150
-
-
-def _then_a_signal(parent: int, *_: Any) -> None:
-    os.kill(parent, signal.SIGTERM)
-    time.sleep(60)
-
-
-def test_processes_tell_of_each_sample(photographs: Path, tmp_path: Path) -> None:
-    told = list[int]()
-    pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2, told.append)
-    assert sum(told) == 150
-    told.clear()
-    pack(in_folder(photographs), tmp_path / "q", PackSettings(32), 1, told.append)
-    assert told == [1] * 150
 
 
 def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:
