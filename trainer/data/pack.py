@@ -173,7 +173,7 @@ def _work_off(
             work(*piece, advance)
         return
     context = multiprocessing.get_context("forkserver")
-    packed = context.Value("q", 0)
+    packed, others = context.Value("q", 0), {*multiprocessing.active_children()}
     try:
         with ProcessPoolExecutor(min(processes, len(pieces)), context, _begin, (packed,)) as pool:
             try:
@@ -186,7 +186,7 @@ def _work_off(
                     for one in done:
                         one.result()
             except BaseException:  # else the pool would first finish what it has begun, also after a signal
-                for process in multiprocessing.active_children():
+                for process in {*multiprocessing.active_children()} - others:
                     process.terminate()
                 raise
     except BrokenProcessPool as error:
