@@ -10,7 +10,7 @@ _SECONDS = 30.0  # at most between two lines, while something moves
 
 @contextlib.contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Yields what is told of work done: a bar, or a line at the start, every tenth and every half minute."""
+    """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
@@ -19,7 +19,7 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
             task = bar.add_task(label, total=total)
             yield lambda by: bar.advance(task, by)
         return
-    done, tenths, said = 0, 0, time.monotonic()
+    done, tenths, said = 0, 0, float("-inf")
 
     def advance(by: int) -> None:
         nonlocal done, tenths, said
@@ -29,7 +29,6 @@ def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
         tenths, said = done * 10 // total, time.monotonic()
         print(f"{label}: {done * 100 // total} %", file=sys.stderr, flush=True)
 
-    print(f"{label}: 0 %", file=sys.stderr, flush=True)
     yield advance
 
 
