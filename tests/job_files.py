@@ -41,7 +41,8 @@ def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
                 ("/cache", spec.cache),
             )
             if where
-        },
+        }
+        | {f"/recipe/{name}": file for name, file in spec.files.items()},
         "command": spec.command,
         "port": port,
     }
@@ -62,7 +63,7 @@ def read_docker(text: str) -> dict[str, Any]:
     for mount in found["mount"]:
         fields = dict(field.partition("=")[::2] for field in next(csv.reader([mount])))
         assert fields["type"] == "bind"
-        assert ("readonly" in fields) == (fields["target"] in ("/data",))
+        assert ("readonly" in fields) == fields["target"].startswith(("/data", "/recipe/"))
         mounts[fields["target"]] = fields["source"]
     assert found["cap-drop"] == ["ALL"]
     assert found["security-opt"] == ["no-new-privileges"]
@@ -121,7 +122,7 @@ def _compose_service(service: dict[str, Any], rank: int, nodes: int) -> dict[str
     mounts = {}
     for volume in service["volumes"]:
         assert volume["bind"] == {"create_host_path": False}
-        assert volume.get("read_only", False) == (volume["target"] == "/data")
+        assert volume.get("read_only", False) == volume["target"].startswith(("/data", "/recipe/"))
         mounts[volume["target"]] = single(volume["source"])
     assert _writable({*(one.partition(":")[0] for one in service["tmpfs"]), *mounts})
     stop = re.fullmatch(r"(\d+)s", service["stop_grace_period"])

@@ -1,6 +1,7 @@
 """Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
 
 import getpass
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from tests.few_pictures import write_pictures
 from trainer import local_ranks, start
 from trainer.cli import main
 from trainer.compiling import CACHE_VARIABLE, prepare_cache
+from trainer.config import override
 from trainer.errors import BadInputError
 from trainer.recipe import Recipe
 
@@ -50,7 +52,7 @@ CASES = [
     (["train", "digits", "--set", "zzzz=1"], "unknown key 'zzzz'; --help-config shows every key"),
     (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
     (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
-    (["train", "digits", "--set", "data.workers=many"], "data.workers=many: "),
+    (["train", "digits", "--set", "data.workers=many"], "allowed: int | auto\n"),
     (
         ["train", "digits", "--set", "data.workers=-1"],
         "data.workers=-1: input should be greater than or equal to 0",
@@ -64,11 +66,20 @@ CASES = [
     (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
     (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
     (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' stands there twice"),
-    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=inf: input should be a finite number"),
+    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
     (
         ["train", "digits", "--set", "optim.lr=true"],
-        "optim.lr=True: true and false are no",
+        "optim.lr=true: true and false are no",
     ),
+    (
+        ["train", "digits", "--set", "optim.bogus=1"],
+        "unknown key 'optim.bogus'; --help-config shows every key",
+    ),
+    (["train", "digits", "--set", "device=gpu"], "device=gpu: not among them; allowed: auto | cpu | cuda\n"),
+    (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null: input should be a valid number"),
+    (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null: "),
+    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "allowed: float (and 1 more problem)\n"),
+    (["train", "digits", "--set", "about=a\x00b"], "character U+0000 isn't allowed"),
     (["train", "digits", "--set", "seed=on"], "seed=on: input should be a valid integer"),
     (["train", "digits", "--set", "optim.betas=[2, -1]"], "optim.betas"),
     (["train", "digits", "--set", "parallel.timeout_s=1e300"], "parallel.timeout_s"),
@@ -85,7 +96,7 @@ CASES = [
     (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
     (["train", "digits", "--out", ""], "--out .: isn't empty"),
     (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
-    (["train", "digits", "--ranks", "3"], "x 3 ranks"),
+    (["train", "digits", "--ranks", "3"], "x 3 ranks: change one of them or the number of ranks"),
     (["train", "digits", "--ranks", "0"], "--ranks 0"),
     (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
     (["train", "digits", "--grace", "nan"], "--grace nan"),
@@ -125,15 +136,15 @@ CASES = [
     (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st a=1"),
     (["fly"], "invalid choice: 'fly'"),
     ([], "required: COMMAND"),
-    (["train", "text.yaml"], "a recipe is a mapping"),
-    (["train", "list.yaml"], "a recipe is a mapping"),
-    (["train", "empty.yaml"], "a recipe is a mapping"),
+    (["train", "text.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a single value"),
+    (["train", "list.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a list"),
+    (["train", "empty.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not an empty file"),
     (["train", "torn.yaml"], "torn.yaml: line 1 not valid YAML"),
     (["train", "twice.yaml"], "line 2: key 'epochs' stands there twice"),
     (["train", "tag.yaml"], "not valid YAML"),
     (["train", "self.yaml"], "an alias that contains itself"),
     (["train", "bomb.yaml"], "more than 10000 values"),
-    (["train", "deep.yaml"], "not valid YAML"),
+    (["train", "deep.yaml"], "not valid YAML (nested too deeply)"),
     (["train", "big.yaml"], "larger than 1 MiB"),
     # Before anything is probed, let alone trained.
     (
@@ -308,3 +319,18 @@ def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyP
     for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", "", "id:", "id:3", "id:0,0", "id:x", "1,id:2"):
         with pytest.raises(BadInputError, match="--gpus"):
             ranks(wrong)
+
+
+def test_bytes_that_the_locale_cannot_read_are_named_as_such() -> None:
+    with pytest.raises(BadInputError, match=r"isn't text in the locale's encoding.*LC_ALL=C.UTF-8"):
+        override({}, ["about=\udcc3\udca4"])
+
+
+def test_a_locale_without_umlauts_ends_in_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("about: ä\nepochs: 1\n", "utf-8")
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "ascii", write_through=True))
+    assert main(["train", "mine.yaml", "--help-config"]) == 0
+    assert b"(mine.yaml: \\xe4)" in out.getvalue()

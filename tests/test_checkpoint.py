@@ -24,7 +24,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.faulty_disk import Disk, Killed
-from trainer.checkpoint import files, strict_json, tensor_file
+from trainer.checkpoint import files, show, strict_json, tensor_file
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.folder import Damaged, Unreadable, problem, read, verify
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
@@ -755,6 +755,15 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     assert [one["step"] for one in shown["checkpoints"]] == [1200, 2, 1]
     assert [one["problem"] is None for one in shown["checkpoints"]] == [False, True, True]
     assert shown["newest_good"] == str(folder / "step-00000002") and shown["mb_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"), [(1234.4, "1,234 MB/s"), (0.0312, "0.031 MB/s"), (9.96, "10 MB/s"), (0.0, "")]
+)
+def test_a_speed_is_never_told_as_0(speed: float, said: str) -> None:
+    entry = Entry(1, Path("step-1"), 10, 0.0, None)
+    told = [line for line in show._lines(Path("run"), [entry], entry, speed) if "verified at" in line]
+    assert told == ([f"verified at {said}"] if said else [])
 
 
 def test_the_command_without_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,16 @@ import pytest
 import yaml
 
 from trainer.cli import main
-from trainer.config import config_hash, describe, override, parse_recipe, read_recipe, recipe_names, validated
+from trainer.config import (
+    _nearest_key,
+    config_hash,
+    describe,
+    override,
+    parse_recipe,
+    read_recipe,
+    recipe_names,
+    validated,
+)
 from trainer.data.kinds import EMBEDDED
 from trainer.recipe import Recipe
 from trainer.run import check_request, make_task
@@ -89,3 +98,41 @@ def test_the_hash_tells_configurations_apart_and_survives_the_run_folder() -> No
     assert config_hash(recipe) != config_hash(other)
     again = Recipe.model_validate(yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json"))))
     assert config_hash(again) == config_hash(recipe)
+
+
+# A key as it was typed, and the key that was meant; an empty string where there is none.
+SLIPS = {
+    "optim.lrr": "optim.lr",
+    "optim.bogus": "",
+    "optim.moment": "optim.momentum",
+    "optim.beta": "optim.betas",
+    "optim.weight_decy": "optim.weight_decay",
+    "optim.learning_rate": "",
+    "optim.foo": "",
+    "optim.scheduler": "optim.schedule",
+    "optim.cilp": "optim.clip",
+    "data.global_batch_size": "data.global_batch",
+    "data.microbatch": "data.micro_batch",
+    "data.num_workers": "data.workers",
+    "data.shuffle": "",
+    "data.lr": "optim.lr",
+    "lr": "optim.lr",
+    "lrr": "optim.lr",
+    "momentun": "optim.momentum",
+    "epoch": "epochs",
+    "sead": "seed",
+    "zzzz": "",
+    "name": "data.name",
+    "model.depth": "",
+    "model.widht": "model.width",
+    "checkpoint.evry": "checkpoint.every",
+    "parallel.backend": "",
+    "log.wandb": "",
+}
+
+
+@pytest.mark.parametrize("typed", SLIPS)
+def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> None:
+    said = _nearest_key(typed, [key.name for key in describe(Recipe)])
+    meant = SLIPS[typed]
+    assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")

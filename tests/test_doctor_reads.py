@@ -1,5 +1,6 @@
 """Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.doctor_box import GIB, MIB
+from tests.doctor_box import GIB, MIB, healthy
 from trainer.config import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.data.kinds import WITHOUT_WORKERS
@@ -447,6 +448,26 @@ def test_ports(listening: int) -> None:
     assert found.taken["JupyterLab (JUPYTER_PORT)"] == listening
 
 
+def no_library(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+
+class Verbs:
+    """libibverbs with some devices."""
+
+    def __init__(self, name: str, *devices: bytes) -> None:
+        assert name == "libibverbs.so.1"
+        self._names = [ctypes.create_string_buffer(device) for device in devices]
+        self.ibv_get_device_list = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._list)
+        self.ibv_get_device_name = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda device: device)
+        self.ibv_free_device_list = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+
+    def _list(self, count: Any) -> int:
+        count[0] = len(self._names)
+        self._array = (ctypes.c_void_p * (len(self._names) + 1))(*map(ctypes.addressof, self._names))
+        return ctypes.addressof(self._array)
+
+
 def test_infiniband(tmp_path: Path) -> None:
     root = plant(
         tmp_path,
@@ -458,8 +479,13 @@ def test_infiniband(tmp_path: Path) -> None:
             "dev/infiniband/uverbs0": "",
         },
     )
-    found = network.read_network(root, {})
+    found = network.read_network(root, {}, no_library)
     assert (found.infiniband, found.verbs, found.peer_memory) == (("mlx5_0:1",), True, False)
+    assert found.listed is None
+    assert network.infiniband(healthy(network=found)).status == "warn"
+    found = network.read_network(root, {}, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
+    assert found.listed == ("mlx5_0", "mlx5_1")
+    assert network.read_network(root, {}, Verbs).listed == ()
     assert found.interfaces == ("eth0",)
     (root / "sys/module/nvidia_peermem").mkdir(parents=True)
     assert network.read_network(root, {}).peer_memory

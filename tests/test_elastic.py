@@ -86,7 +86,7 @@ def test_a_node_dies_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
     first, second = nodes.start(0), nodes.start(1)
     until(lambda: nodes.windows() > 20)
     second.send_signal(signal.SIGKILL)  # ip has become the launcher; the kernel ends its ranks with it
-    until(lambda: "on 1 ranks instead of 2" in nodes.log())
+    until(lambda: "on 1 rank instead of 2" in nodes.log())
     again = nodes.start(1)
     until(lambda: "on 2 ranks instead of 1" in nodes.log())
     assert first.wait(300) == again.wait(300) == 0

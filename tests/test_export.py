@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,8 +62,9 @@ def export(run: Path, *words: str, code: int = 0) -> None:
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     told = capsys.readouterr()
-    assert (told.out, told.err.count("\n")) == ("", 1), told
-    return told.err
+    lines = [line for line in told.err.splitlines(keepends=True) if not line.startswith("export: ")]  # stages
+    assert (told.out, len(lines)) == ("", 1), told
+    return lines[0]
 
 
 @pytest.mark.compat
@@ -162,6 +164,27 @@ def test_an_export_is_replaced_only_when_told_to(
         export(run, "--to", "safetensors", "--out", str(tmp_path / name), "--force", code=2)
         assert f"holds other things too ({other})" in one_line(capsys)
         assert (tmp_path / name / other).exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_nothing_half_written(
+    number: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def writer(_model: nn.Module, _inputs: Any, folder: Path) -> Path:
+        assert folder.is_dir() and [path.name for path in tmp_path.iterdir()] == [folder.name]
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal came too late")
+
+    monkeypatch.setitem(WRITERS, "safetensors", writer)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "x")])
+    assert ended.value.code == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err.splitlines() == [
+        "export: writing safetensors (fp32)",
+        f"trainer: stopped by {signal.Signals(number).name}",
+    ]
 
 
 def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:

@@ -56,6 +56,7 @@ CHANGES: dict[str, Any] = {
     "user": "1234:99",
     "environment": {"NCCL_DEBUG": "INFO", "ODD": "$(x) $$ $"},
     "recipe_text": "epochs: 3\n",
+    "files": {"mine.py": "/srv/mine.py"},
 }
 Read = Callable[[str], dict[str, Any]]
 PLACES: dict[str, tuple[Place, Site, Read]] = {
@@ -68,6 +69,7 @@ PLACES: dict[str, tuple[Place, Site, Read]] = {
 }
 # What a place can't do; it must say so.
 REFUSED = {("docker", "nodes"), ("docker", "least_nodes"), ("trainjob", "least_nodes"), ("trainjob", "port")}
+REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob", "pytorchjob")}
 
 
 def job(where: str, **changes: Any) -> JobSpec:

@@ -14,10 +14,12 @@ import yaml
 
 from tests import job_files
 from trainer.cli import main
-from trainer.jobs import command, submit
+from trainer.config import describe
+from trainer.jobs import carried, command, submit
 from trainer.jobs.launching import job_fields
 from trainer.jobs.places import ENDINGS
 from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.recipe import Recipe
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]
@@ -250,6 +252,108 @@ def test_a_recipe_in_the_container_is_only_warned_of(
     assert "ConfigMap" not in said.out
 
 
+def rendered(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["launch", *words, "--on", place, *ENGINE, "--dry-run"]) == 0
+    read = {"docker": job_files.read_docker, "compose": job_files.read_compose, "slurm": job_files.read_slurm}
+    return read[place](capsys.readouterr().out)
+
+
+HERE = "task: mine.py\nepochs: 1\nmodel: {init_from: w.safetensors}\n"
+
+
+@pytest.mark.parametrize("place", ["docker", "compose", "slurm"])
+def test_what_a_recipe_names_here_is_mounted(
+    place: str, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del tools
+    Path("r.yaml").write_text(HERE)
+    Path("pets").mkdir()
+    for name in ("mine.py", "w.safetensors"):
+        Path(name).touch()
+    here = Path.cwd()
+    job = rendered(["digits", "--set", "data={name: folder, path: pets}"], place, capsys)
+    assert job["mounts"] == {"/workspace/runs": f"{here}/runs", "/data": f"{here}/pets"}
+    assert job["command"][-1] == "data.path=/data"
+    job = rendered(["r.yaml"], place, capsys)
+    assert job["mounts"] == {
+        "/workspace/runs": f"{here}/runs",
+        "/recipe/r.yaml": f"{here}/r.yaml",
+        "/recipe/mine.py": f"{here}/mine.py",
+        "/recipe/w.safetensors": f"{here}/w.safetensors",
+    }
+    words = ["model.init_from=/recipe/w.safetensors", "task=/recipe/mine.py"]
+    assert [word for word in job["command"] if "=" in word] == words
+
+
+def test_a_path_in_a_mounted_folder_is_given_as_it_is_there(
+    tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del tools
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/model.safetensors").touch()
+    Path("text.txt").touch()
+    job = rendered(["digits", "--set", "model.init_from=runs/old/model.safetensors"], "docker", capsys)
+    assert job["command"][-1] == "model.init_from=/workspace/runs/old/model.safetensors"
+    words = ["gpt-stdlib", "--set", "data.name=text", "--set", "data.path=text.txt"]
+    job = rendered(words, "docker", capsys)  # a file: its folder is mounted
+    assert job["command"][-1] == "data.path=/data/text.txt"
+    assert job["mounts"]["/data"] == str(Path.cwd())
+
+
+FOLDER = ["digits", "--set", "data.name=folder", "--set"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([*FOLDER, "data.path=/no/pets", "--on", "docker", *ENGINE], "data.path=/no/pets: no such file or"),
+        ([*FOLDER, "data.path=/data/pets", "--on", "docker", *ENGINE], "data.path=/data/pets: no such file"),
+        (
+            [*FOLDER, "data.path=pets", "--data", ".", "--on", "compose", *ENGINE, "--runs", "/srv"],
+            "no such file or folder here",
+        ),
+        (
+            [*FOLDER, "data.path=/usr", "--data", "/etc", "--on", "docker", *ENGINE],
+            "data.path=/usr: only --data /etc is mounted",
+        ),
+        (
+            [*FOLDER, "data.path=pets", "--on", "kubernetes", *CLUSTER],
+            "data.path=pets: pods don't see this machine's files: put it on a volume, give its claim by "
+            "--data pvc:CLAIM, and its path there, --set data.path=/data/…",
+        ),
+        (
+            ["digits", "--set", "model.init_from=w.safetensors", "--on", "kubeflow", *CLUSTER],
+            "model.init_from=w.safetensors: pods don't see this machine's files",
+        ),
+        (
+            ["digits", "--set", "data.cache=/scratch/copies", "--on", "docker", *ENGINE],
+            "data.cache=/scratch/copies: containers don't see it; give --cache /scratch/copies",
+        ),
+    ],
+)
+def test_what_cannot_be_mounted_is_refused(
+    words: list[str], wanted: str, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools.add("docker")
+    assert wanted in refused(words, capsys)
+    assert tools.calls() == []
+
+
+def test_every_key_with_a_path_is_looked_at() -> None:
+    keys = {key.name for key in describe(Recipe) if "Path" in key.type}
+    assert keys | {"task"} == set(carried.PATHS)
+
+
+def test_on_slurm_without_containers_the_files_are_warned_of(tools: Tools, capsys: Any) -> None:
+    del tools
+    Path("r.yaml").write_text(HERE)
+    words = ["r.yaml", "--on", "slurm", "--container", "venv", "--dry-run"]
+    assert main(["launch", *words]) == 0
+    warned = capsys.readouterr().err
+    for name in ("the recipe r.yaml", "model.init_from w.safetensors", "task mine.py"):
+        assert f"{name} lies on a disk of this machine" in warned
+
+
 SWEEP = "grid: {optim.lr: [0.1, 0.3], seed: [0, 1]}"
 
 
@@ -306,10 +410,11 @@ def test_a_sweep_on_slurm_is_one_array(tools: Tools, capsys: pytest.CaptureFixtu
     assert tools.calls() == [["sbatch", "runs/.jobs/lr.sbatch"]]
     text = Path("runs/.jobs/lr.sbatch").read_text()
     assert "#SBATCH --array=0-3" in text
+    assert "#SBATCH --job-name=lr\n" in text  # of all tasks, so not the first run's
     assert "--out runs/lr-3" in text
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("follow     tail -F ")
-    assert lines[1].endswith("runs/.jobs/lr-0-7_0.out")
+    assert lines[1].endswith("runs/.jobs/lr-7_0.out")
     assert lines[-1] == "compare    trainer report runs/lr-0 runs/lr-1 runs/lr-2 runs/lr-3"
 
 
@@ -349,10 +454,15 @@ def test_a_sweep_wants_a_digest(tools: Tools, capsys: pytest.CaptureFixture[str]
 def test_every_option_reaches_the_specification() -> None:
     options = _options()
     fields = job_fields(options, "slurm")
-    assert set(fields) == set(JobSpec.model_fields) - {"recipe_text"}
+    assert set(fields) == set(JobSpec.model_fields) - {"recipe_text", "files"}
     spec, plain = JobSpec.model_validate(fields), JobSpec(recipe="digits")
     same = {name for name in JobSpec.model_fields if getattr(spec, name) == getattr(plain, name)}
-    assert same == {"recipe", "ranks_per_node", "recipe_text"}  # with GPUs there are no ranks to give
+    assert same == {
+        "recipe",
+        "ranks_per_node",
+        "recipe_text",
+        "files",
+    }  # with GPUs there are no ranks to give
     site = {name: getattr(options, name) for name in Site.model_fields}
     assert all(value != getattr(Site(), name) for name, value in site.items())
     assert Site.model_validate(site)

@@ -59,7 +59,7 @@ def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.Mo
     kinds = {"/home/runs": "nfs4", "/tmp/data": "xfs", "/shared/venv": "lustre"}
     monkeypatch.setattr(partition, "read_mount", lambda path: SimpleNamespace(kind=kinds[str(path)]))
     spec = JobSpec(recipe="digits", runs="/home/runs", data="/tmp/data")
-    (line,) = partition.unseen_folders(spec, Site(container="venv", venv="/shared/venv"))
+    (line,) = partition.unseen_folders(spec, Site(container="venv", venv="/shared/venv"), {})
     assert line.startswith(
         "--data /tmp/data lies on a disk of this machine (xfs): every node of the job must"
     )

@@ -2,8 +2,10 @@
 
 import io
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -41,7 +43,10 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Path) -> None:
     records = in_folder(photographs)
     for processes in (1, 2):
-        pack(records, tmp_path / str(processes), PackSettings(64, raw=True), processes)
+        told = list[int]()
+        pack(records, tmp_path / str(processes), PackSettings(64, raw=True), processes, told.append)
+        assert sum(told) == 150
+        assert processes > 1 or told == [1] * 150
     first = content(tmp_path / "1")
     assert first == content(tmp_path / "2")
     assert sorted(first) == ["00000.bin", "00001.bin", "00002.bin", INDEX, COLUMNS]
@@ -130,12 +135,31 @@ def test_a_process_that_is_killed_ends_it(
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def map(self, *_: Any) -> Any:
+        def submit(self, *_: Any) -> Any:
             raise BrokenProcessPool
 
     monkeypatch.setattr("trainer.data.pack.ProcessPoolExecutor", Broken)
     with pytest.raises(BadInputError, match=r"was killed.*the same command goes on"):
         pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
+
+
+@pytest.mark.parametrize(("processes", "busy_in"), [(1, "_pack_piece"), (2, "wait")])
+def test_a_signal_ends_a_pack_and_its_processes(
+    processes: int, busy_in: str, photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
+    monkeypatch.setattr(f"trainer.data.pack.{busy_in}", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before, others = signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}
+    arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes"]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, str(processes)])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capfd.readouterr().err.splitlines() == ["trainer: stopped by SIGTERM"]
+    assert {*multiprocessing.active_children()} == others
+    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.undo()
+    assert main([*arguments, "1"]) == 0  # goes on
+    assert len(in_pieces(tmp_path / "p")) == 150
 
 
 def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Promise: a figure that the README publishes stands in the results that it links to."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 _FIGURE = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,]*\w)")
@@ -55,3 +58,38 @@ def test_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (ROOT / target).exists(), target
+
+
+# docs/run-folder.md
+
+RUN_FOLDER = (ROOT / "docs" / "run-folder.md").read_text()
+
+
+def test_the_weights_are_loaded_as_the_document_says(
+    digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", RUN_FOLDER, re.S)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(digits_run)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    state = names["model"].state_dict()
+    assert state.keys() == names["weights"].keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in names["weights"].items())
+
+
+def test_every_key_of_a_row_is_in_the_document(digits_run: Path) -> None:
+    table = [line.split(" | ") for line in RUN_FOLDER.splitlines() if line.startswith("| `")]
+    told = {
+        (name, kind)
+        for cells in table
+        for name in re.findall(r"`([^`]+)`", cells[0])
+        for kind in cells[1].split(", ")
+    }
+    rows = [json.loads(line) for line in (digits_run / "metrics.jsonl").read_text().splitlines()]
+    assert {"train", "evaluation", "end"} <= {row["kind"] for row in rows}
+    for row in rows:
+        for key in row:
+            names = (key, f"{key.partition('/')[0]}/*")
+            assert any((name, kind) in told for name in names for kind in ("all", row["kind"])), (key, row)

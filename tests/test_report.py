@@ -435,9 +435,12 @@ def test_the_command_says_where_it_wrote(run: Path, tmp_path: Path, capsys: Any,
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'} (")
-    assert main(["report", str(run), str(run)]) == 0
+    write_run(tmp_path / "other")
+    assert main(["report", str(run), "other"]) == 0
     assert capsys.readouterr().out.startswith("report.html (") and (tmp_path / "report.html").exists()
-    assert main(["report", str(run), "--out", "x.html"]) == 0
+    for _ in range(2):  # a report is written anew
+        assert main(["report", str(run), "--out", "x.html"]) == 0
+        assert main(["report", str(run)]) == 0
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -458,6 +461,12 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
         (["list"], "list/manifest.json: can't be read as a manifest (not a JSON object)"),
         (["deep"], "nested too deeply"),
         ([str(run), "--out", "empty"], "--out empty: is a folder"),
+        (
+            [str(run), "--out", "list/manifest.json"],
+            "list/manifest.json: is there already, and isn't a report",
+        ),
+        ([str(run), str(run)], "full: given twice; leave one out"),
+        (["torn/../list", "empty", "list"], "list: given twice"),
         ([str(run), "--out", "no/such/x.html"], "no/such/x.html: can't be written (No such file"),
     ]
     before = sys.getrecursionlimit()
@@ -470,6 +479,19 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
     finally:
         sys.setrecursionlimit(before)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_comparison_does_not_replace_another(
+    run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "other")
+    assert main(["report", str(run), "other"]) == 0
+    before = (tmp_path / "report.html").read_bytes()
+    assert main(["report", "other", str(run)]) == 2
+    assert "report.html: is there already, of other runs perhaps; give --out FILE" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert main(["report", "other", str(run), "--out", "report.html"]) == 0
 
 
 def test_the_end_of_a_training_does_not_fail_for_its_report(

@@ -271,6 +271,12 @@ def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: 
     assert same(folder, whole)
 
 
+def test_what_a_command_needs_to_go_on_depends_on_what_was_typed() -> None:
+    assert between_windows._with("trainer train digits --set seed=1") == " (with --resume newest)"
+    for typed in ("--out runs/a", "--out=runs/a", "--resume newest", "--resume=newest"):
+        assert between_windows._with(f"trainer train digits {typed}") == ""
+
+
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
     """Neither where nothing could be written, nor where what was there at the start is gone."""
     ended = attempt(tmp_path / "gone", stop_at=8, before=failing(8, remove=5))

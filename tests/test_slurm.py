@@ -152,11 +152,9 @@ def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -
     ]
     (tmp_path / ".jobs").mkdir()
     script = tmp_path / ".jobs" / "array.sbatch"
-    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV))))
+    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV)), "job"))
     array = slurm.tell("sbatch", "--parsable", str(script))
-    tasks = [
-        (f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-0-{array}_{n}.out") for n in (0, 1)
-    ]
+    tasks = [(f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-{array}_{n}.out") for n in (0, 1)]
     for task, run, _ in tasks:
         until(partial(_has_rows, run))
         slurm.tell("scancel", "--signal=USR1", task)

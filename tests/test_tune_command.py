@@ -244,7 +244,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], list[str], str]] = [
     (lambda _: None, ["--set", "memory.allocator=async"], 'memory.allocator: the default, now "async"'),
     (lambda _: None, ["--set", "optim.name=sgd"], 'optim.name: the default, now "sgd"'),
     (lambda _: None, ["--set", "data.global_batch=128"], "data.global_batch: the default, now 128"),
-    (lambda _: None, ["--ranks", "2"], "was made for 1 ranks, and these are 2"),
+    (lambda _: None, ["--ranks", "2"], "was made for 1 rank, not for 2"),
     (lambda file: file.update(device="cuda"), [], "was made on cuda, and this is cpu"),
     (lambda file: file.update(rank=1), [], "unknown key 'rank'; did you mean 'ranks'?"),
     (lambda file: file["settings"]["data"].update(worker=1), [], "did you mean 'settings.data.workers'?"),

@@ -385,7 +385,7 @@ def _how_it_goes_on(
         tree = stored.config.get("parallel", {}).get("reduction") == "tree"
         sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"
         notes.append(
-            f"on {world.size} ranks instead of {stored.world_size}: the same samples in the same windows, "
-            f"{sums}"
+            f"on {world.size} rank{'s' * (world.size > 1)} instead of {stored.world_size}: the same "
+            f"samples in the same windows, {sums}"
         )
     return notes

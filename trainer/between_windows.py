@@ -1,7 +1,9 @@
 """What happens between two windows: evaluation, checkpoints, stops."""
 
 import math
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -14,6 +16,7 @@ from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.guard import Finding, Guard
 from trainer.loop import train
+from trainer.manifest import command
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
 from trainer.observe.memory import after_evaluation, memory_row
@@ -227,10 +230,16 @@ class BetweenWindows:
                     f"--stop-after {done}: no checkpoint could be written; make room on the disk"
                 )
             raise Requeue(f"stopped after window {done} as asked; without --stop-after it goes on {where}")
-        name, how = signal.Signals(number), "(without --out: with --resume newest)"
+        name, how = signal.Signals(number), _with(command(os.environ, sys.argv))
         if window < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where} {how}")
+        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}{how}")
+
+
+def _with(typed: str) -> str:
+    """What a command needs besides to go on with the run that it began."""
+    words = typed.replace("=", " ").split()
+    return "" if "--out" in words or "newest" in words else " (with --resume newest)"
 
 
 def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:

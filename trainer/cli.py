@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Until the launcher or a rank takes over, Ctrl-C just ends the process: a KeyboardInterrupt in
         # the seconds of importing torch is a traceback, or gets lost there.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: LC_ALL=C may be set
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
     try:
@@ -135,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
     report.add_argument(
-        "--out", type=Path, metavar="FILE", help="(default: RUN/report.html; for several runs ./report.html)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="replaced if it is a report, and never if it is anything else (default: RUN/report.html; for "
+        "several runs ./report.html, if there is none yet)",
     )
     report.set_defaults(run=_report)
 

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from trainer.errors import BadInputError
 from trainer.own_file import own_recipe
 from trainer.redact import redact, redact_text
-from trainer.suggest import nearest
-from trainer.yaml_text import parse_yaml
+from trainer.suggest import alike, nearest
+from trainer.yaml_text import in_yaml, parse_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -82,7 +82,7 @@ def parse_recipe(text: str, source: str) -> dict[str, Any]:
     """
     values = parse_yaml(text, source)
     if not isinstance(values, dict):
-        kind = type(values).__name__
+        kind = {type(None): "an empty file", list: "a list"}.get(type(values), "a single value")
         raise BadInputError(f"{source}: a recipe is a mapping such as 'optim: {{lr: 0.1}}', not {kind}")
     return values
 
@@ -135,41 +135,49 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     # An unknown key first: it is usually why another one is missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    location = [str(part) for part in problem["loc"]]
     known = [key.name for key in describe(model)]
-    dotted = ".".join(location)
+    others = len({_key_of(one["loc"], known) for one in problems}) - 1
+    more = f" (and {others} more problem{'s' * (others > 1)})" * (others > 0)
+    dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         inside = problem["input"]
         return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
-    # A union's location ends with the name of the member that was tried.
-    while location and ".".join(location) not in known:
-        location.pop()
-    dotted = ".".join(location) or dotted
+    dotted = _key_of(problem["loc"], known)
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
         what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
     if problem["type"] == "tuple_type":
-        what = f"a list is wanted, such as --set '{dotted}=[{problem['input']}]'"
+        what = f"a list is wanted, such as --set '{dotted}=[{in_yaml(problem['input'])}]'"
     if problem["type"] == "literal_error":
         what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
     if not wanted:  # of a whole section
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = redact_text(str(problem["input"]))  # before a cut that would hide what shows it
+    given = redact_text(in_yaml(problem["input"]))  # before a cut that would hide what shows it
     given = given if len(given) < 60 else given[:57] + "..."
     return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
+
+
+def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
+    """The key that a problem is of: a union's location ends with the name of the member that was tried."""
+    parts = [str(part) for part in location]
+    ends = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((key for key in ends if key in known), ".".join(parts))
 
 
 def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
     head, _, tail = dotted.rpartition(".")
     if is_section:
         return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
-    beside = [key for key in known if key.rpartition(".")[0] == head]
-    same_tail = [key for key in known if key.rpartition(".")[2] == tail]
-    if same_tail:
-        return f"; did you mean '{same_tail[0]}'?"
-    return nearest(dotted, beside) or nearest(dotted, known) or "; --help-config shows every key"
+    # By the last word alone: a section that two keys have in common makes them alike, whatever they mean.
+    everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
+    if tail in everywhere:
+        return f"; did you mean '{everywhere[tail]}'?"
+    for names in (beside, everywhere):
+        if found := alike(tail, names):
+            return f"; did you mean '{names[found]}'?"
+    return "; --help-config shows every key"
 
 
 class Key(NamedTuple):

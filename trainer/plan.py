@@ -190,7 +190,7 @@ class Share:
         if self.plan.shards % self.world:
             raise BadInputError(
                 f"data.global_batch={self.plan.global_batch} is not a multiple of data.micro_batch="
-                f"{self.plan.micro_batch} x {self.world} ranks: change one of them or the number of GPUs"
+                f"{self.plan.micro_batch} x {self.world} ranks: change one of them or the number of ranks"
             )
 
     @property

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,6 +100,33 @@ def end_on_signal(resumable: Callable[[], bool]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, end)
+
+
+@contextmanager
+def unwound() -> Iterator[None]:
+    """Meanwhile a signal to end is an exception: unfinished files and processes go as after an error.
+
+    The exit code is a shell's, 128 and the signal's number. Outside of the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [
+        n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
+    ]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for other in numbers:  # a second one mustn't cut off the cleaning up
+            signal.signal(other, signal.SIG_IGN)
+        os.write(2, f"trainer: stopped by {signal.Signals(number).name}\n".encode())
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

@@ -122,13 +122,15 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     plan = make_plan(recipe, task)
     if world_size > plan.samples:
         raise BadInputError(
-            f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} ranks"
+            f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} "
+            f"rank{'s' * (plan.samples > 1)}"
         )
     each = Share(plan, 0, world_size).accumulation
     if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.shards, world_size):
         raise BadInputError(
-            f"parallel.reduction=tree: {plan.shards} micro-batches a window on {world_size} ranks are {each} "
-            "each, which is no power of two; change data.micro_batch or the number of ranks"
+            f"parallel.reduction=tree: {plan.shards} micro-batches a window are {each} for each "
+            f"of {world_size} rank{'s' * (world_size > 1)}, which is no power of two; change "
+            "data.micro_batch or the number of ranks"
         )
     model = shapes_only(task)
     _check_dtypes(model)

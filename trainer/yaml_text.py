@@ -1,6 +1,7 @@
 """YAML from people: safe, bounded, and with the scalars that one expects."""
 
 import re
+import sys
 from typing import Any
 
 import yaml
@@ -59,7 +60,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except Exception as error:  # PyYAML raises more than its own errors: KeyError for `!!bool x`, say
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or "nested too deeply or malformed"
+        what = getattr(error, "problem", None) or _why(error)
         if "alphabetic or numeric character" in what:
             what = 'a pattern that starts with * needs quotes of its own: ["*.norm*"]'
         raise BadInputError(f"{source}:{where} not valid YAML ({what})") from error
@@ -68,6 +69,30 @@ def parse_yaml(text: str, source: str) -> Any:
             f"{source}: more than {_NODES} values once its aliases are expanded; not a recipe"
         )
     return values
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if not isinstance(error, yaml.reader.ReaderError):
+        return "malformed"
+    if 0xDC80 <= error.character <= 0xDCFF:  # how Python keeps a byte that it couldn't decode
+        return (
+            f"it isn't text in the locale's encoding, which is {sys.getfilesystemencoding()}: set "
+            "LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        )
+    return f"character U+{error.character:04X} isn't allowed; remove it"
+
+
+def in_yaml(value: Any) -> str:
+    """A value as one would type it: null and true, where Python says None and True."""
+    if isinstance(value, str):
+        return value
+    try:
+        text: str = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
+    except yaml.YAMLError:  # from Python one may give anything
+        return str(value)
+    return text.removesuffix("\n").removesuffix("...").rstrip()
 
 
 def _expanded(value: Any, known: dict[int, int], above: tuple[int, ...]) -> int:

@@ -77,7 +77,8 @@ def _lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float
     for entry in entries:
         age, size = _age(time.time() - entry.time), f"{entry.size / 2**20:,.1f} MiB"
         yield f"{entry.step:>10}  {age:>8}  {size:>10}  {entry.problem or 'good'}"
-    yield f"verified at {speed:,.0f} MB/s"
+    if speed:
+        yield f"verified at {f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} MB/s"
     yield f"newest good: step {good.step} ({good.path})" if good else "newest good: none; all are damaged"
 
 

@@ -1,15 +1,14 @@
 """`trainer data`: pack, index, verify, stats."""
 
 import argparse
-import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.data.tokenize import add_parser as add_tokenize
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.observe.working import counted
+from trainer.preempt import unwound
 
 _SPLITS = ("train", "val")
 _SHOWN = 20
@@ -90,29 +89,7 @@ def _open(source: Path) -> Any:
     return in_folder(source)
 
 
-@contextlib.contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, a line every tenth elsewhere."""
-    if not sys.stderr.isatty():
-        done = shown = 0
-
-        def advance(by: int) -> None:
-            nonlocal done, shown
-            done += by
-            if total and done * 10 // total > shown:
-                shown = done * 10 // total
-                print(f"{label}: {done * 100 // total} %", file=sys.stderr, flush=True)
-
-        yield advance
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda by: bar.advance(task, by)
-
-
+@unwound()
 def _pack(options: argparse.Namespace) -> int:
     from trainer.data.pack import PackSettings, pack
     from trainer.limits import read_limits
@@ -129,7 +106,7 @@ def _pack(options: argparse.Namespace) -> int:
         target = options.target / split if split else options.target
         records = _open(source)
         try:
-            with _progress(f"packing {source}", len(records)) as advance:
+            with counted(f"packing {source}", len(records)) as advance:
                 about = pack(records, target, settings, processes, advance)
         except OSError as error:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
@@ -145,7 +122,7 @@ def _index(options: argparse.Namespace) -> int:
     for _, folder in _parts(options.folder):
         total = sum(file.stat().st_size for file in folder.glob("*.tar")) if folder.is_dir() else 0
         try:
-            with _progress(f"indexing {folder}", total) as advance:
+            with counted(f"indexing {folder}", total) as advance:
                 about = index_shards(folder, advance)
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
@@ -163,7 +140,7 @@ def _verify(options: argparse.Namespace) -> int:
     bad = 0
     for _, folder in _parts(options.folder):
         pieces = in_pieces(folder)
-        with _progress(f"verifying {folder}", len(pieces)) as advance:
+        with counted(f"verifying {folder}", len(pieces)) as advance:
             lines = list(damaged(pieces, advance))
         for line in lines[:_SHOWN]:
             print(line)
@@ -177,7 +154,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _verify_tokens(file: Path) -> int:
     from trainer.data.tokens import verify_tokens
 
-    with _progress(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
+    with counted(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
         about = verify_tokens(file, advance)
     print(f"{file}: {about.tokens:,} tokens are as they were written")
     return EXIT_DONE
@@ -189,7 +166,7 @@ def _stats(options: argparse.Namespace) -> int:
     found = {}
     for split, source in _parts(options.source):
         records = _open(source)
-        with _progress(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
+        with counted(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
             found[split or str(source)] = statistics(records, advance)
     if options.json:
         print(json.dumps({name: _plain(figures) for name, figures in found.items()}, indent=1))

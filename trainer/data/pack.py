@@ -10,8 +10,9 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,10 @@ from trainer.data.records import Records
 from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
 
+Advance = Callable[[int], object]
+
 UNFINISHED = ".unfinished"
+_LOOK_SECONDS = 0.5  # how often it is told what the processes have done
 _LONGEST_JPEG = 65_500  # pixels, of either side
 
 
@@ -61,7 +65,7 @@ def pack(
     target: Path,
     settings: PackSettings,
     processes: int = 1,
-    advance: Callable[[int], object] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> About:
     """Makes a pack, or goes on with one.
 
@@ -89,13 +93,11 @@ def pack(
 
 
 def _packed(
-    records: Records, target: Path, settings: PackSettings, processes: int, advance: Callable[[int], object]
+    records: Records, target: Path, settings: PackSettings, processes: int, advance: Advance
 ) -> About:
     size = samples_per_piece(len(records))
     ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
-    done = partial(_pack_piece, records, target, settings)
-    for number in _worked_off(done, list(enumerate(ranges)), processes):
-        advance(len(ranges[number]))
+    _work_off(partial(_pack_piece, records, target, settings), list(enumerate(ranges)), processes, advance)
     pieces, columns = [], list[dict[str, npt.NDArray[Any]]]()
     for number in range(len(ranges)):
         piece, part = _finished(target, number)
@@ -160,16 +162,33 @@ def _locked(work: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _worked_off(
-    work: Callable[[int, range], int], pieces: list[tuple[int, range]], processes: int
-) -> Iterator[int]:
+def _work_off(
+    work: Callable[[int, range, Advance], None],
+    pieces: list[tuple[int, range]],
+    processes: int,
+    advance: Advance,
+) -> None:
     if processes < 2:
-        yield from (work(*piece) for piece in pieces)
+        for piece in pieces:
+            work(*piece, advance)
         return
     context = multiprocessing.get_context("forkserver")
+    packed, others = context.Value("q", 0), {*multiprocessing.active_children()}
     try:
-        with ProcessPoolExecutor(min(processes, len(pieces)), context) as pool:
-            yield from pool.map(partial(_starred, work), pieces)
+        with ProcessPoolExecutor(min(processes, len(pieces)), context, _begin, (packed,)) as pool:
+            try:
+                told, left = 0, {pool.submit(_in_process, work, piece) for piece in pieces}
+                while left:
+                    done, left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION)
+                    now = packed.value
+                    advance(now - told)
+                    told = now
+                    for one in done:
+                        one.result()
+            except BaseException:  # else the pool would first finish what it has begun, also after a signal
+                for process in {*multiprocessing.active_children()} - others:
+                    process.terminate()
+                raise
     except BrokenProcessPool as error:
         raise BadInputError(
             "a process of the pool was killed (out of memory?); the same command goes on, with a smaller "
@@ -177,21 +196,39 @@ def _worked_off(
         ) from error
 
 
-def _starred(work: Callable[[int, range], int], piece: tuple[int, range]) -> int:
+# Samples that all processes of a pool have packed, in each of them.
+_count: Any = None
+
+
+def _begin(packed: Any) -> None:
+    global _count  # noqa: PLW0603  (what a pool's initializer is for)
+    _count = packed
     torch.set_num_threads(1)
-    return work(*piece)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
 
 
-def _pack_piece(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> int:
-    """Writes a piece and its part of the index, unless that has been done; returns its number."""
+def _in_process(work: Callable[[int, range, Advance], None], piece: tuple[int, range]) -> None:
+    work(*piece, _counted)
+
+
+def _counted(samples: int) -> None:
+    with _count.get_lock():
+        _count.value += samples
+
+
+def _pack_piece(
+    records: Records, target: Path, settings: PackSettings, number: int, samples: range, advance: Advance
+) -> None:
+    """Writes a piece and its part of the index, unless that has been done."""
     part = target / UNFINISHED / f"{number:05d}.safetensors"
     if part.exists():
-        return number
+        advance(len(samples))
+        return
     name = f"{number:05d}.bin"
     for left in (target / name, part.with_suffix(".tmp")):
         disk.remove(left)
     rows = list[tuple[int, int, int, int]]()
-    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
+    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows, advance))
     sizes, hashes, heights, widths = zip(*rows, strict=True)
     columns = {
         "piece": np.full(len(rows), number, np.int32),
@@ -208,7 +245,6 @@ def _pack_piece(records: Records, target: Path, settings: PackSettings, number: 
     disk.sync_folder(target)
     disk.rename(part.with_suffix(".tmp"), part)
     disk.sync_folder(part.parent)
-    return number
 
 
 def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[Any]]]:
@@ -226,13 +262,18 @@ def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[A
 
 
 def _stored_one_by_one(
-    records: Records, settings: PackSettings, samples: Iterable[int], rows: list[tuple[int, int, int, int]]
+    records: Records,
+    settings: PackSettings,
+    samples: Iterable[int],
+    rows: list[tuple[int, int, int, int]],
+    advance: Advance,
 ) -> Iterator[bytes]:
     """The content of a piece; notes size, hash, height and width of each sample."""
     for sample in samples:
         stored = _stored(records.read(sample), settings)
         rows.append((len(stored.data), hash_of(stored.data), stored.height, stored.width))
         yield bytes(stored.data)
+        advance(1)
 
 
 def _stored(data: bytearray, settings: PackSettings) -> _Stored:

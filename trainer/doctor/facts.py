@@ -252,6 +252,7 @@ class Network:
         infiniband: Active ports in /sys/class/infiniband.
         verbs: Whether /dev/infiniband has a device that this user may open.
         peer_memory: Whether the kernel lets InfiniBand reach GPU memory (nvidia_peermem).
+        listed: Devices that libibverbs lists; None: it can't be loaded, or no port is active.
     """
 
     interfaces: tuple[str, ...] = ()
@@ -261,6 +262,7 @@ class Network:
     infiniband: tuple[str, ...] = ()
     verbs: bool = False
     peer_memory: bool = False
+    listed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

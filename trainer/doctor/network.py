@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.doctor.facts import Box, Finding, Network, bad, fine, unavailable, warn
 from trainer.doctor.helpers import kind_of, some, text_of, within
@@ -13,12 +15,13 @@ from trainer.doctor.helpers import kind_of, some, text_of, within
 _SECONDS = 0.3  # a name server that doesn't answer takes 5 s and more
 
 
-def read_network(root: Path, environ: Mapping[str, str]) -> Network:
+def read_network(root: Path, environ: Mapping[str, str], load: Callable[[str], Any] = ctypes.CDLL) -> Network:
     """Looks at interfaces, name, ports and InfiniBand; sends nothing but a question for this host's name.
 
     Args:
         root: Folder that stands for "/".
         environ: For the ports.
+        load: Opens a shared library by its name, as dlopen does.
     """
     try:
         names = sorted(entry.name for entry in (root / "sys/class/net").iterdir())
@@ -40,7 +43,28 @@ def read_network(root: Path, environ: Mapping[str, str]) -> Network:
         infiniband=tuple(active),
         verbs=any(os.access(device, os.R_OK | os.W_OK) for device in verbs),
         peer_memory=any(kind_of(module) for module in modules),
+        listed=verbs_devices(load) if active else None,
     )
+
+
+def verbs_devices(load: Callable[[str], Any]) -> tuple[str, ...] | None:
+    """The devices that libibverbs lists, as NCCL asks it; None where it can't be loaded.
+
+    NCCL isn't linked against it but opens it by name, and without it goes over TCP, without an error.
+    """
+    try:
+        library = load("libibverbs.so.1")
+    except OSError:
+        return None
+    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.ibv_get_device_name.restype = ctypes.c_char_p
+    count = ctypes.c_int(0)
+    devices = library.ibv_get_device_list(ctypes.byref(count))
+    if not devices:
+        return ()
+    names = [library.ibv_get_device_name(ctypes.c_void_p(devices[at])) for at in range(count.value)]
+    library.ibv_free_device_list(devices)
+    return tuple(name.decode() for name in names)
 
 
 def wanted_ports(environ: Mapping[str, str]) -> dict[str, int]:
@@ -191,6 +215,21 @@ def infiniband(box: Box) -> Finding:
             slurm="srun --container-mounts=/dev/infiniband …   (Pyxis; Apptainer has it)",
             host="ls -l /dev/infiniband; sudo modprobe ib_uverbs",
         )
+    missing = {one.partition(":")[0] for one in network.infiniband} - set(network.listed or ())
+    if missing:
+        package = "apt-get install --yes libibverbs1 ibverbs-providers"
+        lacks = "libibverbs.so.1 isn't there"
+        if network.listed is not None:
+            lists = some(network.listed) if network.listed else "no device"
+            lacks = f"libibverbs lists {lists}: the provider for {some(sorted(missing))} isn't there"
+        return warn(
+            f"{said}, but {lacks}",
+            "NCCL opens this library by its name; without it, it goes over TCP: several times slower "
+            "between hosts",
+            host=f"sudo {package}",
+            docker=f"an image FROM this one, with: USER root; RUN apt-get update && {package}",
+            slurm=f"an image with libibverbs1 and ibverbs-providers ({package})",
+        )
     if box.gpus.cards and not network.peer_memory:
         return warn(
             f"{said}, but the kernel module nvidia_peermem isn't loaded",
@@ -200,7 +239,7 @@ def infiniband(box: Box) -> Finding:
             kubernetes="GPU operator: --set driver.rdma.enabled=true",
             slurm="sudo modprobe nvidia_peermem on every node (an administrator's)",
         )
-    return fine(f"{said} can be used")
+    return fine(f"{said} can be used: libibverbs lists {some(network.listed or ())}")
 
 
 CHECKS = (

@@ -149,8 +149,12 @@ def data_path(box: Box) -> Finding:  # noqa: PLR0911
         return warn(said, "it was copied into the container: slow, and once for each", **pack)
     if kind in ("tmpfs", "ramfs"):
         return warn(said, "it lies in memory and counts against the limit", **pack)
-    if data.mount.rotational and data.reads < 10 * _FEW_READS:  # virtual disks say that they turn
-        return warn(said, "the disk turns: it makes about 100 random reads per second", **pack)
+    if data.mount.rotational and data.reads < 10 * _FEW_READS:
+        turns = (
+            f"{data.reads:,.0f} random reads per second, and the kernel's flag (queue/rotational) says that "
+            "the disk turns, as it does of many virtual disks"
+        )
+        return warn(said, turns, **pack)
     return fine(said)
 
 

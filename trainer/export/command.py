@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from trainer.export.formats import INSTALL_ONNX, WRITERS, Tensors, input_names, 
 from trainer.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.export.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.manifest import file_hash
+from trainer.observe.working import staged
+from trainer.preempt import unwound
 from trainer.redact import redact_text
 from trainer.report.text import plain
 from trainer.run_folder import shown, write_json
@@ -45,6 +47,7 @@ class Subject(NamedTuple):
     wanted: list[list[torch.Tensor]]
 
 
+@unwound()
 def export(options: argparse.Namespace) -> int:
     """Does what `trainer export` was asked for; returns the exit code: 1 if the file isn't what it should be.
 
@@ -59,10 +62,11 @@ def export(options: argparse.Namespace) -> int:
     beside = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         try:
-            beside.mkdir(parents=True)
-            file, error = _write(name, subject, run, beside, options)
-            write_json(beside / _ABOUT, about(file, error, subject, run, options))
-            _publish(beside, target)
+            with staged() as say:
+                beside.mkdir(parents=True)
+                file, error = _write(name, subject, run, beside, options, say)
+                write_json(beside / _ABOUT, about(file, error, subject, run, options))
+                _publish(beside, target)
         except OSError as problem:
             raise BadInputError(
                 f"{target}: can't be written ({problem.strerror}); give another --out"
@@ -148,10 +152,16 @@ def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
 
 
 def _write(
-    name: str, subject: Subject, run: OpenedRun, folder: Path, options: argparse.Namespace
+    name: str,
+    subject: Subject,
+    run: OpenedRun,
+    folder: Path,
+    options: argparse.Namespace,
+    say: Callable[[str], object],
 ) -> tuple[Path, float]:
     """Writes and checks; returns the file and its relative error."""
     example = tuple(value[:_EXAMPLES].clone() for value in subject.inputs[-1])
+    say(f"export: writing {name} ({options.dtype})")
     try:
         with torch.no_grad():
             file = WRITERS[name](subject.model, example, folder)
@@ -161,6 +171,7 @@ def _write(
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTheSame(f"torch {torch.__version__} can't export this model ({first})") from error
     weights_of = [str(run.folder), *options.set] if name == "safetensors" else []
+    say("export: checking it in a fresh process")
     given = in_fresh_process(file, subject.inputs, weights_of)
     error_of = max(relative_error(one, other) for one, other in zip(subject.wanted, given, strict=True))
     limit = LIMITS[options.dtype]

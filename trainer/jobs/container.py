@@ -1,6 +1,6 @@
 """What all places with containers share: what runs in one, where folders are mounted, what is set."""
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -54,6 +54,13 @@ def check_image(spec: JobSpec) -> str:
 def recipe_file(spec: JobSpec) -> str:
     """Where the container finds the recipe that came along, or an empty string."""
     return f"{RECIPE}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
+
+
+def files(spec: JobSpec) -> list[tuple[Path, str]]:
+    """Files of the hosts that came along, and where the container finds each."""
+    there = recipe_file(spec)
+    recipe = [(Path(spec.recipe).absolute(), there)] if there else []
+    return recipe + [(Path(file), f"{RECIPE}/{name}") for name, file in spec.files.items()]
 
 
 def words(spec: JobSpec) -> list[str]:

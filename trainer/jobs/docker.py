@@ -55,9 +55,7 @@ def mounts(spec: JobSpec, place: str) -> list[tuple[Path, str, bool]]:
         found.append((folder_of(place, "data", spec.data), container.DATA, False))
     if spec.cache:
         found.append((folder_of(place, "cache", spec.cache), container.CACHE, True))
-    if there := container.recipe_file(spec):
-        found.append((Path(spec.recipe).absolute(), there, False))
-    return found
+    return found + [(file, there, False) for file, there in container.files(spec)]
 
 
 def _access(written: bool) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from trainer.config import override, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.jobs import slurm, sweep
+from trainer.jobs.carried import INSIDE, carried, local_paths
 from trainer.jobs.partition import check_partition, unseen_folders
 from trainer.jobs.places import render
 from trainer.jobs.spec import JobSpec, Place, Site, pinned
@@ -21,8 +22,6 @@ from trainer.jobs.submit import check_here, submit
 
 _LOCAL = ("docker", "compose")
 _RECIPE_FILES = (".yaml", ".yml", ".py")
-# What a container mounts or brings: a recipe there can't be read from here.
-_INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # Fields of the two models whose options have another name.
 _OPTIONS = {
     "minutes": "time",
@@ -44,16 +43,21 @@ def launch_job(options: argparse.Namespace) -> int:
     specs = [spec]
     if options.sweep:
         specs = [_model(JobSpec, fields) for fields in sweep.jobs(options.sweep, spec)]
+    entered = place != "slurm" or site.container != "venv"
+    if entered:
+        spec, specs = carried(spec, place), [carried(one, place) for one in specs]
     # An array of Slurm is one job.
     array = place == "slurm" and bool(options.sweep)
     jobs = [spec] if array else specs
-    files = [slurm.render_array(specs, site)] if array else [render(place, one, site) for one in specs]
+    files = (
+        [slurm.render_array(specs, site, spec.name)] if array else [render(place, one, site) for one in specs]
+    )
     for one in specs:
         check_here(place, one)
         _check_recipe(one)
     if place == "slurm":
         check_partition(spec, site)
-        for line in unseen_folders(spec, site):
+        for line in unseen_folders(spec, site, {} if entered else local_paths(spec)):
             _warn(line)
     if spec.image and not pinned(spec.image):
         _warn(
@@ -117,7 +121,7 @@ def _variable(word: str) -> tuple[str, str]:
 def _text(recipe: str) -> str | None:
     """What a recipe holds that is a file here; None: it is a name, or a path inside the container."""
     path = Path(recipe)
-    if path.suffix not in _RECIPE_FILES or (recipe.startswith(_INSIDE) and not path.exists()):
+    if path.suffix not in _RECIPE_FILES or (recipe.startswith(INSIDE) and not path.exists()):
         return None
     read_recipe(recipe)  # says what is wrong with it
     return path.read_text("utf-8")
@@ -150,7 +154,7 @@ def _check_recipe(spec: JobSpec) -> None:
     Raises:
         BadInputError: If the recipe or a setting is wrong.
     """
-    if spec.recipe.startswith(_INSIDE) and spec.recipe_text is None:
+    if spec.recipe.startswith(INSIDE) and spec.recipe_text is None:
         _warn(f"{spec.recipe} can't be read here: its keys are checked when the job begins")
         return
     settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]

@@ -3,7 +3,7 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,18 +41,27 @@ def check_partition(spec: JobSpec, site: Site) -> None:
         fits(spec, site, parsed(told.stdout))
 
 
-def unseen_folders(spec: JobSpec, site: Site) -> list[str]:
-    """A line for each folder of the job on a disk of this machine, which compute nodes may not see."""
-    folders = {"runs": spec.runs, "data": spec.data, "cache": spec.cache}
+def unseen_folders(spec: JobSpec, site: Site, other: Mapping[str, str]) -> list[str]:
+    """A line for each folder or file of the job on a disk of this machine, which compute nodes may not see.
+
+    Args:
+        spec: The job.
+        site: Where it runs.
+        other: Further paths, by what names them.
+    """
+    folders = {"--runs": spec.runs, "--data": spec.data, "--cache": spec.cache}
     if site.container == "venv":
-        folders["venv"] = site.venv
+        folders["--venv"] = site.venv
+    if spec.recipe_text is not None:
+        folders["the recipe"] = spec.recipe
+    folders |= {f"the file {name}": file for name, file in spec.files.items()} | dict(other)
     lines = []
     for option, folder in folders.items():
         kind = read_mount(Path(folder).absolute()).kind if folder else ""
         if kind in _OWN_DISKS:
             lines.append(
-                f"--{option} {folder} lies on a disk of this machine ({kind}): every node of the job must "
-                "see it, so give a folder on the cluster's file system (a head node may export this one)"
+                f"{option} {folder} lies on a disk of this machine ({kind}): every node of the job must "
+                "see it, so keep it on the cluster's file system (a head node may export this one)"
             )
     return lines
 

@@ -46,6 +46,11 @@ def pod(
     Raises:
         BadInputError: For root, or a folder of this machine.
     """
+    for file in spec.files.values():
+        raise BadInputError(
+            f"{file}: pods don't see this machine's files; put it on the volume of --data or --runs, and "
+            "give its path there"
+        )
     user, group = (int(number) for number in spec.user.split(":"))
     if user == 0:
         raise BadInputError(f"--user {spec.user}: these pods never run as root; give another")

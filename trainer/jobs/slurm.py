@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import BadInputError
-from trainer.jobs.container import CACHE, DATA, RUNS, recipe_file, words
+from trainer.jobs.container import CACHE, DATA, RUNS, files, words
 from trainer.jobs.spec import JobSpec, Site, folder_of
 
 LOGS = ".jobs"
@@ -42,11 +42,16 @@ def render(spec: JobSpec, site: Site) -> str:
     Raises:
         BadInputError: If the job can't run there.
     """
-    return render_array([spec], site)
+    return render_array([spec], site, spec.name)
 
 
-def render_array(specs: Sequence[JobSpec], site: Site) -> str:
+def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
     """The script of an array, a task for each job; they differ in recipe, settings and name only.
+
+    Args:
+        specs: The jobs.
+        site: Where they run.
+        name: Of the whole array, and of its logs.
 
     Raises:
         BadInputError: If the jobs differ otherwise, or can't run there.
@@ -67,7 +72,7 @@ def render_array(specs: Sequence[JobSpec], site: Site) -> str:
     lines = [
         "#!/bin/bash",
         "# Rendered by `trainer launch --on slurm`.",
-        *_resources(specs, site, runs),
+        *_resources(specs, site, runs, name),
         "",
         "set -u",
     ]
@@ -122,13 +127,13 @@ def _own(spec: JobSpec) -> dict[str, object]:
     return {"recipe": spec.recipe, "settings": spec.settings, "name": spec.name}
 
 
-def _resources(specs: Sequence[JobSpec], site: Site, runs: Path) -> list[str]:
+def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> list[str]:
     spec = specs[0]
-    log = f"{runs}/{LOGS}/{spec.name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
+    log = f"{runs}/{LOGS}/{name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
     if re.search(r"\s", log):
         raise BadInputError(f"--runs {runs}: Slurm takes no blanks in the path of a log; give another folder")
     options = {
-        "job-name": spec.name,
+        "job-name": name,
         "partition": site.partition,
         "account": site.account,
         "qos": site.qos,
@@ -168,8 +173,7 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS}"]
-    if there := recipe_file(spec):
-        mounts.append(f"{Path(spec.recipe).absolute()}:{there}:ro")
+    mounts += [f"{file}:{there}:ro" for file, there in files(spec)]
     if spec.data is not None:
         mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
     if spec.cache is not None:

@@ -73,6 +73,7 @@ class JobSpec(BaseModel):
         user: UID and GID, as `1000:1000`.
         environment: Further variables.
         recipe_text: What a recipe that is a file here holds: containers get it as a file of their own.
+        files: Further files of the hosts that containers see as /recipe/NAME, by that name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,6 +98,7 @@ class JobSpec(BaseModel):
     user: str = Field("1000:1000", pattern=r"^\d+:\d+$")
     environment: dict[str, str] = {}
     recipe_text: str | None = None
+    files: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "JobSpec":

@@ -9,6 +9,8 @@ from trainer.report.figures import status
 from trainer.report.read import Run
 from trainer.report.text import count, escaped
 
+# By this a report is known for one: another file is never replaced by it.
+MARK = '<p class="over"><span>trainer report</span>'
 # Whatever were to slip through the escaping: it would not run, and nothing would be fetched.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _HATCH = (
@@ -68,7 +70,7 @@ def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequenc
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
         f'<link rel="icon" href="data:,"><title>{title}</title><style>\n{style}</style></head>\n'
-        f'<body>{_HATCH}<main><header><p class="over"><span>trainer report</span> {over}</p>{head}</header>\n'
+        f"<body>{_HATCH}<main><header>{MARK} {over}</p>{head}</header>\n"
         f"{chr(10).join(part for part in parts if part)}\n"
         f"<footer>Written {now} from {rows} of metrics.jsonl{odd}. Colours after Okabe and Ito, "
         "for all kinds of colour vision.</footer></main></body></html>\n"

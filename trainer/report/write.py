@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.redact import redact_text
-from trainer.report.page import page
+from trainer.report.page import MARK, page
 from trainer.report.read import read_run
 from trainer.report.text import plain
 
@@ -16,6 +16,7 @@ NAME = "report.html"
 _RUNS = 14  # seven colours, drawn through and dashed
 # At the end of a training nobody waits long: reading takes about 25 s for each GB.
 _QUICK = 256 << 20
+_HEAD = 1 << 18  # bytes of a report that its style and its mark are in
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
@@ -61,13 +62,30 @@ def report(folders: Sequence[Path], out: Path | None) -> int:
     """Writes a report and says where: by default in the run folder, for several runs here.
 
     Raises:
-        BadInputError: As `write_report`.
+        BadInputError: As `write_report`; for a run given twice, or a file that stays.
     """
+    for number, folder in enumerate(folders):
+        if any(os.path.realpath(folder) == os.path.realpath(other) for other in folders[:number]):
+            raise BadInputError(f"{folder}: given twice; leave one out")
+    if out is None and len(folders) > 1 and Path(NAME).exists():
+        raise BadInputError(f"{NAME}: is there already, of other runs perhaps; give --out FILE")
     out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     if out.is_dir():
         raise BadInputError(f"--out {out}: is a folder; give a file")
+    if out.exists() and not _is_report(out):
+        raise BadInputError(f"{out}: is there already, and isn't a report; give another --out")
     started = time.monotonic()
     write_report(folders, out)
     seconds = time.monotonic() - started
     print(f"{plain(str(out), 4096)} ({out.stat().st_size / 1000:,.0f} kB, {seconds:.1f} s)")
     return EXIT_DONE
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        if not path.is_file():  # opening a pipe would wait
+            return False
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(_HEAD)
+    except OSError:
+        return False

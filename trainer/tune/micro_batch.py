@@ -89,8 +89,8 @@ def sizes_of(recipe: Recipe, ranks: int) -> list[int]:
         sizes = [size for size in sizes if size > 1]
     if not sizes:
         raise BadInputError(
-            f"no data.micro_batch suits data.global_batch={batch} on {ranks} ranks with this recipe; raise "
-            "data.global_batch, or give data.micro_batch"
+            f"no data.micro_batch suits data.global_batch={batch} on {ranks} rank{'s' * (ranks > 1)} with "
+            "this recipe; raise data.global_batch, or give data.micro_batch"
         )
     return sizes
 

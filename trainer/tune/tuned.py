@@ -160,7 +160,8 @@ def check_tuned(tuned: Tuned, path: Path, recipe: Recipe, ranks: int, device: st
         )
     if tuned.ranks != ranks:
         raise BadInputError(
-            f"--tuned {path}: was made for {tuned.ranks} ranks, and these are {ranks}; {again}"
+            f"--tuned {path}: was made for {tuned.ranks} rank{'s' * (tuned.ranks > 1)}, not for {ranks}; "
+            f"{again}"
         )
     if tuned.device != device:
         raise BadInputError(f"--tuned {path}: was made on {tuned.device}, and this is {device}; {again}")
