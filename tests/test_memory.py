@@ -297,8 +297,8 @@ def test_statistics_without_accumulation_are_batchnorms_own() -> None:
     for _ in range(4):
         data = torch.randn(8, 3) * 2 + 1
         ours(data)
-        statistics.add_shard()
-        statistics.end_window(1)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
         theirs(data)
     for name, tensor in theirs.state_dict().items():
         assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
@@ -312,8 +312,8 @@ def test_statistics_of_a_window_are_the_mean_over_its_shards() -> None:
     for shard in shards:
         layer(shard)
         layer(shard)  # once more, as activation checkpointing does
-        statistics.add_shard()
-    statistics.end_window(4)
+        statistics.add(statistics.of_shard())
+    statistics.end_window()
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert torch.allclose(
