@@ -29,8 +29,8 @@ class ParallelConfig(Section):
 
     threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
-        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, or 1 "
-        "on a CPU with reduction=tree",
+        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, "
+        "or 1 on a CPU with reduction=tree",
     )
     cpu_binding: Binding = Field(
         "auto",
@@ -251,7 +251,7 @@ def replicate(
         return model
     replica = DistributedDataParallel(
         model,
-        # No device_ids: DDP would look through each batch for tensors to bring to the device.
+        device_ids=[device.index] if device.type == "cuda" else None,
         process_group=group,
         bucket_cap_mb=config.bucket_mb,
         gradient_as_bucket_view=True,
@@ -308,8 +308,8 @@ def check_reduced(model: nn.Module, rank: int) -> None:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         raise BadInputError(
             f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
-            f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use parallel.find_unused_parameters=true "
-            "or parallel.reduction=tree, or take the parameters out of the model"
+            f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use "
+            "parallel.find_unused_parameters=true or parallel.reduction=tree, or take the parameters out of the model"
         ) from error
 
 
