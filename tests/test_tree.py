@@ -203,7 +203,7 @@ def test_what_a_shard_leaves_out_counts_for_nothing(ranks: Ranks, above: float) 
         assert torch.allclose(tensor, plain[name], rtol=1e-9), name
 
 
-def test_a_task_may_call_a_method_of_its_model(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_may_call_a_method_of_its_model(ranks: Ranks) -> None:
     wanted = ranks.run(2, trained_sometimes, -9.0, "all_reduce")
     for answer, other in zip(ranks.run(2, trained_by_a_method), wanted, strict=True):
         assert all(torch.equal(tensor, other[name]) for name, tensor in answer.items())

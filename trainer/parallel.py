@@ -309,7 +309,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
         raise BadInputError(
             f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
             f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use "
-            "parallel.find_unused_parameters=true or parallel.reduction=tree, or take the parameters out of the model"
+            "parallel.find_unused_parameters=true or parallel.reduction=tree, or remove these parameters"
         ) from error
 
 
