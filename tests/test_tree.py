@@ -203,6 +203,44 @@ def test_what_a_shard_leaves_out_counts_for_nothing(ranks: Ranks, above: float) 
         assert torch.allclose(tensor, plain[name], rtol=1e-9), name
 
 
+class Running(nn.Module):
+    """Keeps statistics that BatchNorm knows nothing of, in place, by assignment, and as integers."""
+
+    mean: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4, dtype=torch.float64))
+        self.instance = nn.InstanceNorm1d(5, track_running_stats=True, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            self.seen += 1
+        result: torch.Tensor = self.linear(self.instance(x) - self.mean)
+        return result
+
+
+def trained_running(world: World, reduction: str) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Sometimes", lambda _: Running())
+        return trained_sometimes(world, 0.0, reduction)
+
+
+def test_other_running_statistics_are_the_same_on_any_ranks(ranks: Ranks) -> None:
+    wanted = ranks.run(1, trained_running, "tree")[0]
+    assert int(wanted["seen"]) == 8, "it counts steps"
+    assert float(wanted["mean"].abs().min()) > 0
+    for size in SIZES[1:]:
+        for answer in ranks.run(size, trained_running, "tree"):
+            assert all(torch.equal(tensor, answer[name]) for name, tensor in wanted.items())
+    for answer in ranks.run(2, trained_running, "all_reduce"):
+        assert all(torch.allclose(tensor, answer[name], rtol=1e-9) for name, tensor in wanted.items())
+
+
 def test_a_task_may_call_a_method_of_its_model(ranks: Ranks) -> None:
     wanted = ranks.run(2, trained_sometimes, -9.0, "all_reduce")
     for answer, other in zip(ranks.run(2, trained_by_a_method), wanted, strict=True):

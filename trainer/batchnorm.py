@@ -10,10 +10,13 @@ Momentum 1 makes BatchNorm's running buffers each shard's own statistics during 
 makes one update.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.buffers import ChangingBuffers
 from trainer.parallel import sum_over_ranks
 
 
@@ -25,11 +28,15 @@ def is_batchnorm(module: nn.Module) -> bool:
 class WindowStatistics:
     """The statistics that a model's forward pass keeps in its buffers; none is fine too."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        """Takes over BatchNorm's momentum."""
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, changing: Sequence[str] = ()
+    ) -> None:
+        """Takes over BatchNorm's momentum, and the named other buffers (see `buffers.find_changing`)."""
         self._group = group
         layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and is_batchnorm(m)]
-        self._parts = [_BatchNorms(layers)] if layers else []
+        self._parts: list[_BatchNorms | ChangingBuffers] = [_BatchNorms(layers)] if layers else []
+        if changing:
+            self._parts.append(ChangingBuffers(model, changing))
         self._sums: list[torch.Tensor] = []
 
     def reload(self) -> None:

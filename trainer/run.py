@@ -236,7 +236,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, None if in_tree else world.group),
+        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, prepared.changing),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,
