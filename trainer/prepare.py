@@ -88,9 +88,12 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
         others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
         notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
     settled = [b for m in model.modules() if is_batchnorm(m) for b in m.buffers(recurse=False)]
-    batch = blank_batch(task, recipe.data.micro_batch, device)
     changing = find_changing(
-        model, settled, lambda trial: task.loss(trial, batch), autocast(recipe.precision, device), world.group
+        model,
+        settled,
+        lambda trial: task.loss(trial, blank_batch(task, recipe.data.micro_batch, device)),
+        autocast(recipe.precision, device),
+        world.group,
     )
     if changing:
         notes.append(
