@@ -15,7 +15,7 @@ from tests.test_ranks import DIGITS, train_digits
 from tests.topologies import topologies
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from tests.world import SIZES, Ranks
-from trainer import agreement
+from trainer import agreement, attempt
 from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.run import assemble, check_request
@@ -380,3 +380,13 @@ def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPa
     assert tally.counts["identical"] == 3
     changes = re.search(r"(\d+) changes", told)
     assert changes is not None and int(changes[1]) > 0, told
+
+
+def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
+    tree = make_recipe(parallel={"reduction": "tree"})
+    for ranks_here in (1, 2, 4):
+        threads, (note,) = attempt._threads(tree, None, "auto", ranks_here, torch.device("cpu"))
+        assert threads == 1
+        assert "parallel.threads" in note
+    set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
+    assert attempt._threads(set_by_hand, None, "auto", 1, torch.device("cpu")) == (3, [])
