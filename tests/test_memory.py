@@ -231,7 +231,7 @@ def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None
     found = re.search(r"keeps ([\d.]+) MiB", note)
     assert found is not None
     batch = blank_batch(task, 16, torch.device("cpu"))
-    kept = kept_by(parts.training.model, lambda: task.loss(parts.training.replica, batch))
+    kept = kept_by(parts.training.model, lambda: parts.training.replica(batch))
     assert kept / (1 << 20) == pytest.approx(float(found[1]), abs=0.06)
 
 
@@ -297,8 +297,22 @@ def test_statistics_without_accumulation_are_batchnorms_own() -> None:
     for _ in range(4):
         data = torch.randn(8, 3) * 2 + 1
         ours(data)
-        statistics.add_shard()
-        statistics.end_window(1)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
+        theirs(data)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
+
+
+def test_statistics_without_momentum_are_the_mean_of_all_windows() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.BatchNorm1d(3, momentum=None) for _ in range(2))
+    statistics = WindowStatistics(ours, None)
+    for _ in range(5):
+        data = torch.randn(8, 3) * 2 + 1
+        ours(data)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
         theirs(data)
     for name, tensor in theirs.state_dict().items():
         assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
@@ -312,8 +326,8 @@ def test_statistics_of_a_window_are_the_mean_over_its_shards() -> None:
     for shard in shards:
         layer(shard)
         layer(shard)  # once more, as activation checkpointing does
-        statistics.add_shard()
-    statistics.end_window(4)
+        statistics.add(statistics.of_shard())
+    statistics.end_window()
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert torch.allclose(

@@ -140,8 +140,8 @@ def synchronised(world: World, shape: tuple[int, ...], windows: int) -> dict[str
         output = layer(mine)
         layer.zero_grad()
         (output * weights[world.rank * per_rank :][:per_rank]).sum().backward()
-        statistics.add_shard()
-        statistics.end_window(world.size)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
     assert mine.grad is not None
     parameters = [p.grad for p in layer.parameters() if p.grad is not None]
     return {

@@ -142,13 +142,13 @@ def test_a_skipped_window_does_not_enter_batchnorm() -> None:
     statistics = WindowStatistics(layer, None)
     for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
         layer(data)
-        statistics.add_shard()
-        statistics.end_window(1, torch.tensor(skipped))
+        statistics.add(statistics.of_shard())
+        statistics.end_window(torch.tensor(skipped))
     assert layer.running_mean is not None
     assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
     layer(torch.ones(4, 2))
-    statistics.add_shard()
-    statistics.end_window(1, torch.tensor(0.0))
+    statistics.add(statistics.of_shard())
+    statistics.end_window(torch.tensor(0.0))
     assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])
 
 

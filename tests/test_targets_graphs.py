@@ -26,7 +26,7 @@ from trainer.guard import Guard
 from trainer.observe.trace import read_trace
 from trainer.parallel import World, replicate
 from trainer.run import assemble
-from trainer.step import Training, train_window
+from trainer.step import LossOf, Training, train_window
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def trained(
     t = parts.training
     t.cuda_graphs = replayed
     if replayed:
-        t.replica = replicate(Replayed(t.model), group, recipe.parallel, CPU)
+        t.replica = replicate(LossOf(t.task, Replayed(t.model)), group, recipe.parallel, CPU)
     t.__post_init__()
     batches = parts.loader(t.share.batches())
     for window in range(t.share.plan.windows):

@@ -15,7 +15,7 @@ from tests.test_ranks import DIGITS, train_digits
 from tests.topologies import topologies
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from tests.world import SIZES, Ranks
-from trainer import agreement
+from trainer import agreement, attempt
 from trainer.errors import BadInputError
 from trainer.parallel import World
 from trainer.run import assemble, check_request
@@ -154,7 +154,141 @@ class Idle(nn.Module):
         return result
 
 
-def test_an_unused_weight_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+class Sometimes(nn.Module):
+    """Has a weight that takes part only in shards whose first number is large, and one that never does."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+        self.used, self.idle = (nn.Linear(3, 4, dtype=torch.float64) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5, momentum=None, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        if float(x.flatten()[0]) > self.above:
+            result = result + self.idle(self.norm(x))
+        return result
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self(x)
+        return result
+
+
+def trained_sometimes(world: World, above: float, reduction: str, **parallel: Any) -> dict[str, torch.Tensor]:
+    task = TokenTask(32, ragged=False)
+    task.model = lambda: Sometimes(above)  # type: ignore[method-assign]
+    recipe = make_recipe(
+        epochs=2,
+        data={"global_batch": 8, "micro_batch": 2},
+        optim={"lr": 0.01, "weight_decay": 0.1},
+        parallel={"threads": 1, "reduction": reduction, **parallel},
+    )
+    parts = assemble(recipe, task, world, workers=0)
+    batches = parts.loader(parts.training.share.batches())
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+    return {name: tensor.clone() for name, tensor in parts.training.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("above", [-9.0, 0.3, 9.0])
+def test_what_a_shard_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
+    """In some shards, in all or in none; weight decay would tell a gradient of zero from none."""
+    wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
+    plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
+    for size in SIZES[1:]:
+        for answer in ranks.run(size, trained_sometimes, above, "tree"):
+            for name, tensor in wanted.items():
+                assert torch.equal(tensor, answer[name]), f"{name} differs with {size} ranks"
+    for name, tensor in wanted.items():
+        assert torch.allclose(tensor, plain[name], rtol=1e-9), name
+
+
+class Running(nn.Module):
+    """Keeps statistics that BatchNorm knows nothing of, in place, by assignment, and as integers."""
+
+    mean: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4, dtype=torch.float64))
+        self.instance = nn.InstanceNorm1d(5, track_running_stats=True, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            self.seen += 1
+        result: torch.Tensor = self.linear(self.instance(x) - self.mean)
+        return result
+
+
+def trained_running(world: World, reduction: str) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Sometimes", lambda _: Running())
+        return trained_sometimes(world, 0.0, reduction)
+
+
+def test_other_running_statistics_are_the_same_on_any_ranks(ranks: Ranks) -> None:
+    wanted = ranks.run(1, trained_running, "tree")[0]
+    assert int(wanted["seen"]) == 8, "it counts steps"
+    assert float(wanted["mean"].abs().min()) > 0
+    for size in SIZES[1:]:
+        for answer in ranks.run(size, trained_running, "tree"):
+            assert all(torch.equal(tensor, answer[name]) for name, tensor in wanted.items())
+    for answer in ranks.run(2, trained_running, "all_reduce"):
+        assert all(torch.allclose(tensor, answer[name], rtol=1e-9) for name, tensor in wanted.items())
+
+
+def test_a_task_may_call_a_method_of_its_model(ranks: Ranks) -> None:
+    wanted = ranks.run(2, trained_sometimes, -9.0, "all_reduce")
+    for answer, other in zip(ranks.run(2, trained_by_a_method), wanted, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in answer.items())
+
+
+def trained_by_a_method(world: World) -> dict[str, torch.Tensor]:
+    class Encoding(TokenTask):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return super().loss(model.encode, batch)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TokenTask", Encoding)
+        return trained_sometimes(world, -9.0, "all_reduce")
+
+
+def refusal(world: World) -> str:
+    try:
+        trained_sometimes(world, 9.0, "all_reduce")
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_without_a_gradient_are_named(ranks: Ranks) -> None:
+    for answer in ranks.run(2, refusal):
+        assert "idle.weight, idle.bias" in answer
+        assert "parallel.find_unused_parameters=true" in answer
+
+
+def reduce_mixed(world: World) -> list[torch.Tensor]:
+    tree = TreeReduction(world.group, 25)
+    for shard in range(world.rank * 4 // world.size, (world.rank + 1) * 4 // world.size):
+        random = torch.Generator().manual_seed(shard)
+        kinds = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
+        gradients = [torch.randn(99, generator=random).to(kind) for kind in kinds]
+        tree.add_shard(gradients, torch.ones(1, dtype=torch.float64))
+    return tree.end_window().gradients
+
+
+def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> None:
+    wanted = ranks.run(1, reduce_mixed)[0]
+    for size in SIZES[1:]:
+        for sums in ranks.run(size, reduce_mixed):
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(sums, wanted, strict=True))
+
+
+def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     task = TokenTask(16)
     monkeypatch.setattr(task, "model", Idle)
     recipe = make_recipe(
@@ -246,3 +380,13 @@ def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPa
     assert tally.counts["identical"] == 3
     changes = re.search(r"(\d+) changes", told)
     assert changes is not None and int(changes[1]) > 0, told
+
+
+def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
+    tree = make_recipe(parallel={"reduction": "tree"})
+    for ranks_here in (1, 2, 4):
+        threads, (note,) = attempt._threads(tree, None, "auto", ranks_here, torch.device("cpu"))
+        assert threads == 1
+        assert "parallel.threads" in note
+    set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
+    assert attempt._threads(set_by_hand, None, "auto", 1, torch.device("cpu")) == (3, [])

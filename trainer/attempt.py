@@ -120,7 +120,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
     with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
-        threads = least_over_ranks(_threads(recipe, stored, mode, local_size), world)
+        threads, of_threads = _threads(recipe, stored, mode, local_size, world.device)
+        threads = least_over_ranks(threads, world)
         torch.set_num_threads(threads)
         check_request(recipe, task, world.size)
         found, skipped = _newest(folder, mode, world)
@@ -131,7 +132,12 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         parts, loads = _assemble(stack, recipe, task, world, local_size, folder)
         t = parts.training
         progress = _go_on(t, found, world, stop_after)
-        notes = [*loads, *parts.notes, *_how_it_goes_on(stored, skipped, progress, world, refused)]
+        notes = [
+            *of_threads,
+            *loads,
+            *parts.notes,
+            *_how_it_goes_on(stored, skipped, progress, world, refused),
+        ]
         desk = None
         if world.rank == 0:
             restore_incidents(folder, incidents)
@@ -327,14 +333,22 @@ def _newest(folder: Path, mode: Mode, world: World) -> tuple[Checkpoint | None, 
     return found, skipped
 
 
-def _threads(recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int) -> int:
-    """Intra-op threads: part of the arithmetic on a CPU, so those that the run was begun with."""
+def _threads(
+    recipe: Recipe, stored: Stored | None, mode: Mode, local_size: int, device: torch.device
+) -> tuple[int, list[str]]:
+    """Intra-op threads: part of the arithmetic on a CPU, so those that the run was begun with; and a note."""
     threads = recipe.parallel.threads
     if threads != "auto":
-        return threads
+        return threads, []
     if stored is not None and mode != "force":
-        return stored.threads
-    return threads_per_rank(_limits(), local_size)
+        return stored.threads, []
+    if recipe.parallel.reduction == "tree" and device.type == "cpu":
+        # A rank's share would depend on the number of ranks, and so would the bits.
+        return 1, [
+            "one thread per rank, so that the bits don't depend on the number of ranks "
+            "(parallel.reduction=tree); more by parallel.threads, which is then part of the arithmetic"
+        ]
+    return threads_per_rank(_limits(), local_size), []
 
 
 def _limits() -> Limits:

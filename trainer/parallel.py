@@ -4,6 +4,7 @@ import atexit
 import hashlib
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class ParallelConfig(Section):
 
     threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
-        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share",
+        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, "
+        "or 1 on a CPU with reduction=tree",
     )
     cpu_binding: Binding = Field(
         "auto",
@@ -71,7 +73,7 @@ class ParallelConfig(Section):
                 "compress": self.compress != "none" and "rounds what crosses the network",
                 "static_graph": self.static_graph and "is DDP's, which a tree doesn't use",
                 "find_unused_parameters": self.find_unused_parameters
-                and "is DDP's; a tree takes zeros for what is unused",
+                and "is DDP's; a tree takes unused parameters as they are",
                 "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
             }
             for key, reason in reasons.items():
@@ -284,6 +286,31 @@ def _lay_out_buckets(replica: DistributedDataParallel) -> None:
     for parameter in parameters:
         parameter.grad = None
     mark("start")
+
+
+def check_reduced(model: nn.Module, rank: int) -> None:
+    """Makes sure that backward gave every parameter a gradient, before anything else is sent to the ranks.
+
+    Raises:
+        BadInputError: Naming the parameters without one: DDP's sums are incomplete, and others wait for them.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        prefixes = ("model.", "_orig_mod.")
+        unused = [names[int(number)] for number in found[1].split()] if found else []
+        for prefix in prefixes:
+            unused = [name.removeprefix(prefix) for name in unused]
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise BadInputError(
+            f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
+            f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use "
+            "parallel.find_unused_parameters=true or parallel.reduction=tree, or remove these parameters"
+        ) from error
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from trainer.precision import autocast, check_precision, fp32_modules, make_scal
 from trainer.prepare import blank_batch, prepare_model, shapes_only
 from trainer.rank import is_rank
 from trainer.recipe import Recipe
-from trainer.step import Training
+from trainer.step import LossOf, Training
 from trainer.tasks import Checked, Task
 from trainer.tree import TreeReduction, shares_a_tree
 from trainer.weights import load_initial
@@ -224,13 +224,13 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     training = Training(
         task=task,
         model=prepared.model,
-        replica=replicate(prepared.call, world.group, recipe.parallel, device),  # type: ignore[arg-type]
+        replica=replicate(LossOf(task, prepared.call), world.group, recipe.parallel, device),  # type: ignore[arg-type]
         optimizer=make_optimizer(recipe.optim, groups, rates),
         rates=rates,
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, None if in_tree else world.group),
+        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, prepared.changing),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,

@@ -15,7 +15,7 @@ from trainer.guard import Ring
 from trainer.keyed_rng import Purpose, key
 from trainer.nonfinite import FirstNonFinite
 from trainer.optim import Rates, clip_gradients, gradient_norm
-from trainer.parallel import sum_over_ranks, unsynchronised
+from trainer.parallel import check_reduced, sum_over_ranks, unsynchronised
 from trainer.plan import Share
 from trainer.precision import found_inf, scale_of
 from trainer.pulse import PULSE, mark
@@ -30,7 +30,7 @@ class Training:
     Attributes:
         task: Gives the loss.
         model: The model itself.
-        replica: The model as it is called: compiled, or within DDP.
+        replica: Gives the loss of a batch by the model as it is called: compiled, or within DDP.
         optimizer: Fused.
         rates: Learning rate and count of applied updates.
         scaler: fp16's loss scaler, or None.
@@ -81,6 +81,9 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # A single rank knows by itself which ones a window used.
+        several = self.tree is not None and self.group is not None
+        self.all_used = torch.ones(len(self.parameters) * several, dtype=torch.float64, device=device)
         self.keeps_gradients = self.cuda_graphs and (self.share.accumulation > 1 or self.group is not None)
         for parameter in self.parameters if self.keeps_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
@@ -95,6 +98,19 @@ class Training:
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
 
 
+class LossOf(nn.Module):
+    """A task's loss as a module, so that DDP sees one forward pass whatever the task calls of its model."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        """The loss of a task by a model, which may be compiled."""
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss of a shard, float ()."""
+        return self.task.loss(self.model, batch)
+
+
 def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     """Does one optimiser step; the host never waits for the device.
 
@@ -106,6 +122,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
     expected = t.share.plan.window_samples(window) * t.units
     first_key = t.first_key + window * t.shards + t.share.rank * t.accumulation
     units, window_loss = 0, None
+    own_used: set[int] = set()
     PULSE.window = window + 1
     for index in range(t.accumulation):
         mark("data")
@@ -118,27 +135,34 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         last = index == t.accumulation - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
-                loss = t.task.loss(t.replica, batch) / expected
+                loss = t.replica(batch) / expected
+            statistics = t.statistics.of_shard()
             mark("backward")
             scaled = loss if t.scaler is None else t.scaler.scale(loss)
             loss = loss.detach()
             # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
             scaled.backward(loss * 0 + 1 if t.skips else None)
+        t.statistics.restore()
         if t.tree is None:
             window_loss = loss if window_loss is None else window_loss + loss
-            t.statistics.add_shard()
+            t.statistics.add(statistics)
         else:
-            figures = torch.cat((loss.double().view(1), t.statistics.of_shard()))
-            t.tree.add_shard(_take_gradients(t), figures)
+            gradients, used = _take_gradients(t)
+            own_used |= used
+            flags = t.all_used if len(used) == len(t.parameters) else _flags(t, used)
+            figures = torch.cat((loss.double().view(1), flags, *(s.double() for s in statistics)))
+            t.tree.add_shard(gradients, figures)
+    if t.tree is None:
+        check_reduced(t.replica, t.share.rank)
     mark("update")
     if t.tree is not None:
-        window_loss = _sum_by_tree(t, t.tree)
+        window_loss = _sum_by_tree(t, t.tree, own_used)
     assert window_loss is not None
     if t.ragged:
         window_loss = window_loss * _divide_by_true_units(t, expected, units)
     t.loss += window_loss
     skipped = _update(t, window, window_loss)
-    t.statistics.end_window(t.shards, skipped)
+    t.statistics.end_window(skipped)
     if t.nonfinite is not None:
         t.nonfinite.end_window(window)
 
@@ -200,24 +224,45 @@ def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor
     return skipped
 
 
-def _take_gradients(t: Training) -> list[torch.Tensor]:
-    """The gradients of a shard, to keep; zeros for a parameter that had no part in it."""
+def _take_gradients(t: Training) -> tuple[list[torch.Tensor], set[int]]:
+    """The gradients of a shard, to keep, with zeros for a parameter that had no part in it; and which had."""
+    used = {number for number, p in enumerate(t.parameters) if p.grad is not None}
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in t.parameters]
     if t.keeps_gradients:
         gradients = [g.clone() for g in gradients]  # the next replay writes to the same place
     _clear_gradients(t)
-    return gradients
+    return gradients, used
 
 
-def _sum_by_tree(t: Training, tree: TreeReduction) -> torch.Tensor:
-    """Puts the gradients of the window in place; returns its loss, float64 ()."""
+def _flags(t: Training, used: set[int]) -> torch.Tensor:
+    flags = [float(number in used) for number in range(len(t.all_used))]
+    return torch.tensor(flags, dtype=torch.float64, device=t.all_used.device)
+
+
+def _sum_by_tree(t: Training, tree: TreeReduction, own_used: set[int]) -> torch.Tensor:
+    """Puts the gradients of the window in place, none for a parameter that no shard used.
+
+    Args:
+        t: What is trained.
+        tree: Has this rank's shards.
+        own_used: The parameters that a shard of this rank used; only of others the sum is asked, as the
+            host waits for the device then.
+
+    Returns:
+        The window's loss, float64 ().
+    """
     sums = tree.end_window()
     if t.keeps_gradients:
         torch._foreach_copy_([p.grad for p in t.parameters if p.grad is not None], sums.gradients)
     else:
         for parameter, gradient in zip(t.parameters, sums.gradients, strict=True):
             parameter.grad = gradient
-    t.statistics.set_sum(sums.figures[1:])
+        if len(own_used) < len(t.parameters):
+            flags = sums.figures[1 : 1 + len(t.all_used)].tolist() or [0.0] * len(t.parameters)
+            for number, flag in enumerate(flags):
+                if number not in own_used and not flag:
+                    t.parameters[number].grad = None
+    t.statistics.set_sum(sums.figures[1 + len(t.all_used) :])
     return sums.figures[0]
 
 

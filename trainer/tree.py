@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     """What a shard gives, or the sum of that over some shards.
 
     Attributes:
-        gradients: Of each parameter, of one dtype.
+        gradients: Of each parameter.
         figures: float64 (n,): the loss, and whatever else is added up.
     """
 
@@ -90,17 +90,20 @@ def shares_a_tree(shards: int, ranks: int) -> bool:
 
 
 def _buckets(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors in their order, in lists of about so many bytes; their borders change no sum."""
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.nbytes
-        if size >= most:
+    """Tensors of one dtype in their order, in lists of about so many bytes; their borders change no sum."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if tensor.dtype != dtype:  # joined with others it would be added in their precision
+                continue
+            bucket.append(tensor)
+            size += tensor.nbytes
+            if size >= most:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
             yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
