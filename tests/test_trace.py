@@ -83,11 +83,7 @@ def odd_keys(kind: int) -> Any:
 def test_it_is_the_sum_that_is_described() -> None:
     values = torch.randn(2 * 2048 + 3)
     words = np.concatenate([values.numpy(), np.zeros(1, np.float32)]).view(np.int64).tolist()
-    column, upper = (
-        keys(key_of(1), np.arange(1024)) | np.uint64(1),
-        keys(key_of(2), np.arange(1024)) | np.uint64(1),
-    )
-    each = list(zip(column.tolist(), upper.tolist(), strict=True))
+    each = list(zip(odd_keys(1).tolist(), odd_keys(2).tolist(), strict=True))
     hashes = [
         sum(word * one + (word >> 32) * other for word, (one, other) in zip(row, each, strict=True))
         for row in (words[:1024], words[1024:2048])
@@ -145,7 +141,7 @@ def test_bits_flipped_at_several_places_are_seen(size: int, bit: int, places: li
 
 
 def test_no_two_sign_flips_of_a_row_cancel() -> None:
-    """Of whatever signs: no two keys of a row are the same or negatives of each other in their low 33 bits."""
+    """Of whatever signs: no two keys of a row are the same or negatives in their low 33 bits."""
     columns, upper = odd_keys(1), odd_keys(2)
     with np.errstate(over="ignore"):
         each = np.concatenate([columns, (columns << np.uint64(32)) + upper])
