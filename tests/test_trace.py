@@ -222,7 +222,7 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
     [
         (RUN, None),
         (RUN[::-1], None),
-        ([*RUN, row(8)], None),
+        ([*RUN, row(8)], Difference(8, 6, [("row of train figures", "missing", "there")], [], 0)),
         ([row(2), row(4, a="0", b="1"), *RUN[2:]], Difference(4, 2, [], ["b"], 2)),
         ([row(2, loss="1.6"), *RUN[1:]], Difference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
         (
@@ -235,7 +235,7 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
         ),
         (RUN[:3], Difference(6, 4, [("row of train figures", "there", "missing")], [], 0)),
         ([*RUN[:3], row(6, a="0")], Difference(6, 4, [], ["b"], 2)),
-        ([*RUN[:3], row(6, a="0", b="0", c="0")], Difference(6, 4, [], ["c"], 2)),
+        ([*RUN[:3], row(6, a="0", b="0", c="0")], Difference(6, 4, [], ["c"], 3)),
     ],
 )
 def test_the_first_difference_is_found(again: list[Traced], found: Difference | None) -> None:

@@ -196,21 +196,22 @@ class Difference:
 
 
 def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> Difference | None:
-    """Compares every recorded row with its replay; None if all of them are the same."""
-    there = {(row.window, row.kind): row for row in replayed}
-    rows = sorted(recorded, key=lambda row: row.window)
-    for window, at_once in itertools.groupby(rows, key=lambda row: row.window):
+    """Compares every row with its replay, and the other way round; None if all of them are the same."""
+    here, there = ({(row.window, row.kind): row for row in rows} for rows in (recorded, replayed))
+    rows = sorted({**here, **there})
+    for window, at_once in itertools.groupby(rows, key=lambda row: row[0]):
         figures, tensors, of = list[tuple[str, str, str]](), list[str](), 0
-        for row in at_once:
-            again = there.get((window, row.kind))
-            if again is None:
-                figures.append((f"row of {row.kind} figures", "there", "missing"))
+        for one in at_once:
+            row, again = here.get(one), there.get(one)
+            if row is None or again is None:
+                known = ["missing" if found is None else "there" for found in (row, again)]
+                figures.append((f"row of {one[1]} figures", known[0], known[1]))
                 continue
             figures += _differing(row.figures, again.figures)
             tensors += [name for name, _, _ in _differing(row.tensors, again.tensors)]
-            of = max(of, len(row.tensors))
+            of = max(of, len(row.tensors), len(again.tensors))
         if figures or tensors:
-            after = max((row.window for row in rows if row.window < window), default=0)
+            after = max((before for before, _ in rows if before < window), default=0)
             return Difference(window, after, figures, tensors, of)
     return None
 
