@@ -305,11 +305,12 @@ def test_a_checkpoint_by_time(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     recipe = small(checkpoint={"every": 0, "minutes": 1e-9, "keep": 9}, max_windows=4)
     assert attempt(folder, recipe).code == 0
-    assert [path.name[-1] for path in sorted((folder / "checkpoints").iterdir())] == ["1", "2", "3"]
+    assert [path.name[-1] for path in sorted((folder / "checkpoints").iterdir())] == ["1", "2", "3", "4"]
     for minutes in (60, 0):
         never = tmp_path / f"never-{minutes}"
         assert attempt(never, small(checkpoint={"every": 0, "minutes": minutes}, max_windows=4)).code == 0
-        assert not (never / "checkpoints").exists()
+        left = [path.name[-1] for path in (never / "checkpoints").glob("step-*")]
+        assert left == ["4"] * (minutes > 0), "the one at the end"
 
 
 def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: Path) -> None:
@@ -515,6 +516,108 @@ def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"} == {
         name: at for name, at in before.items() if name != ".lock"
     }
+
+
+def copy_checkpoint(of: Path, to: Path, name: str = "") -> None:
+    shutil.copytree(of, to / "checkpoints" / (name or of.name), dirs_exist_ok=True)
+
+
+def test_a_checkpoint_of_another_run_is_named_and_put_aside(
+    tmp_path: Path, stopped: Path, whole: Path
+) -> None:
+    """Of the same shapes, and newer than all of the run's own."""
+    other, folder = tmp_path / "other", changed(tmp_path / "run", stopped)
+    assert attempt(other, small(seed=3), stop_at=12).code == 75
+    newest = other / "checkpoints" / "step-00000012"
+    copy_checkpoint(newest, folder)
+    done = attempt(folder, small(checkpoint={"keep": 1}))
+    assert done.code == 0, done.said
+    assert re.search(r"left out: step-00000012: it is of another run \(\w{8}; this one is \w{8}\)", done.said)
+    assert "goes on after window 8" in done.said
+    assert same(folder, whole)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"run_id": ""}, "step-00000008: it names no run: an older trainer wrote it"),
+        ({"run_id": "00ff"}, "step-00000008: it is of another run \\(00ff; this one is "),
+        ({"config_hash": "00ff"}, "step-00000008: its configuration is none that this run was trained with"),
+    ],
+)
+def test_checkpoints_that_are_all_foreign_are_one_line(
+    tmp_path: Path, stopped: Path, values: dict[str, str], said: str
+) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    rewrite(folder, with_state(**values))
+    refused = attempt(folder)
+    assert (refused.code, refused.said) == (2, "")
+    assert re.search(f"none of its checkpoints can be trusted \\({said}", refused.line)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000005",
+        "step-00000008",
+    ]
+
+
+def test_a_forced_change_keeps_the_checkpoints_of_before(tmp_path: Path, stopped: Path) -> None:
+    folder, faster = changed(tmp_path / "run", stopped), small(optim={"lr": 0.002})
+    assert attempt(folder, faster, "force", stop_at=9).code == 75
+    shutil.rmtree(folder / "checkpoints" / "step-00000009")
+    assert "goes on after window 8" in attempt(folder, faster, stop_at=10).said
+
+
+def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
+    """By the words that the refusal names; the schedule is constant, so that its length changes nothing."""
+    constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup": 0.0}}
+    short, long = (small(max_windows=windows, **constant) for windows in (6, 12))
+    folder = tmp_path / "run"
+    assert attempt(folder, short).code == 0
+    refused = attempt(folder, long)
+    assert (
+        refused.code == 2 and "(max_windows: 6, now 12)" in refused.line and "--resume force" in refused.line
+    )
+    done = attempt(folder, long, "force")
+    assert done.code == 0, done.said
+    assert "goes on after window 6: the run ended at window 6 and is extended" in done.said
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["windows"], manifest["status"]) == (12, "finished")
+    assert attempt(tmp_path / "long", long).code == 0
+    assert same(folder, tmp_path / "long")
+    assert "is finished already; nothing to do" in attempt(folder, long, "force").said
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole: Path) -> None:
+    """One line; then the same command writes the weights from the last checkpoint."""
+
+    def full() -> None:
+        from safetensors import SafetensorError
+
+        def refuse(_: Any, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        replace(safetensors.torch, "save_file", refuse)
+
+    folder = tmp_path / "run"
+    ended = attempt(folder, before=full)
+    assert ended.code == 2 and "Traceback" not in ended.said
+    assert "the final weights can't be written (Error while serializing" in ended.line
+    assert (
+        "the checkpoint of window 16 is kept: mend that, and the same command ends from there" in ended.line
+    )
+    assert not list(folder.glob("*.safetensors")) and not list(folder.glob("*.tmp"))
+    done = attempt(folder)
+    assert done.code == 0, done.said
+    assert same(folder, whole)
+
+
+def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Path) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    (folder / "checkpoints" / "step-00000008" / "SHA256SUMS").unlink()
+    said = attempt(folder, stop_at=9).said
+    assert "left out: step-00000008: SHA256SUMS is missing" in said and "goes on after window 5" in said
 
 
 def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tests.forked import attempt
 from tests.test_end_to_end import trainer
 from trainer import verify as module
 from trainer.cli import main
-from trainer.recorded import Part, parts_of, read_run
+from trainer.recorded import Part, last_window, parts_of, read_run
 from trainer.start import load_recipe
 from trainer.verdict import differences_here
 
@@ -85,8 +85,8 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("forked")
 def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
     told = verify(whole, code=0, capsys=capsys)
-    # A row: loss, rate, applied; with every evaluation loss, accuracy and epoch.
-    assert f"{whole}: identical\n  16 of 16 windows on 1 rank of 1 thread: 10 rows with 30 figures" in told
+    # A row: epoch, loss, rate, applied; with every evaluation loss, accuracy and epoch.
+    assert f"{whole}: identical\n  16 of 16 windows on 1 rank of 1 thread: 10 rows with 38 figures" in told
     names = list(safetensors.torch.load_file(whole / "model.safetensors"))
     assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
     assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")
@@ -168,10 +168,11 @@ def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: C
     told = verify(folder, code=1, capsys=capsys)
     assert "  first at window 2: stem.weight, " in told and "; learning_rate " in told
     assert "  it began in one of the windows 1 to 2: recorded every 2 windows\n" in told
-    assert "the first that differs of the environment: config: its hash is " in told
+    assert "\n  manifest.json: the hash of its config is " in told
+    assert "\n  config.yaml isn't the config in manifest.json\n" in told
     assert (
-        f"    also versions.torch: 2.1.0, now {torch.__version__}\n    also device.cpu_capability: MMX"
-        in told
+        f"  the first that differs of the environment: versions.torch: 2.1.0, now {torch.__version__}\n"
+        "    also device.cpu_capability: MMX" in told
     )
     assert "numpy" not in told
 
@@ -254,6 +255,162 @@ def test_a_replay_that_is_stopped_proves_nothing(
     for code in (1, 2, 76):
         monkeypatch.setattr(module, "start", lambda *_, code=code: code)
         assert main(["verify", str(whole)]) == code
+
+
+def rows(name: str, edit: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], object]:
+    """Edits the rows of a file."""
+
+    def change_rows(folder: Path) -> None:
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        edit(lines)
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return change_rows
+
+
+def of_kind(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder, edit)
+
+
+def garbled(name: str) -> Callable[[Path], object]:
+    def garble(folder: Path) -> None:
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        lines[3] = lines[3][:20] + "\n"
+        (folder / name).write_text("".join(lines))
+
+    return garble
+
+
+def fewer_tensors(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        del line["tensors"][2:3]
+
+
+def without_tensors(lines: list[dict[str, Any]]) -> None:
+    for line in lines[1:-2]:
+        line["tensors"] = []
+
+
+METRICS, TRACE = "metrics.jsonl", "trace.jsonl"
+TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "loss": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)),
+        "metrics.jsonl, window 8: loss 0.01, recorded ",
+    ),
+    "learning rate": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(learning_rate=1)),
+        "metrics.jsonl, window 2: learning_rate 1, recorded ",
+    ),
+    "epoch": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(epoch=1.5)),
+        "metrics.jsonl, window 2: epoch 1.5, recorded 0.25",
+    ),
+    "accuracy": (
+        rows(METRICS, lambda lines: of_kind("evaluation", lines)[1].update(accuracy=0.99)),
+        "metrics.jsonl, window 16: accuracy 0.99, recorded ",
+    ),
+    "accuracy at the end": (
+        rows(METRICS, lambda lines: of_kind("end", lines)[0].update(accuracy=0.99)),
+        "metrics.jsonl, the last row: accuracy 0.99, and ",
+    ),
+    "summary": (
+        manifest(lambda m: m["summary"].update(accuracy=0.99)),
+        "summary: accuracy 0.99, and ",
+    ),
+    "both": (
+        lambda folder: [
+            rows(name, lambda lines: of_kind("evaluation", lines)[0].update(accuracy=0.75))(folder)
+            for name in (METRICS, TRACE)
+        ],
+        "first at window 8: accuracy 0.75, now ",
+    ),
+    "row of figures": (
+        rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[4])),
+        "metrics.jsonl: the row of train figures of window 10 is missing",
+    ),
+    "file of figures": (
+        lambda folder: (folder / METRICS).unlink(),
+        "metrics.jsonl can't be read (No such file",
+    ),
+    "garbled figures": (garbled(METRICS), "1 lines of metrics.jsonl can't be read"),
+    "garbled trace": (garbled(TRACE), "1 lines of trace.jsonl can't be read"),
+    "row of the trace": (
+        rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])),
+        "first at window 10: row of train figures missing, now there",
+    ),
+    "end of the trace": (
+        rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))),
+        "first at window 8: row of evaluation figures missing, now there",
+    ),
+    "fingerprints": (rows(TRACE, without_tensors), "first at window 2: stem.weight, "),
+    "names": (rows(TRACE, lambda lines: lines[0]["tensors"].pop()), " lines of trace.jsonl can't be read"),
+    "a tensor": (rows(TRACE, fewer_tensors), "first at window 2: "),
+    "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors is missing"),
+    "hash of weights": (
+        manifest(lambda m: m["weights"].pop("model.safetensors")),
+        "the hash of model.safetensors is missing",
+    ),
+    "other hash": (
+        manifest(lambda m: m["weights"].update({"model.safetensors": "00"})),
+        "model.safetensors isn't the file that the run wrote",
+    ),
+    "seed": (manifest(lambda m: m.update(seed=7)), "manifest.json: seed is 7, and 0 by its config"),
+    "threads": (manifest(lambda m: m.update(threads=2)), "manifest.json: threads is 2, and 1 by its config"),
+    "config.yaml": (
+        lambda folder: (folder / "config.yaml").write_text("seed: 1\n"),
+        "config.yaml isn't the config in manifest.json",
+    ),
+    "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
+    "windows": (
+        manifest(lambda m: m.update(windows=14)),
+        "manifest.json: windows is 14, and 16 by its config",
+    ),
+}
+
+
+@pytest.fixture
+def copied(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay of the whole run would leave, without one."""
+
+    def replay(*arguments: Any) -> int:
+        for name in ("manifest.json", TRACE, "model.safetensors", "ema.safetensors"):
+            shutil.copy(whole / name, arguments[3])
+        return 0
+
+    monkeypatch.setattr(module, "replay", replay)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("tamper", "says"), TAMPERED.values(), ids=TAMPERED)
+def test_what_is_missing_or_contradicts_itself_is_a_difference(
+    tmp_path: Path, whole: Path, capsys: Capsys, tamper: Callable[[Path], object], says: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    verify(folder, code=0, capsys=capsys)
+    tamper(folder)
+    assert says in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.parametrize("fingerprint", [{}, {"training data": ""}])
+def test_an_emptied_fingerprint_of_the_data_is_one_line(
+    tmp_path: Path, whole: Path, capsys: Capsys, fingerprint: dict[str, str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    change(folder, lambda m: m.update(fingerprint=fingerprint))
+    assert "its data isn't here (training data: " in verify(folder, code=2, capsys=capsys)
+
+
+def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint(
+    tmp_path: Path, cut: Path
+) -> None:
+    folder = shutil.copytree(cut, tmp_path / "run")
+    rows(TRACE, lambda lines: lines.__delitem__(slice(-2, None)))(folder)
+    run = read_run(folder)
+    assert max(row.window for row in run.rows) < 10 == last_window(run, None)
 
 
 def parts(folder: Path, until: int, *attempts: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -35,7 +35,7 @@ def replays_with(before: Callable[[], None] | None, monkeypatch: pytest.MonkeyPa
 
 
 def run_of(folder: Path, before: Callable[[], None], **guard: Any) -> Path:
-    recipe: Recipe = small(**SEED, guard={"spike_history": 10, **guard})
+    recipe: Recipe = small(**SEED, guard={"spike_history": 10, **guard}, checkpoint={"keep": 3})
     attempt(folder, recipe, before=before)
     return folder
 
@@ -50,7 +50,7 @@ def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert main(["verify", str(run), "--incident", str(number)]) == 0
         out = capsys.readouterr().out
         assert f"incident {number}, window {window}: came again, with the same samples" in out
-        # From the newest checkpoint before it: they are written every five windows, and two are kept.
+        # From the newest checkpoint before it: every five windows and at the end, three kept.
         newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, window), 1)
         assert f"training window{'s' * (newest < window)} {newest}" in out
     assert contents(run) == before

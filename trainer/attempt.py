@@ -16,7 +16,7 @@ from trainer.between_windows import BetweenWindows, Incident, Requeue
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
-from trainer.checkpoint.store import newest_good, remove_leftovers
+from trainer.checkpoint.store import newest_good, remove_leftovers, set_foreign_aside
 from trainer.config import config_hash
 from trainer.data.fit import Loading, bytes_needed
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
@@ -86,7 +86,10 @@ def train_rank(
     stored = read_stored(folder)
     kind, task = device_kind(recipe), task or make_task(recipe)
     data = data_of(task)
-    if stored is not None and (code := _is_through(folder, stored, recipe, kind, data, mode)) is not None:
+    if (
+        stored is not None
+        and (code := _is_through(folder, stored, recipe, task, kind, data, mode)) is not None
+    ):
         return code
     request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile)
     if kind == "cuda":
@@ -124,14 +127,14 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         threads = least_over_ranks(threads, world)
         torch.set_num_threads(threads)
         check_request(recipe, task, world.size)
-        found, skipped = _newest(folder, mode, world)
+        found, skipped = _newest(folder, mode, world, stored)
         at = found.step if found else 0
         incidents = incidents_before(read_incidents(folder), at, make_plan(recipe, task))
         refused = left_out(incidents)
         check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
         parts, loads = _assemble(stack, recipe, task, world, local_size, folder)
         t = parts.training
-        progress = _go_on(t, found, world, stop_after)
+        progress = _go_on(t, found, world, stop_after, stored)
         notes = [
             *of_threads,
             *loads,
@@ -154,7 +157,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 stored,
             )
             manifest["incidents"] = len(incidents)
-            desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window)
+            desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window, stored)
         sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
         advisor = explain(stack, recipe, parts, world, local_size, meter)
@@ -166,6 +169,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         between = BetweenWindows(
             recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused, profile
         )
+        between.run_id = desk.manifest["run_id"] if desk else ""
         watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
@@ -274,9 +278,13 @@ def _open_desk(
     parts: Parts,
     world: World,
     window: int,
+    stored: Stored | None,
 ) -> _Desk:
     """Opens the run folder for a run that goes on after so many windows; the stack closes it."""
     check_space(folder, parts.training.model, copies=_copies(recipe))
+    if stored is not None:  # all ranks have read theirs: they agreed
+        with contextlib.suppress(OSError):
+            set_foreign_aside(folder / FOLDER, stored.foreign)
     sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, window, parts.training.model))
     display = introduce(manifest, parts, world, folder)
     stack.callback(display.close)
@@ -293,11 +301,11 @@ def _is_first() -> bool:
 
 
 def _is_through(
-    folder: Path, stored: Stored, recipe: Recipe, kind: str, data: dict[str, str], mode: Mode
+    folder: Path, stored: Stored, recipe: Recipe, task: Task, kind: str, data: dict[str, str], mode: Mode
 ) -> int | None:
     """The exit code if the folder's run has come to its end, which is told; else it may be gone on with."""
     check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data, mode)
-    over = ended(folder, stored, mode)
+    over = ended(folder, stored, mode, make_plan(recipe, task).windows)
     if over and _is_first():
         print(over[0], flush=True)
     return over[1] if over else None
@@ -311,12 +319,14 @@ def _copies(recipe: Recipe) -> int:
     return (1 + averages) + kept * (1 + averages + moments)
 
 
-def _newest(folder: Path, mode: Mode, world: World) -> tuple[Checkpoint | None, list[str]]:
+def _newest(
+    folder: Path, mode: Mode, world: World, stored: Stored | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, and why newer ones were left out."""
     try:
         if world.rank == 0:
             remove_leftovers(folder / FOLDER)
-        found, skipped = newest_good(folder / FOLDER)
+        found, skipped = newest_good(folder / FOLDER, stored.foreign if stored else None)
     except OSError as error:
         raise BadInputError(
             f"{folder / FOLDER} can't be used ({error.strerror}); mend that, or give another --out"
@@ -356,7 +366,13 @@ def _limits() -> Limits:
     return within(read_limits(), shares_of(os.environ))
 
 
-def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int | None = None) -> Progress:
+def _go_on(
+    t: Training,
+    found: Checkpoint | None,
+    world: World,
+    stop_after: int | None = None,
+    stored: Stored | None = None,
+) -> Progress:
     """Puts a checkpoint into the run."""
     if found is not None and stop_after is not None and found.step >= stop_after:
         raise BadInputError(
@@ -364,7 +380,9 @@ def _go_on(t: Training, found: Checkpoint | None, world: World, stop_after: int 
         )
     if found is None:
         return Progress()
-    if found.step >= t.share.plan.windows:
+    # At its own end a run lacks only its weights: what ended it there is what is repeated.
+    at_its_end = stored is not None and found.step == t.share.plan.windows == stored.windows
+    if found.step >= t.share.plan.windows and not (at_its_end and found.state.get("figures")):
         raise BadInputError(
             f"{found.path} is of window {found.step}, and this configuration ends at {t.share.plan.windows}: "
             "nothing is left to train; raise epochs or max_windows, or give another --out"
@@ -395,6 +413,8 @@ def _how_it_goes_on(
     if not progress.window:
         return [*notes, "begins again: the earlier attempt left no checkpoint"]
     notes.append(f"goes on after window {progress.window}")
+    if stored.status == "finished":
+        notes[-1] += f": the run ended at window {stored.windows} and is extended"
     if stored.world_size != world.size:
         tree = stored.config.get("parallel", {}).get("reduction") == "tree"
         sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"

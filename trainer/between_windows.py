@@ -45,7 +45,11 @@ class Incident(Exception):  # noqa: N818  (as above)
 
 
 class BetweenWindows:
-    """Trains, and does between two windows what is due there."""
+    """Trains, and does between two windows what is due there.
+
+    Attributes:
+        run_id: For the checkpoints; rank 0's, who writes them.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class BetweenWindows:
         self._set_due()
         self._start = progress.window
         self._is_best = False
+        self.run_id = ""
 
     def train(self) -> None:
         """Trains from the progress to the end.
@@ -146,7 +151,12 @@ class BetweenWindows:
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
         due = done == self._stop_after or (self._every > 0 and done % self._every == 0)
-        if not (due or decision is not NOTHING or self._is_best) or done == self._windows:
+        if done == self._windows:
+            # What the run can be extended from, or finished from if its weights can't be written.
+            if self._every > 0 or self._recipe.checkpoint.minutes > 0:
+                self._save(done)
+            return
+        if not (due or decision is not NOTHING or self._is_best):
             return
         if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
             self._look(done, now=True)  # no checkpoint lies behind an incident that nobody knows of
@@ -199,6 +209,7 @@ class BetweenWindows:
         )
         state = {
             **to_state(now),
+            "run_id": self.run_id,
             "config_hash": config_hash(self._recipe),
             "world_size": self._world.size,
             "threads": torch.get_num_threads(),

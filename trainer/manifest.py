@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,11 +74,13 @@ def make_manifest(
         threads=threads,
         log_every=recipe.log.every,
         changed=changed,
+        config_hash=config_hash(recipe),
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
     manifest: dict[str, Any] = {
         "recipe": name,
+        "run_id": (stored.run_id if stored else "") or uuid.uuid4().hex,
         "config": config,
         "config_hash": config_hash(recipe),
         "seed": recipe.seed,

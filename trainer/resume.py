@@ -67,6 +67,7 @@ class Attempt(BaseModel):
         threads: Intra-op threads of each.
         log_every: Windows between its rows of figures: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
+        config_hash: Of its configuration.
         job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
@@ -78,6 +79,7 @@ class Attempt(BaseModel):
     threads: int = Field(ge=1)
     log_every: int = Field(ge=1)
     changed: list[str]
+    config_hash: str = ""
     job: dict[str, str] = {}
 
 
@@ -92,6 +94,8 @@ class Stored(BaseModel):
         status: How it ended; running also if it was killed.
         fingerprint: What its data was, see `trainer.run.data_of`.
         attempts: All of them, the last one is the newest.
+        run_id: Which its checkpoints name, too; an older trainer gave none.
+        windows: At its end.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -103,6 +107,19 @@ class Stored(BaseModel):
     status: Literal["running", "stopped", "failed", "finished", "diverged"]
     fingerprint: dict[str, str] = {}
     attempts: list[Attempt] = []
+    run_id: str = ""
+    windows: int = Field(0, ge=0)
+
+    def foreign(self, state: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint with this state isn't one of this run, or None."""
+        run_id = state.get("run_id")
+        if not run_id:
+            return "it names no run: an older trainer wrote it, so that nothing tells whose it is"
+        if run_id != self.run_id:
+            return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8] or 'unnamed'})"
+        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
+            return "its configuration is none that this run was trained with"
+        return None
 
 
 def read_stored(folder: Path) -> Stored | None:
@@ -190,9 +207,16 @@ def check_resumable(
         )
 
 
-def ended(folder: Path, stored: Stored, mode: Mode) -> tuple[str, int] | None:
-    """What to say of a run that is through, and the exit code; None if it can be gone on with."""
-    if stored.status == "finished":
+def ended(folder: Path, stored: Stored, mode: Mode, windows: int) -> tuple[str, int] | None:
+    """What to say of a run that is through, and the exit code; None if it can be gone on with.
+
+    Args:
+        folder: The run folder.
+        stored: What it holds.
+        mode: What the user allows.
+        windows: At which it is to end now: by force it is extended.
+    """
+    if stored.status == "finished" and not (mode == "force" and windows > stored.windows):
         return f"{folder} is finished already; nothing to do", EXIT_DONE
     if stored.status == "diverged" and mode != "force":
         remedy = "go on from its newest checkpoint, with what you changed, by --resume force"

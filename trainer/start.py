@@ -24,7 +24,7 @@ from trainer.rank import is_rank, run_rank
 from trainer.recipe import Recipe
 from trainer.redact import redact_text
 from trainer.resume import RUNS, Mode, Stored, check_resumable, ended, newest_run, read_stored
-from trainer.run import check_files, check_request, data_of, device_kind, make_task
+from trainer.run import check_files, check_request, data_of, device_kind, make_plan, make_task
 from trainer.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
 from trainer.tasks import Task
 from trainer.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
@@ -97,7 +97,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     if wanted is not None and stored is not None:
         config = recipe.model_dump(mode="json")
         check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
-        if over := ended(shown(wanted), stored, options.resume):
+        if over := ended(shown(wanted), stored, options.resume, make_plan(recipe, task).windows):
             print(over[0])
             return over[1]
     check_files(recipe, task)

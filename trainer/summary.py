@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
-from trainer.errors import DivergedError
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.store import listing
+from trainer.errors import BadInputError, DivergedError
 from trainer.manifest import file_hash, outcome
 from trainer.observe.advice import Advisor
 from trainer.observe.console import Display
@@ -53,12 +56,7 @@ def finish(
     Raises:
         DivergedError: If the evaluation isn't finite.
     """
-    save_weights(t.model, folder / "model.safetensors")
-    written = [folder / "model.safetensors"]
-    if t.average is not None:
-        save_weights(t.average.averaged(), folder / "ema.safetensors")
-        written.append(folder / "ema.safetensors")
-    weights = {file.name: file_hash(file) for file in written}
+    weights = _leave_weights(folder, t)
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
@@ -88,6 +86,31 @@ def finish(
         f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
     )
+
+
+def _leave_weights(folder: Path, t: Training) -> dict[str, str]:
+    """Writes the weights, and the average; returns their hashes by the files' names."""
+    models = {"model.safetensors": t.model}
+    if t.average is not None:
+        models["ema.safetensors"] = t.average.averaged()
+    try:
+        for name, model in models.items():
+            save_weights(model, folder / name)
+        return {name: file_hash(folder / name) for name in models}
+    except (OSError, SafetensorError) as error:
+        newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
+        kept = (
+            "there is no checkpoint: the run must be repeated"
+            if newest is None
+            else f"the checkpoint of window {newest} is kept: mend that, and the same command ends from there"
+        )
+        raise BadInputError(
+            f"{folder}: the final weights can't be written ({_why(error)}); {kept}"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _as_typed(program: Path) -> str:

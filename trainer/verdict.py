@@ -8,12 +8,12 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from trainer.config import hash_of
 from trainer.manifest import file_hash
 from trainer.observe.trace import Difference, Traced
 from trainer.recorded import Part, Recorded
 
 _SHOWN = 3
+_LINES = 5
 # Of a manifest, what can change the bits that come out; in this order a difference is told.
 _ENVIRONMENT = (
     *("versions.torch", "versions.cuda", "versions.cudnn", "versions.nccl"),
@@ -28,9 +28,7 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
     lines = []
     for name, digest in run.manifest.weights.items():
         ours, theirs = run.folder / name, folder / name
-        if ours.exists() and file_hash(ours) != digest:
-            lines.append(f"{ours} isn't the file that the run wrote")
-        elif not theirs.exists() or file_hash(theirs) != digest:
+        if not theirs.exists() or file_hash(theirs) != digest:
             lines.append(f"{name}: {_tensors_that_differ(ours, theirs)}")
     return lines
 
@@ -59,9 +57,6 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     What matters most comes first. A field that the older one lacks is no difference.
     """
     lines = []
-    if (digest := hash_of(before["config"])) != before["config_hash"]:
-        recorded = before["config_hash"]
-        lines.append(f"config: its hash is {digest[:8]} and was {recorded[:8]}: it was changed after the run")
     for name in _ENVIRONMENT:
         section, _, key = name.rpartition(".")
         there, here = (manifest.get(section, {}) if section else manifest for manifest in (before, now))
@@ -86,12 +81,20 @@ def identical(
         lines.append(f"  final weights: {', '.join(files)}")
     if here:
         lines += ["  although this differs:", *(f"    {line}" for line in here)]
-    return "\n".join([*lines, *_unreadable(run)])
+    return "\n".join(lines)
 
 
-def different(run: Recorded, found: Difference | None, weights: Sequence[str], here: Sequence[str]) -> str:
-    """What to say of a run that was not."""
-    lines = [f"{run.folder}: differs"]
+def different(
+    run: Recorded,
+    found: Difference | None,
+    weights: Sequence[str],
+    here: Sequence[str],
+    odd: Sequence[str] = (),
+) -> str:
+    """What to say of a run that was not, or (`odd`) that contradicts itself."""
+    lines = [f"{run.folder}: differs", *(f"  {line}" for line in odd[:_LINES])]
+    if len(odd) > _LINES:
+        lines.append(f"  and {len(odd) - _LINES} more of that kind")
     if found is not None:
         where = f"  first at window {found.window}: "
         if found.tensors:
@@ -111,7 +114,7 @@ def different(run: Recorded, found: Difference | None, weights: Sequence[str], h
         lines += [f"    also {line}" for line in here[1:]]
     else:
         lines.append("  nothing differs that was recorded of the environment")
-    return "\n".join([*lines, *_hints(run), *_unreadable(run)])
+    return "\n".join([*lines, *_hints(run)])
 
 
 def _hints(run: Recorded) -> list[str]:
@@ -121,10 +124,6 @@ def _hints(run: Recorded) -> list[str]:
     if run.facts.get("dirty"):
         hints.append("  the run's code had uncommitted changes, which nothing recorded")
     return hints
-
-
-def _unreadable(run: Recorded) -> list[str]:
-    return [f"  {run.unreadable} lines of trace.jsonl can't be read"] if run.unreadable else []
 
 
 def _who(parts: Sequence[Part]) -> str:

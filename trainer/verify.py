@@ -22,7 +22,7 @@ from trainer.incidents import read_incidents, write_incidents
 from trainer.observe.console import warn
 from trainer.observe.trace import first_difference, read_trace
 from trainer.recipe import Recipe
-from trainer.recorded import Part, Recorded, last_window, parts_of, read_run
+from trainer.recorded import Part, Recorded, contradictions, last_window, parts_of, read_run
 from trainer.redact import REDACTED, redact_text
 from trainer.resume import FREE, flat
 from trainer.run import data_of, make_task
@@ -42,6 +42,7 @@ def verify(options: argparse.Namespace) -> int:
         return verify_incident(options)
     run = read_run(options.folder)
     incidents = read_incidents(run.folder)
+    odd = contradictions(run)
     run = before_its_stop(run, incidents)
     until = last_window(run, options.steps)
     config = replay_config(run, options.set)
@@ -57,13 +58,15 @@ def verify(options: argparse.Namespace) -> int:
         again = json.loads((folder / "manifest.json").read_bytes())
         rows, _, _ = read_trace(folder / "trace.jsonl")
         compared = [row for row in run.rows if row.window <= until]
-        found = first_difference(compared, rows)
+        found = first_difference(compared, [row for row in rows if row.window <= until])
         weights = differing_weights(run, folder) if until == run.manifest.windows else []
     here = differences_here(run.facts, again)
-    if found is None and not weights:
+    if run.manifest.windows != again["windows"]:
+        odd.append(f"manifest.json: windows is {run.manifest.windows}, and {again['windows']} by its config")
+    if found is None and not weights and not odd:
         say(identical(run, compared, until, parts, here))
         return EXIT_DONE
-    say(different(run, found, weights, here))
+    say(different(run, found, weights, here, odd))
     return EXIT_FAILED
 
 
@@ -128,7 +131,9 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
     recipe = validated(Recipe, config, str(path))
     there, here = run.manifest.fingerprint, data_of(make_task(recipe))
     other = [
-        f"{name}: {there[name]}, now {here.get(name)}" for name in there if there[name] != here.get(name)
+        f"{name}: {there.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
     ]
     if other:
         raise BadInputError(

@@ -120,6 +120,18 @@ def read(path: Path) -> Checkpoint:
     return _read(path, keep=True, advance=quietly)
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """Reads what JSON keeps of a checkpoint, and nothing else of it.
+
+    Raises:
+        Damaged: If it can't be trusted.
+        Unreadable: If it can't be read now.
+    """
+    with _reason("the folder"), files.opened_folder(path) as folder:
+        state: dict[str, Any] = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly)["state"]
+    return state
+
+
 def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
     """Does everything that `read` does but keep the tensors; needs little memory.
 

@@ -26,6 +26,7 @@ from trainer.checkpoint.folder import (
     problem,
     quietly,
     read,
+    read_state,
     write_files,
 )
 
@@ -176,8 +177,14 @@ def listing(folder: Path, verify: bool = False, advance: Callable[[int], object]
     return entries
 
 
-def newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_good(
+    folder: Path, foreign: Callable[[Mapping[str, Any]], str | None] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest checkpoint that can be trusted.
+
+    Args:
+        folder: Of the checkpoints.
+        foreign: Says of a state why it isn't of the run that is asked for, or None.
 
     Returns:
         The checkpoint, None if there is no good one; a line for each newer one: its name and the reason.
@@ -190,12 +197,27 @@ def newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     skipped: list[str] = []
     for _, _, path in _folders(folder):
         try:
-            return read(path), skipped
+            found = read(path)
+            if foreign is None or (reason := foreign(found.state)) is None:
+                return found, skipped
+            skipped.append(f"{path.name}: {reason}")
         except Unreadable as error:
             raise Unreadable(f"{path.name}: {error}") from error
         except Damaged as damage:
             skipped.append(f"{path.name}: {damage}")
     return None, skipped
+
+
+def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str | None]) -> None:
+    """Renames checkpoints of other runs, so that they don't count as this run's newest ones.
+
+    Raises:
+        OSError: If one can't be.
+    """
+    for _, _, path in _folders(folder):
+        with contextlib.suppress(Damaged, Unreadable):
+            if foreign(read_state(path)) is not None:
+                files.rename(path, folder / f"foreign-{path.name}")
 
 
 def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:

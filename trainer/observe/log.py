@@ -220,7 +220,7 @@ class Meter:
         }
         row["loss"] = float(row["loss"]) / staged.windows
         if self._trace is not None and staged.prints is not None:
-            exact = {name: row[name] for name in ("kind", "window", *staged.names)}
+            exact = {name: row[name] for name in ("kind", "window", "epoch", *staged.names)}
             self._trace.write(exact, staged.prints.tolist())
         seen = self._plan.samples_seen
         samples = seen(staged.end.window) - seen(staged.start.window)

@@ -18,10 +18,12 @@ from torch import nn
 
 from trainer.keyed_rng import Purpose, key, keys
 
-# int64 values in a row of the matrix that a tensor is added up as. Two elements with the same weight, in one
-# column, hide a change only if their changes cancel to the bit.
+# int64 values in a row: of a large tensor each row is hashed to one value first.
 _COLUMNS = 1024
 _ROW = 8 * _COLUMNS
+# Rows that are hashed at a time: what is needed besides the tensor stays in a CPU's cache, or small on a GPU.
+_ROWS = {"cpu": 64, "cuda": 8192}
+_MULTIPLY = 0xBF58476D1CE4E5B9 - (1 << 64)  # of SplitMix64's finalizer, as int64
 
 
 @dataclass(frozen=True)
@@ -40,35 +42,46 @@ class Trace:
 def fingerprints_of(model: nn.Module) -> Callable[[], torch.Tensor]:
     """Makes the function that fingerprints a model's parameters and buffers: int64 (tensors,).
 
-    Each is a sum of the tensor's bits as 64-bit integers times weights by position, modulo 2**64: exact, and
-    the same in whatever order a device adds. A flipped bit always changes it.
+    A tensor's bits are 64-bit integers. A row of 1024 of them becomes one: the sum of each times an odd key
+    of its column, and of its upper half times another, so that sign bits count like any other. Row hashes and
+    what is left of the tensor are mixed one by one with keys of their positions, and added up. All modulo
+    2**64: exact, and the same in whatever order a device adds. A flipped bit always changes it.
     """
     state = model.state_dict()
     device = next(iter(state.values())).device
     words = [_words(tensor) for tensor in state.values()]
     segments = torch.from_numpy(np.repeat(np.arange(len(words)), words)).to(device)
-    places = np.concatenate([np.arange(count) for count in words])
-    odd = keys(key(Purpose.FINGERPRINT), places) | np.uint64(1)
-    weights = torch.from_numpy(odd.view(np.int64)).to(device)
+    positions = _keys(0, np.concatenate([np.arange(count) for count in words])).to(device)
+    columns = _keys(1, np.arange(_COLUMNS)).to(device), _keys(2, np.arange(_COLUMNS)).to(device)
 
     @torch.no_grad()
     def take() -> torch.Tensor:
-        parts = [part for tensor in model.state_dict().values() for part in _parts(tensor)]
+        parts = [part for tensor in model.state_dict().values() for part in _parts(tensor, *columns)]
+        mixed = torch.cat(parts).add_(positions)
+        mixed ^= mixed >> 32
+        mixed *= _MULTIPLY
+        mixed ^= mixed >> 29
         summed = torch.zeros(len(words), dtype=torch.int64, device=device)
         # Integers: whichever is added first, the sum is the same.
-        return summed.index_add_(0, segments, torch.cat(parts) * weights)
+        return summed.index_add_(0, segments, mixed)
 
     return take
+
+
+def _keys(kind: int, places: np.typing.NDArray[np.int64]) -> torch.Tensor:
+    """Odd keys, int64 (places,)."""
+    odd = keys(key(Purpose.FINGERPRINT, kind), places) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64))
 
 
 def _words(tensor: torch.Tensor) -> int:
     """Number of int64 values in `_parts`."""
     whole, rest = divmod(tensor.nbytes, _ROW)
-    return _COLUMNS * bool(whole) + -(-rest // 8)
+    return whole + -(-rest // 8)
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor's bits, int64: its rows added up, and what is left of it."""
+def _parts(tensor: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor's bits, int64: hashes of its rows, and what is left of it."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     size = data.numel()
     if data.storage_offset() % 8:  # a view into something else
@@ -79,7 +92,16 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     words = data.view(torch.int64)
     if not whole:
         return [words]
-    return [words[: whole // 8].view(-1, _COLUMNS).sum(0), words[whole // 8 :]]
+    rows = words[: whole // 8].view(-1, _COLUMNS).split(_ROWS[words.device.type])
+    return [*(_hashes(some, keys, upper_keys) for some in rows), words[whole // 8 :]]
+
+
+def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) -> torch.Tensor:
+    """A hash of each row, int64 (rows,)."""
+    upper = rows >> 32
+    if rows.is_cuda:  # which multiplies no integer matrices
+        return torch.addcmul(rows * keys, upper, upper_keys).sum(1)
+    return torch.mv(rows, keys) + torch.mv(upper, upper_keys)
 
 
 def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], window: int) -> Callable[..., None]:
@@ -174,21 +196,22 @@ class Difference:
 
 
 def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> Difference | None:
-    """Compares every recorded row with its replay; None if all of them are the same."""
-    there = {(row.window, row.kind): row for row in replayed}
-    rows = sorted(recorded, key=lambda row: row.window)
-    for window, at_once in itertools.groupby(rows, key=lambda row: row.window):
+    """Compares every row with its replay, and the other way round; None if all of them are the same."""
+    here, there = ({(row.window, row.kind): row for row in rows} for rows in (recorded, replayed))
+    rows = sorted({**here, **there})
+    for window, at_once in itertools.groupby(rows, key=lambda row: row[0]):
         figures, tensors, of = list[tuple[str, str, str]](), list[str](), 0
-        for row in at_once:
-            again = there.get((window, row.kind))
-            if again is None:
-                figures.append((f"row of {row.kind} figures", "there", "missing"))
+        for one in at_once:
+            row, again = here.get(one), there.get(one)
+            if row is None or again is None:
+                known = ["missing" if found is None else "there" for found in (row, again)]
+                figures.append((f"row of {one[1]} figures", known[0], known[1]))
                 continue
             figures += _differing(row.figures, again.figures)
             tensors += [name for name, _, _ in _differing(row.tensors, again.tensors)]
-            of = max(of, len(row.tensors))
+            of = max(of, len(row.tensors), len(again.tensors))
         if figures or tensors:
-            after = max((row.window for row in rows if row.window < window), default=0)
+            after = max((before for before, _ in rows if before < window), default=0)
             return Difference(window, after, figures, tensors, of)
     return None
 
