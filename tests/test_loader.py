@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -133,27 +134,41 @@ def test_no_worker_outlives_close() -> None:
     assert {child.pid for child in multiprocessing.active_children()} <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_was_killed_is_one_line(number: signal.Signals) -> None:
-    what = source(Numbers(20))
+def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
     before = {child.pid for child in multiprocessing.active_children()}
     loader = RingLoader(what, CPU, 1, LoaderConfig())
-    (pid,) = {child.pid for child in multiprocessing.active_children()} - before
-    assert pid is not None
+    (worker,) = (child for child in multiprocessing.active_children() if child.pid not in before)
+    return loader, worker
+
+
+def test_a_worker_that_was_killed_is_one_line() -> None:
+    what = source(Numbers(20))
+    loader, worker = worker_of(what)
+    assert worker.pid is not None
     with pytest.raises(RuntimeError) as raised:  # wherever this process is then
-        os.kill(pid, number)
+        os.kill(worker.pid, signal.SIGKILL)
         while True:
             list(loader(what.share.batches()))
-    words = {
-        signal.SIGKILL: ("SIGKILL (out of memory? see dmesg)", False),
-        signal.SIGTERM: ("SIGTERM", True),  # as torchrun ends a rank's processes after another's failure
-    }
-    line, consequence = words[number]
-    assert dead_worker(raised.value) == (f"its loader worker (pid {pid}) was killed by {line}", consequence)
+    line = f"its loader worker (pid {worker.pid}) was killed by SIGKILL (out of memory? see dmesg)"
+    assert dead_worker(raised.value) == line
     try:
         loader.close()
     except RuntimeError:  # it says so again
         loader.close()
+
+
+def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
+    """As of scancel: the rank needs its workers up to the step after which it saves a checkpoint."""
+    what = source(Numbers(200))
+    loader, worker = worker_of(what)
+    assert worker.pid is not None
+    expected = [frozen(batch) for batch in loader(what.share.batches())]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert [frozen(batch) for batch in loader(what.share.batches())] == expected
+    worker.terminate()  # as torch does where a worker hangs
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
@@ -353,7 +368,7 @@ def test_random_cuts_stay_inside_and_reach_everywhere() -> None:
     [
         (lambda _: None, "no such folder"),
         (lambda root: (root / "train").mkdir(parents=True), "no files"),
-        (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in only one"),
+        (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in val only"),
     ],
 )
 def test_a_folder_that_is_wrong_is_named(tmp_path: Path, change: Any, message: str) -> None:

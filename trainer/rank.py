@@ -282,10 +282,10 @@ def by_memory(outcome: Outcome, words: str) -> Outcome:
     return replace(outcome, line=line, traceback=trace)
 
 
-def dead_worker(error: BaseException) -> tuple[str, bool] | None:
-    """One line about the loader worker whose death raised this, and whether that is another rank's doing.
+def dead_worker(error: BaseException) -> str:
+    """One line about the loader worker whose death raised this.
 
-    None for any other error, also if a worker died while it was being handled.
+    "" for any other error, also if a worker died while it was being handled.
     """
     while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         if isinstance(before, queue.Empty):  # as which torch's waiting for a batch begins
@@ -293,15 +293,14 @@ def dead_worker(error: BaseException) -> tuple[str, bool] | None:
         error = before
     found = _DEAD_WORKER.search(str(error))
     if found is None:
-        return None
+        return ""
     number = _NUMBERS.get((found["signal"] or "").strip())
     how = "ended unexpectedly"
     if found["code"]:
         how = ending(int(found["code"]))
     elif found["signal"]:
         how = ending(-number) if number else f"was killed by {found['signal']}"
-    # torchrun terminates the workers with their rank, once another rank has failed.
-    return f"its loader worker (pid {found[1]}) {how}", number == signal.SIGTERM
+    return f"its loader worker (pid {found[1]}) {how}"
 
 
 def _rank() -> int:
@@ -329,7 +328,7 @@ def _outcome(main: Callable[[], int | None]) -> Outcome:
 def _raised(error: BaseException) -> Outcome:
     now = time.monotonic()
     if dead := dead_worker(error):
-        return Outcome(_rank(), EXIT_FAILED, dead[0], time=now, consequence=dead[1])
+        return Outcome(_rank(), EXIT_FAILED, dead, time=now)
     frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
     line = traceback.format_exception_only(type(error), error)[-1].strip()

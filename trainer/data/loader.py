@@ -26,7 +26,14 @@ from trainer.data.device import copied_ahead
 from trainer.data.fit import SPARE_SLOTS, prefetch_by_size, sizes_of
 from trainer.data.ring import Ring
 from trainer.data.work import NO_WORK, Work, now, work_since
-from trainer.data.workers import CurrentBatches, begin_worker, check_known_there, start_method, unsendable
+from trainer.data.workers import (
+    CurrentBatches,
+    begin_worker,
+    check_known_there,
+    end_by_kill,
+    start_method,
+    unsendable,
+)
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, uniforms
 from trainer.plan import Share
@@ -282,6 +289,7 @@ class RingLoader:
                 list(self._loader)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 raise BadInputError(unsendable(source.dataset, method, error)) from error
+            end_by_kill(self._loader._iterator._workers)  # type: ignore[union-attr]
 
     def __call__(self, batches: range) -> Iterator[Batch]:
         """Yields these batches of the rank; a CPU batch is valid until the next but one is asked for."""

@@ -8,7 +8,8 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from trainer.data.dataset import Dataset
@@ -96,8 +97,13 @@ def begin_worker(parent: int | None, _worker: int) -> None:
             os._exit(1)
     # What it got from its parent is never garbage: looking through it would copy page after page.
     gc.freeze()
-    # Ctrl-C and a scheduler's signal reach the whole group, but stopping is the rank's decision; and the
-    # handler that the rank installed must not keep a worker from being terminated.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Ctrl-C and a scheduler's signal reach every process of the job (Slurm's scancel, systemd), but the rank
+    # needs its workers until it has reached the step at which all ranks save a checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_by_kill(workers: Iterable[BaseProcess]) -> None:
+    """Lets torch and multiprocessing end these by SIGKILL: they ignore the SIGTERM that both would send."""
+    for worker in workers:
+        worker._popen.terminate = worker._popen.kill  # type: ignore[attr-defined]
