@@ -18,6 +18,7 @@ from trainer.compiling import uncompiled
 from trainer.limits import read_limits
 from trainer.observe.flops import Count, Operations
 from trainer.observe.memory import resident_bytes
+from trainer.pointwise import mend_pointwise
 from trainer.prepare import blank_batch, shapes_only
 from trainer.tasks import Task
 
@@ -60,6 +61,7 @@ def _count_on(
         warnings.simplefilter("ignore")  # they come again in training
         try:
             model = shapes_only(task) if device == _META else task.model()
+            mend_pointwise(model)
             if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
                 return None, ""  # it gives the same model again
             with _Onto(device):

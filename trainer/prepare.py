@@ -27,6 +27,7 @@ from trainer.memory import blocks, candidates, recompute
 from trainer.muon import hidden_matrices
 from trainer.nonfinite import FirstNonFinite
 from trainer.parallel import World, check_agreement, sum_over_ranks
+from trainer.pointwise import mend_pointwise
 from trainer.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.recipe import Recipe
 from trainer.sync_batchnorm import synchronise_batchnorm
@@ -82,6 +83,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
         check_agreement(f"initial weights {weights!r}", world)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    mend_pointwise(model)
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
     if kept := fp32_modules(model, recipe.precision.keep_fp32):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.pointwise import mend_pointwise
+
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
 _SAME = 1e-4  # relative: float32 rounds, and kernels differ by the size of a batch
@@ -61,6 +63,7 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
     """
     kept = {name: value.detach().clone() for name, value in _tensors(model).items()}
     model.train()
+    mend_pointwise(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,0 +1,38 @@
+"""Strided 1 x 1 convolutions, computed without a fault of oneDNN's."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_FEW = 16  # channels in one of oneDNN's blocks with AVX-512; 8 with AVX2
+
+
+def mend_pointwise(model: nn.Module) -> None:
+    """Lets strided 1 x 1 convolutions of few channels take their samples first, in place; names stay.
+
+    With fewer channels than a block and the channels last in memory, oneDNN's weight gradient of such a layer
+    writes past its workspace on a CPU: a crash, or wrong gradients
+    (https://github.com/uxlfoundation/oneDNN/issues/6035, seen with torch 2.9.1). An image of one channel is
+    channels last and contiguous at once, so that it takes no `model.channels_last` for that.
+    """
+    for layer in model.modules():
+        if (
+            isinstance(layer, nn.Conv2d)
+            and layer.kernel_size == (1, 1)
+            and layer.stride != (1, 1)
+            and layer.padding in ((0, 0), "valid")
+            and layer.in_channels < _FEW * layer.groups
+        ):
+            # A partial of the layer, not a closure: deep copies must call the copy.
+            layer._conv_forward = functools.partial(_sampled, layer)  # type: ignore[method-assign]
+
+
+def _sampled(
+    layer: nn.Conv2d, image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if image.device.type != "cpu":
+        return nn.Conv2d._conv_forward(layer, image, weight, bias)
+    down, right = layer.stride
+    return F.conv2d(image[..., ::down, ::right], weight, bias, groups=layer.groups)
