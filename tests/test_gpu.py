@@ -120,9 +120,10 @@ def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None
         batches = make_batches(t, recipe)
         for window in range(30):
             train_window(t, batches, window)
-        kept_on = next(t.average.model.parameters()).device.type
+        kept_on = next(iter(t.average.tensors.values())).device.type
         assert kept_on == ("cpu" if on_cpu else "cuda")
-        averages.append([p.cpu() for p in t.average.averaged().parameters()])
+        with t.average.in_place():
+            averages.append([p.detach().cpu() for p in t.model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*averages, strict=True))
 
 

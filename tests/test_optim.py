@@ -127,7 +127,7 @@ def test_the_average_moves_every_few_windows_by_as_much() -> None:
     seen = []
     for window in range(1000, 1008):
         average.update(window, None, torch.zeros(1))
-        seen.append(next(average.model.parameters()).item())
+        seen.append(average.tensors["weight"].item())
     assert seen[:3] == [1.0] * 3
     assert seen[3:7] == pytest.approx([2 - 0.9**4] * 4)
     assert seen[7] == pytest.approx(2 - 0.9**8)
@@ -183,13 +183,13 @@ def test_the_average_catches_up_in_the_last_window_and_counts_what_it_missed() -
     device._moved_at.fill_(1000)
     for window in range(1000, 1007):
         host.update(window, None, torch.zeros(1), last=window == 1006)
-    assert next(host.model.parameters()).item() == pytest.approx(2 - 0.9**7)
+    assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**7)
     applied = torch.tensor([1000])
     for window in range(1000, 1007):
         skipped = torch.tensor(float(window in (1001, 1003)))  # the second of them is the fourth window
         device.update(window, skipped, applied, last=window == 1006)
         applied += 1 - skipped.to(torch.int64)
-    assert next(device.model.parameters()).item() == pytest.approx(2 - 0.9**5)
+    assert device.tensors["weight"].item() == pytest.approx(2 - 0.9**5)
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.01, 0.13])
@@ -251,7 +251,7 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
             if not skipped:
                 on_host.update(applied, None, torch.zeros(1))
             on_device.update(0, torch.tensor(float(skipped)), torch.tensor([applied]))
-        values = [average.model.state_dict()["weight"].item() for average in (on_host, on_device)]
+        values = [average.tensors["weight"].item() for average in (on_host, on_device)]
         assert values[0] == pytest.approx(values[1])
         return float(values[0])
 
@@ -262,13 +262,19 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
     assert after((0, False), (1, False)) == pytest.approx(1.9 + 0.1 * 9 / 11)
 
 
-def test_the_averaged_model_has_the_trained_buffers() -> None:
+def test_in_place_the_model_has_the_average_to_the_bit_and_then_its_weights_again() -> None:
+    """Where they lie, too, with the trained buffers, and also after an error."""
     model = nn.BatchNorm1d(2)
     average = WeightAverage(model, AverageConfig(decay=0.9))
+    nn.init.constant_(model.weight, 0.1)
     assert model.running_mean is not None
     model.running_mean.fill_(3.0)
-    averaged: Any = average.averaged()
-    assert averaged.running_mean.tolist() == [3.0, 3.0]
+    view, address = model.weight.data, model.weight.data_ptr()
+    with pytest.raises(RuntimeError, match="evaluation"), average.in_place():
+        assert view.tolist() == [1.0, 1.0] and model.weight.data_ptr() == address
+        assert model.running_mean.tolist() == [3.0, 3.0]
+        raise RuntimeError("evaluation")
+    assert bool((view == 0.1).all()) and average.tensors["weight"].tolist() == [1.0, 1.0]
 
 
 def test_norms_and_biases_are_not_decayed() -> None:

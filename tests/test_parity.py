@@ -74,7 +74,7 @@ def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Parts, nn.Module, list[fl
         task = Doubled(recipe.data, recipe.model, recipe.regularization, recipe.seed)
     parts = assemble_alone(recipe, task)
     t = parts.training
-    initial = copy.deepcopy(t.model if t.average is None else t.average.model)
+    initial = copy.deepcopy(t.model)
     batches = parts.loader(t.share.batches())
     t.replica.train()
     losses = []
@@ -191,7 +191,7 @@ def compare(data: str, mode: str, sections: dict[str, Any]) -> ByHand:
     t = parts.training
     assert int(t.rates.applied) == STEPS - hand.skipped
     if t.average is not None:
-        averages = zip(t.average.averaged().parameters(), hand.average.parameters(), strict=True)
+        averages = zip(t.average.tensors.values(), hand.average.parameters(), strict=True)
         for ours, theirs in averages:
             assert torch.allclose(ours, theirs, rtol=late, atol=10 * late)
     return hand

@@ -20,7 +20,7 @@ class Convolutions(TorchDispatchMode):
     """Records each convolution: shape of its weight, and its strides."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[tuple[torch.Size, list[int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

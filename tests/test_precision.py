@@ -43,7 +43,7 @@ class Overflowing(TokenTask):
 
 
 def snapshot(training: Any) -> dict[str, Any]:
-    average = training.average.model.parameters()
+    average = training.average.tensors.values()
     state = [s.clone() for slot in training.optimizer.state.values() for s in slot.values()]
     return {
         "weights": [p.detach().clone() for p in training.parameters],
@@ -264,14 +264,14 @@ def test_in_a_run_too_and_in_its_average() -> None:
     parts = assemble_alone(recipe, task)
     assert parts.training.average is not None
     image = torch.zeros(2, 1, 8, 8)
+    parts.training.average.tensors["head.bias"].fill_(1)
+    parts.training.average.tensors["head.weight"].zero_()
     with torch.autocast("cpu", torch.bfloat16):
-        assert parts.training.model(image).dtype == torch.float32
-        averaged = parts.training.average.averaged()
-        assert averaged(image).dtype == torch.float32
-    nn.init.ones_(averaged.get_parameter("head.bias"))
-    nn.init.zeros_(averaged.get_parameter("head.weight"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert bool((averaged(image) == 1).all()), "the copy computes with its own weights"
+        assert (trained := parts.training.model(image)).dtype == torch.float32
+        with parts.training.average.in_place():
+            averaged = parts.training.model(image)
+        assert averaged.dtype == torch.float32 and bool((averaged == 1).all())
+        assert torch.equal(parts.training.model(image), trained) and not torch.equal(averaged, trained)
 
 
 def test_a_name_that_is_not_there_is_found_before_the_ranks_start() -> None:

@@ -80,7 +80,7 @@ def trained(
     for window in range(t.share.plan.windows):
         train_window(t, batches, window)
     assert t.average is not None
-    return t, [t.loss, t.norm, *t.model.parameters(), *t.average.model.parameters()]
+    return t, [t.loss, t.norm, *t.model.parameters(), *t.average.tensors.values()]
 
 
 @pytest.mark.parametrize("micro_batch", [8, 4, 2])
@@ -170,7 +170,7 @@ def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     training, own = (getclosurevars(turn).nonlocals for turn in (ours, hand))
     t: Training = training["training"]
     assert t.average is not None
-    weights, average = list(t.model.parameters()), list(t.average.averaged().parameters())
+    weights, average = list(t.model.parameters()), list(t.average.tensors.values())
     theirs = list(zip(own["params"], own["average"], strict=True))
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, (b, _) in zip(weights, theirs, strict=True))
     # By how much the average lags behind: little beside the weights, which would hide a difference.

@@ -1,6 +1,7 @@
 """The moving average of the weights."""
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from pydantic import Field, model_validator
@@ -24,22 +25,29 @@ class AverageConfig(Section):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
+    """Exponential moving average of the weights (Polyak and Juditsky, 1992).
+
+    Attributes:
+        tensors: The averages, by the parameters' names, on the weights' device or in the host's memory.
+    """
 
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         """Starts from the weights as they are."""
         self._config = config
         self._moved = 0  # windows at the last movement
+        self._model = model
         self._weights = [parameter.data for parameter in model.parameters()]
         self._device = self._weights[0].device
         self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
-        self.model = copy.deepcopy(model).requires_grad_(False)
         self._staging: _Staging | None = None
+        where = self._device
         if config.on_cpu and self._device.type != "cpu":
-            self.model.cpu()
+            where = torch.device("cpu")
             self._staging = _Staging(self._weights)
-        self._average = [parameter.data for parameter in self.model.parameters()]
-        self._buffers = list(zip(self.model.buffers(), model.buffers(), strict=True))
+        self.tensors = {
+            name: parameter.detach().to(where, copy=True) for name, parameter in model.named_parameters()
+        }
+        self._average = list(self.tensors.values())
 
     def update(
         self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
@@ -90,12 +98,27 @@ class WeightAverage:
         if self._staging is not None and (arrived := self._staging.arrived()) is not None:
             _lerp(self._average, *arrived)
 
-    def averaged(self) -> nn.Module:
-        """The model with averaged weights, on the weights' device; its buffers are the trained model's."""
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model has the averaged weights, and its weights are kept here in their place.
+
+        The model itself and no copy of it: a copy would still call a function that the model made of its own
+        method (`self.f = torch.compile(self._f)`, a closure), which computes with the weights as trained.
+        """
         self.catch_up()
-        for target, source in self._buffers:
-            target.copy_(source)
-        return self.model if self._staging is None else copy.deepcopy(self.model).to(self._device)
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # Of values: addresses stay, which a CUDA graph or a view of the weights keeps.
+        for weight, average in zip(self._weights, self._average, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
 
 
 class _Staging:

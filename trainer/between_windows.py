@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 
 import torch
 
@@ -112,15 +113,15 @@ class BetweenWindows:
     def _evaluate(self, done: int) -> None:
         mark("evaluation")
         t, parts = self._training, self._parts
-        model = t.model if t.average is None else t.average.averaged()
-        figures = evaluate(
-            t.task,
-            model,
-            parts.evaluation_loader,
-            parts.evaluation_share,
-            self._world,
-            self._recipe.precision,
-        )
+        with nullcontext() if t.average is None else t.average.in_place():
+            figures = evaluate(
+                t.task,
+                t.model,
+                parts.evaluation_loader,
+                parts.evaluation_share,
+                self._world,
+                self._recipe.precision,
+            )
         mark("logging")
         self._meter.deliver()
         if freed := after_evaluation(self._recipe.memory, self._world.device):

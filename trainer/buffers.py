@@ -42,7 +42,9 @@ def find_changing(
         return []
     found = set[tuple[type, str]]()
     trial = copy.deepcopy(model).train()
-    places = [_place(trial, name) for name in names]
+    # The copy may still call the model itself, by a function that the model made of its own method.
+    places = [_place(one, name) for one in (trial, model) for name in names]
+    kept_model = ChangingBuffers(model, [name for name, _ in model.named_buffers()])
     for seed in range(_TRIES):
         torch.manual_seed(seed)
         before = [module._buffers[key] for module, key in places]
@@ -58,7 +60,8 @@ def find_changing(
                 continue
             if now is not old or now._version != was[0] or not torch.equal(now, was[1]):
                 found.add((type(module), key))
-    changed = [float((type(module), key) in found) for module, key in places]
+    kept_model.restore()
+    changed = [float((type(module), key) in found) for module, key in places[: len(names)]]
     flags = torch.tensor(changed, device=next(model.parameters()).device)
     return [n for n, flag in zip(names, sum_over_ranks(flags, group).tolist(), strict=True) if flag]
 

@@ -82,7 +82,7 @@ def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path | 
         if not is_out_of_memory(error):
             raise
         t = parts.training
-        average = t.average.averaged().parameters() if t.average is not None else ()
+        average = t.average.tensors.values() if t.average is not None else ()
         text = explain_oom(
             error,
             world.device,

@@ -33,6 +33,7 @@ def _sampled(
     layer: nn.Conv2d, image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     if image.device.type != "cpu":
-        return nn.Conv2d._conv_forward(layer, image, weight, bias)
+        result: torch.Tensor = nn.Conv2d._conv_forward(layer, image, weight, bias)
+        return result
     down, right = layer.stride
     return F.conv2d(image[..., ::down, ::right], weight, bias, groups=layer.groups)

@@ -106,7 +106,6 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
             f"a training forward pass changes the buffers {_few(changing)}: they get one update a step, the "
             "mean over its micro-batches"
         )
-    # The average is a copy of the model as it is here: evaluation needs none of what follows.
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)

@@ -22,7 +22,7 @@ def tensors_of(t: Training) -> Tensors:
     if t.average is not None:
         t.average.catch_up()
         tensors["optimizer"]["ema/moved_at"] = t.average.moved_at
-        tensors["ema"] = dict(t.average.model.named_parameters())
+        tensors["ema"] = t.average.tensors
     return tensors
 
 

@@ -4,6 +4,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,14 @@ def finish(
 
 def _leave_weights(folder: Path, t: Training) -> dict[str, str]:
     """Writes the weights, and the average; returns their hashes by the files' names."""
-    models = {"model.safetensors": t.model}
+    contexts: dict[str, AbstractContextManager[None]] = {"model.safetensors": nullcontext()}
     if t.average is not None:
-        models["ema.safetensors"] = t.average.averaged()
+        contexts["ema.safetensors"] = t.average.in_place()
     try:
-        for name, model in models.items():
-            save_weights(model, folder / name)
-        return {name: file_hash(folder / name) for name in models}
+        for name, context in contexts.items():
+            with context:
+                save_weights(t.model, folder / name)
+        return {name: file_hash(folder / name) for name in contexts}
     except (OSError, SafetensorError) as error:
         newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
         kept = (

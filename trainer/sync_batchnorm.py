@@ -31,7 +31,7 @@ class _Synchronised:
         self._group = group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
-        # Of an averaged model, say: the group is the process's and can't be copied.
+        # Of a model that is tried out, say: the group is the process's and can't be copied.
         return _Synchronised(memo[id(self._layer)], self._group)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ written from, and batches of evaluation.
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -123,13 +123,13 @@ def _evaluate(recipe: Recipe, parts: Parts, world: World) -> None:
     t, whole = parts.training, parts.evaluation_share.plan
     few = min(whole.samples, _EVALUATED * whole.micro_batch * world.size)
     share = evaluation_share(few, whole.micro_batch, world.rank, world.size)
-    model = t.model if t.average is None else t.average.averaged()
-    evaluate(t.task, model, parts.evaluation_loader, share, world, recipe.precision)
+    with nullcontext() if t.average is None else t.average.in_place():
+        evaluate(t.task, t.model, parts.evaluation_loader, share, world, recipe.precision)
 
 
 def _holders(parts: Parts) -> dict[str, int]:
     t = parts.training
-    average = t.average.model.parameters() if t.average is not None else ()
+    average = t.average.tensors.values() if t.average is not None else ()
     return held_by(t.model, t.optimizer, average=average)
 
 
