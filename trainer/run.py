@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.batchnorm import WindowStatistics
+from trainer.batchnorm import WindowStatistics, batchnorm_buffers
+from trainer.buffers import find_changing
 from trainer.checkpoint.tensor_file import is_storable
 from trainer.data.check import Part, check_data
 from trainer.data.corrupt import Quarantine
@@ -133,7 +134,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "data.micro_batch or the number of ranks"
         )
     model = shapes_only(task)
-    _check_dtypes(model)
+    _check_tensors(model)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
@@ -172,8 +173,14 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         ) from error
 
 
-def _check_dtypes(model: nn.Module) -> None:
-    """Refuses parameters that the fused optimizers can't update, and what safetensors can't hold."""
+def _check_tensors(model: nn.Module) -> None:
+    """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise BadInputError(
+                f"the model's '{name}' has no shape yet: a lazy module gives it one at its first call; give "
+                "the sizes, or let the task's model() call the module before it returns it"
+            )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise BadInputError(
@@ -218,6 +225,14 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     set_matmul_mode(recipe.precision)
     set_determinism(recipe)
     prepared = prepare_model(recipe, task, world)
+    found = find_changing(
+        task,
+        prepared.model,
+        batchnorm_buffers(prepared.model),
+        recipe.data.micro_batch,
+        autocast(recipe.precision, device),
+        world,
+    )
     groups = parameter_groups(recipe.optim, prepared.model)
     in_tree = recipe.parallel.reduction == "tree"
     rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
@@ -230,7 +245,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, prepared.changing),
+        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, found),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,
@@ -256,7 +271,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
         held,
         prepared.compiled,
-        [*getattr(task, "notes", ()), *prepared.notes],
+        [*getattr(task, "notes", ()), *prepared.notes, *found.notes],
     )
 
 
