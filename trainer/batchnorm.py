@@ -10,39 +10,52 @@ Momentum 1 makes BatchNorm's running buffers each shard's own statistics during 
 makes one update.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.buffers import ChangingBuffers
+from trainer.buffers import ChangingBuffers, Found, OtherBuffers
 from trainer.parallel import sum_over_ranks
 
 
-def is_batchnorm(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm layer with running statistics."""
-    return isinstance(module, _BatchNorm) and module.running_mean is not None
+def batchnorm_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """The statistics of torch's BatchNorm layers."""
+    return [buffer for layer in _layers(model) for buffer in layer.buffers(recurse=False)]
+
+
+def _layers(model: nn.Module) -> list[_BatchNorm]:
+    """BatchNorm layers with running statistics that compute as torch's do.
+
+    One with a forward of its own may count no batches, or take the momentum otherwise.
+    """
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        and type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+        and None not in (module.running_mean, module.running_var, module.num_batches_tracked)
+    ]
 
 
 class WindowStatistics:
     """The statistics that a model's forward pass keeps in its buffers; none is fine too."""
 
-    def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, changing: Sequence[str] = ()
-    ) -> None:
-        """Takes over BatchNorm's momentum, and the named other buffers (see `buffers.find_changing`)."""
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, found: Found | None = None) -> None:
+        """Takes over BatchNorm's momentum, and other buffers that were found to change."""
         self._group = group
-        layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and is_batchnorm(m)]
+        layers = _layers(model)
         self._parts: list[_BatchNorms | ChangingBuffers] = [_BatchNorms(layers)] if layers else []
-        if changing:
-            self._parts.append(ChangingBuffers(model, changing))
+        if found is not None and found.changing:
+            self._parts.append(ChangingBuffers(model, found.changing))
+        self._others = OtherBuffers(model, found.others) if found is not None and found.others else None
         self._sums: list[torch.Tensor] = []
 
     def reload(self) -> None:
         """Starts from the values that are in the model now."""
         for part in self._parts:
             part.reload()
+        if self._others is not None:
+            self._others.reload()
 
     def of_shard(self) -> list[torch.Tensor]:
         """What the last forward pass made of the statistics, float (n,) each, to add up over the shards.
@@ -77,6 +90,8 @@ class WindowStatistics:
         for part, total in zip(self._parts, self._sums, strict=True):
             part.update(sum_over_ranks(total, self._group), skipped)
         self._sums = []
+        if self._others is not None:
+            self._others.tell()
 
 
 class _BatchNorms:
@@ -105,38 +120,42 @@ class _BatchNorms:
             self._cumulative = torch.tensor([layer.momentum is None for layer in layers], device=device)
         for layer in layers:
             layer.momentum = 1.0
-        self._momenta = torch.tensor(momenta, device=device)
+        # Where they are bf16, these couldn't count so many shards.
+        self._dtype = torch.promote_types(torch.float32, torch.cat(self._buffers).dtype)
+        self._rounds = any(buffer.dtype != self._dtype for buffer in self._buffers)
+        self._momenta = torch.tensor(momenta, dtype=self._dtype, device=device)
         self._owners = torch.tensor(owners, device=device)
         self._sizes = [buffer.numel() for buffer in self._buffers]
         self.size = len(owners) + len(layers)
         self.reload()
 
     def reload(self) -> None:
-        self._kept = torch.cat(self._buffers)
-        self._windows = torch.stack(self._counters)
-        self._before = self._windows.clone()
+        self._kept = torch.cat(self._buffers).to(self._dtype)
+        self._before = self._windows = torch.stack(self._counters)
 
     def of_shard(self) -> torch.Tensor:
         # A layer that was left out holds the shard's before: its counter tells, also of compiled code.
-        ran = torch.stack(self._counters) != self._before
-        self.restore()
-        values = torch.where(ran[self._owners], torch.cat(self._buffers), 0.0)
-        return torch.cat((values, ran.to(values.dtype)))
+        now = torch.stack(self._counters)
+        ran, self._before = now != self._before, now
+        values = torch.where(ran.gather(0, self._owners), torch.cat(self._buffers), 0.0)
+        return torch.cat((values, ran)).to(self._dtype)
 
     def restore(self) -> None:
         self._before = torch.stack(self._counters)
 
     def update(self, total: torch.Tensor, skipped: torch.Tensor | None) -> None:
-        sums, counts = total.to(self._kept.dtype).split((len(self._owners), len(self._counters)))
+        sums, counts = total.to(self._dtype).split((len(self._owners), len(self._counters)))
         ran = counts > 0 if skipped is None else (counts > 0) & (skipped == 0)
-        self._windows += ran
+        self._windows = self._windows + ran
         momenta = self._momenta
         if self._cumulative is not None:
             momenta = torch.where(self._cumulative, 1 / self._windows.clamp(min=1), momenta)
-        of_layers = torch.stack((counts.clamp(min=1), momenta.to(counts.dtype), ran.to(counts.dtype)))
-        count, momentum, had = of_layers[:, self._owners]
+        of_layers = torch.stack((counts.clamp(min=1), momenta * ran))  # no step for a layer that didn't run
+        count, momentum = of_layers.gather(1, self._owners.expand(2, -1))
         updated = torch.lerp(self._kept, sums / count, momentum)
-        self._kept = torch.where(had > 0, updated, self._kept)
+        self._kept = updated if skipped is None else torch.where(skipped > 0, self._kept, updated)
         torch._foreach_copy_(self._buffers, self._kept.split(self._sizes))
+        if self._rounds:  # go on from what a checkpoint holds
+            self._kept = torch.cat(self._buffers).to(self._dtype)
         torch._foreach_copy_(self._counters, self._windows.unbind())
-        self.restore()
+        self._before = self._windows

@@ -1,4 +1,4 @@
-"""Counts what a model computes, on a model of its own: nothing that is trained is touched."""
+"""What a model computes, tried on a model of its own: nothing that is trained is touched."""
 
 import copy
 import math
@@ -56,25 +56,38 @@ def _count_on(
     if device == _CPU and not _has_room_for_another(trained):
         return None, ""
     seen = Operations(device)
-    # A kernel for attention is one operation, for which torch has no formula on a CPU.
-    with uncompiled(), _random_state_kept(), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-        warnings.simplefilter("ignore")  # they come again in training
-        try:
-            model = shapes_only(task) if device == _META else task.model()
-            mend_pointwise(model)
-            if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
-                return None, ""  # it gives the same model again
-            with _Onto(device):
-                twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data)})
+    try:
+        # A kernel for attention is one operation, for which torch has no formula on a CPU.
+        with stand_ins(task, trained, device) as (model, twin), sdpa_kernel(SDPBackend.MATH):
             batch = blank_batch(task, samples, device)
             with seen:
                 loss = twin.loss(model.train(), batch)
             waits = seen.waits
             with seen:
                 loss.backward()
-        except Exception:  # somebody's code, given what it may not expect
-            return None, seen.waits
+    except Exception:  # somebody's code, given what it may not expect
+        return None, seen.waits
     return seen.flops / samples, waits
+
+
+@contextmanager
+def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[tuple[nn.Module, Task]]:
+    """Another model of a task and a copy of the task, on a device: what is done with them leaves no trace.
+
+    Within it nothing is compiled, and nobody is warned: that comes again in training.
+
+    Raises:
+        ValueError: If the task gives the same model again. Its own errors come through, too.
+    """
+    with uncompiled(), _random_state_kept(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = shapes_only(task) if device == _META else task.model().to(device)
+        mend_pointwise(model)
+        if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
+            raise ValueError("the task's model() gives the same model again")
+        with _Onto(device):
+            twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data)})
+        yield model, twin
 
 
 def _has_room_for_another(model: nn.Module) -> bool:
@@ -83,11 +96,11 @@ def _has_room_for_another(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Of all that somebody's code on the CPU may draw from."""
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Of all that somebody's code may draw from, on the CPU and on a device."""
     ours, numpys = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             yield
     finally:
         random.setstate(ours)

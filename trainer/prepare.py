@@ -11,8 +11,6 @@ from torch import nn
 
 from trainer.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.average import WeightAverage
-from trainer.batchnorm import is_batchnorm
-from trainer.buffers import find_changing
 from trainer.compiling import (
     compile_blocks,
     compile_model,
@@ -52,7 +50,6 @@ class Prepared:
         nonfinite: Looks for NaNs, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs.
         notes: Lines for the user.
-        changing: Names of buffers that a training forward pass changes, BatchNorm's not among them.
     """
 
     model: nn.Module
@@ -62,7 +59,6 @@ class Prepared:
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
     notes: list[str]
-    changing: list[str]
 
 
 def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
@@ -93,19 +89,6 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
         matrices = hidden_matrices(model)
         others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
         notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
-    settled = [b for m in model.modules() if is_batchnorm(m) for b in m.buffers(recurse=False)]
-    changing = find_changing(
-        model,
-        settled,
-        lambda trial: task.loss(trial, blank_batch(task, recipe.data.micro_batch, device)),
-        autocast(recipe.precision, device),
-        world.group,
-    )
-    if changing:
-        notes.append(
-            f"a training forward pass changes the buffers {_few(changing)}: they get one update a step, the "
-            "mean over its micro-batches"
-        )
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
@@ -121,7 +104,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
         else model
     )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, compiled, average, nonfinite, graphs, notes, changing)
+    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
 
 
 def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:

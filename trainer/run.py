@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.batchnorm import WindowStatistics
+from trainer.batchnorm import WindowStatistics, batchnorm_buffers
+from trainer.buffers import find_changing
 from trainer.checkpoint.tensor_file import is_storable
 from trainer.data.check import Part, check_data
 from trainer.data.corrupt import Quarantine
@@ -218,6 +219,14 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     set_matmul_mode(recipe.precision)
     set_determinism(recipe)
     prepared = prepare_model(recipe, task, world)
+    found = find_changing(
+        task,
+        prepared.model,
+        batchnorm_buffers(prepared.model),
+        recipe.data.micro_batch,
+        autocast(recipe.precision, device),
+        world,
+    )
     groups = parameter_groups(recipe.optim, prepared.model)
     in_tree = recipe.parallel.reduction == "tree"
     rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
@@ -230,7 +239,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, prepared.changing),
+        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, found),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,
@@ -256,7 +265,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
         held,
         prepared.compiled,
-        [*getattr(task, "notes", ()), *prepared.notes],
+        [*getattr(task, "notes", ()), *prepared.notes, *found.notes],
     )
 
 
