@@ -24,8 +24,8 @@ from trainer.step import train_window
 # Of a window of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
 ALLOCATIONS, ALLOCATED = 28, 1064
 # Bytes that operators copy in a window of the digits recipe, besides those of its batch: pixels to floats
-# (16,384), the grid of the augmentation (32,768), and 2,620 of norms, BatchNorm's statistics, which of its layers
-# ran, and the rate.
+# (16,384), the grid of the augmentation (32,768), and 2,620 of norms, the rate, BatchNorm's statistics and
+# which of its layers ran.
 COPIED_BY_DIGITS = 51_776
 _COUNTED = range(55, 95)  # windows between two rows
 

@@ -62,7 +62,7 @@ class WindowStatistics:
 
         Call it before backward, where activation checkpointing runs the forward pass once more.
         """
-        return [part.of_shard() for part in self._parts]
+        return [part.of_shard() for part in self._parts] if self._parts else []
 
     def restore(self) -> None:
         """Call after a shard's backward pass: the next starts from the same values."""

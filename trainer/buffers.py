@@ -55,8 +55,9 @@ def find_changing(
     """Finds the buffers that a training forward pass changes, the same on all ranks; collective.
 
     A few forward passes of another model tell, over few blank samples, or a whole micro-batch if it must be.
-    Where one of a module's buffers changes, so do those of the same name in all modules of that class: a
-    layer may be left out at random.
+    Where one of a module's buffers changes, so do those of the same name in all modules of that class, as a
+    layer may be left out at random; and all of that class's that hold no integers: the mean of blank samples
+    may be what it was before, and some statistics begin later.
 
     Args:
         task: Gives the other model, and the loss.
@@ -131,6 +132,7 @@ class _Trial:
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[type, str]] = {}
+        self._means = set[str]()
         self._changed = set[tuple[type, str]]()
         self._reshaped = set[tuple[type, str]]()
         self.error = self.remade = ""
@@ -149,6 +151,7 @@ class _Trial:
                 other.train()
                 places = {name: _place(other, name) for name, _ in other.named_buffers()}
                 self._kinds = {name: (type(module), key) for name, (module, key) in places.items()}
+                self._means = {name for name, buffer in other.named_buffers() if _is_mean(buffer)}
                 shapes = _shapes(other)
                 batch = blank_batch(task, samples, device)
                 for seed in range(_TRIES):
@@ -165,7 +168,10 @@ class _Trial:
             self.error = f"{type(error).__name__}: {what[:_LETTERS]}"
 
     def changes(self, name: str) -> bool:
-        return self._kinds.get(name) in self._changed and not self.reshapes(name)
+        kind = self._kinds.get(name)
+        if kind is None or kind in self._reshaped:
+            return False
+        return kind in self._changed or (name in self._means and kind[0] in {of for of, _ in self._changed})
 
     def reshapes(self, name: str) -> bool:
         return self._kinds.get(name) in self._reshaped

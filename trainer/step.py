@@ -101,14 +101,17 @@ class Training:
 class LossOf(nn.Module):
     """A task's loss as a module, so that DDP sees one forward pass whatever the task calls of its model."""
 
+    called: nn.Module
+
     def __init__(self, task: Task, model: nn.Module) -> None:
         """The loss of a task by a model, which may be compiled."""
         super().__init__()
         self.task, self.model = task, model
+        vars(self)["called"] = model  # found at once, without a module's detour to its attributes
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss of a shard, float ()."""
-        return self.task.loss(self.model, batch)
+        return self.task.loss(self.called, batch)
 
     __call__ = forward  # nothing hooks it; a module's own call would cost a percent of the smallest step
 
@@ -144,17 +147,19 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
             loss = loss.detach()
             # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
             scaled.backward(loss * 0 + 1 if t.skips else None)
-        t.statistics.restore()
+        if statistics:
+            t.statistics.restore()
         if t.tree is None:
             window_loss = loss if window_loss is None else window_loss + loss
-            t.statistics.add(statistics)
+            if statistics:
+                t.statistics.add(statistics)
         else:
             gradients, used = _take_gradients(t)
             own_used |= used
             flags = t.all_used if len(used) == len(t.parameters) else _flags(t, used)
             figures = torch.cat((loss.double().view(1), flags, *(s.double() for s in statistics)))
             t.tree.add_shard(gradients, figures)
-    if t.tree is None:
+    if t.tree is None and t.group is not None:
         check_reduced(t.replica, t.share.rank)
     mark("update")
     if t.tree is not None:
