@@ -566,6 +566,13 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
         assert torch.equal(trainer.fit(own, settings).model().phase, make())
 
 
+@pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d())])
+def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], here: Path) -> None:
+    with pytest.raises(BadInputError, match="has no shape yet"):
+        trainer.fit(type("Mine", (Small,), {"model": model}), {"data.global_batch": 4, "data.micro_batch": 4})
+    assert not (here / "runs").exists()
+
+
 def test_predict_says_what_is_missing() -> None:
     run: Any = SimpleNamespace(
         recipe=SimpleNamespace(task="mine.py"), task=OwnTask(Small(), "mine.py"), folder="run"

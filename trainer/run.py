@@ -134,7 +134,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "data.micro_batch or the number of ranks"
         )
     model = shapes_only(task)
-    _check_dtypes(model)
+    _check_tensors(model)
     if plan.last == "weighted" and any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
@@ -173,8 +173,14 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         ) from error
 
 
-def _check_dtypes(model: nn.Module) -> None:
-    """Refuses parameters that the fused optimizers can't update, and what safetensors can't hold."""
+def _check_tensors(model: nn.Module) -> None:
+    """Refuses what has no shape, what the fused optimizers can't update and what safetensors can't hold."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise BadInputError(
+                f"the model's '{name}' has no shape yet: a lazy module gives it one at its first call; give "
+                "the sizes, or let the task's model() call the module before it returns it"
+            )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not parameter.is_floating_point():
             raise BadInputError(
