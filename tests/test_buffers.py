@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.test_observers import Compiled, CompiledTask
 from tests.toys import TokenTask, assemble_alone, make_recipe
 from tests.windows import State, assert_same_bits
 from tests.world import SIZES, Ranks
@@ -199,6 +200,37 @@ def test_what_changes_is_tried_on_few_samples_and_leaves_no_trace() -> None:
     assert drawn[0] == drawn[1]
     (before, after) = (torch.random.get_rng_state() for _ in range(2))
     assert torch.equal(before, after)
+
+
+class CompiledKeeping(Compiled):
+    """Compiles a method that changes a buffer: a deep copy would call the original's."""
+
+    mean: torch.Tensor
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        super().__init__("method", backend)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)) + 1, 0.1)
+        return super().part(x)
+
+
+def test_a_models_own_compiled_code_is_left_alone() -> None:
+    torch._dynamo.reset()
+    task = CompiledTask("method")
+    task.model = lambda: CompiledKeeping(task.backend)  # type: ignore[method-assign]
+    recipe = make_recipe(data={"global_batch": 8, "micro_batch": 4})
+    parts = assemble_alone(recipe, task)
+    model = parts.training.model
+    assert (task.compiled, task.runs, task.losses) == (0, 0, 0)
+    assert not model.get_buffer("mean").any()
+    assert any("buffers mean:" in note for note in parts.notes)
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert (task.compiled, task.runs) == (1, 2)
+    assert model.get_buffer("mean").tolist() == pytest.approx([0.1] * 3, abs=0.09)
+    assert model.get_buffer("mean").all()
 
 
 def told(world: World, kind: str) -> tuple[str, str]:

@@ -268,23 +268,29 @@ class OtherBuffers:
 
     def reload(self) -> None:
         """Starts from the values that are in the model now."""
-        self._versions = self._now()
+        # Held, so that no tensor that takes a buffer's place comes to have its identity.
+        self._before = [
+            (module, key, module._buffers[key], _version(module, key)) for module, key in self._places
+        ]
 
     def tell(self) -> None:
         """Says once which ones were changed after all; the host waits for no device."""
-        if (now := self._now()) == self._versions:
-            return
-        changed = [name for name, a, b in zip(self._names, now, self._versions, strict=True) if a != b]
-        warn(
-            f"the forward pass has changed the buffers {_few(changed)}, as it did not when it was tried "
-            "before training: each rank keeps its own, and a checkpoint holds rank 0's"
-        )
-        self._names, self._places, self._versions = [], [], []
+        changed = [
+            name
+            for name, (module, key, buffer, version) in zip(self._names, self._before, strict=True)
+            if module._buffers[key] is not buffer or _version(module, key) != version
+        ]
+        if changed:
+            warn(
+                f"the forward pass has changed the buffers {_few(changed)}, as it did not when it was tried "
+                "before training: each rank keeps its own, and a checkpoint holds rank 0's"
+            )
+            self._names, self._places, self._before = [], [], []
 
-    def _now(self) -> list[tuple[int, int]]:
-        # Only a buffer that is held can't give its place in memory, and so its id, to the next.
-        buffers = [module._buffers[key] for module, key in self._places]
-        return [(id(buffer), -1 if buffer is None else buffer._version) for buffer in buffers]
+
+def _version(module: nn.Module, key: str) -> int:
+    buffer = module._buffers[key]
+    return -1 if buffer is None else buffer._version
 
 
 def _is_mean(buffer: torch.Tensor) -> bool:
