@@ -25,7 +25,7 @@ import trainer.attempt
 from tests.forked import attempt, replace, small
 from tests.rows import read_rows
 from tests.test_loader import make_folder
-from trainer import between_windows, cli, start
+from trainer import between_windows, cli, start, summary
 from trainer.checkpoint import files, store
 from trainer.data.dataset import ArrayDataset
 from trainer.data.files import in_folder
@@ -539,6 +539,30 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
     assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
 
 
+def test_a_foreign_checkpoint_costs_no_own_one_however_often_it_comes(tmp_path: Path, stopped: Path) -> None:
+    """Neither by counting among those that are kept, nor because its new name is taken."""
+    other, folder = tmp_path / "other", changed(tmp_path / "run", stopped)
+    assert attempt(other, small(seed=3), stop_after=12).code == 75
+    for after, names in ((9, {"foreign-step-00000012"}), (10, {"foreign-step-00000012-1"})):
+        copy_checkpoint(other / "checkpoints" / "step-00000012", folder)
+        done = attempt(folder, small(checkpoint={"keep": 1}), stop_after=after)
+        assert done.code == 75 and "without --stop-after it goes on from there" in done.said
+        assert f"checkpoints of other runs were renamed: {', '.join(names)}" in done.said
+        there = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert there >= {f"step-{after:08d}", *names}
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_begun_again(tmp_path: Path) -> None:
+    """By the words that extend it its weights would be lost."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(max_windows=3, checkpoint={"every": 0})).code == 0
+    before = (folder / "manifest.json").read_bytes()
+    refused = attempt(folder, small(max_windows=6), "force")
+    assert (refused.code, refused.said) == (2, "")
+    assert "the finished run has no checkpoint to be extended from; give another --out" in refused.line
+    assert (folder / "manifest.json").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -611,6 +635,26 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
     done = attempt(folder)
     assert done.code == 0, done.said
     assert same(folder, whole)
+
+
+def test_a_disk_that_is_full_at_the_last_line_is_one_line(tmp_path: Path) -> None:
+    """The weights are written and the manifest isn't; then the end is repeated, with one row of it."""
+
+    def full() -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        replace(summary, "write_json", refuse)
+
+    folder = tmp_path / "run"
+    ended = attempt(folder, small(max_windows=4), before=full)
+    assert ended.code == 2 and "Traceback" not in ended.said
+    assert (
+        "manifest.json can't be written (No space left on device); the checkpoint of window 4" in ended.line
+    )
+    assert attempt(folder, small(max_windows=4)).code == 0
+    kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("end") == 1 and kinds[-1] == "end"
 
 
 def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Path) -> None:

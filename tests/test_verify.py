@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.forked import attempt
+from tests.forked import attempt, small
 from tests.test_end_to_end import trainer
 from trainer import verify as module
 from trainer.cli import main
@@ -205,9 +205,9 @@ def test_an_environment_that_differs_is_told_with_the_same_bits(
         ),
         (
             lambda m: m["attempts"].append(
-                m["attempts"][0] | {"window": 9, "changed": ["optim.lr: 1, now 2"]}
+                m["attempts"][0] | {"window": 9, "changed": ["optim.lr: 1, now 2", "training data: 1, now 2"]}
             ),
-            "its configuration was changed after window 9 (optim.lr: 1, now 2)",
+            "it was changed after window 9 (training data: 1, now 2), and what was before isn't kept",
         ),
     ],
 )
@@ -365,6 +365,45 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.yaml isn't the config in manifest.json",
     ),
     "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
+    "a row of the trace twice": (
+        rows(TRACE, lambda lines: lines.insert(2, {**lines[2], "loss": 0.001})),
+        "trace.jsonl: the row of train figures of window 4 is there 2 times",
+    ),
+    "a row after the end": (
+        lambda folder: [
+            rows(name, lambda lines: lines.append({**of_kind("train", lines)[0], "window": 99}))(folder)
+            for name in (METRICS, TRACE)
+        ],
+        "trace.jsonl: a row of window 99, and the run has 16",
+    ),
+    "nested figures": (
+        lambda folder: (folder / TRACE).open("a").write("[" * 100_000 + "\n"),
+        "1 lines of trace.jsonl can't be read",
+    ),
+    "nested config.yaml": (
+        lambda folder: (folder / "config.yaml").write_text("[" * 100_000),
+        "config.yaml can't be read",
+    ),
+    "summary of a run without rows": (
+        lambda folder: [
+            (folder / METRICS).unlink(),
+            change(folder, lambda m: m["attempts"][0].update(jsonl=False)),
+            change(folder, lambda m: m.update(summary=[0.99])),
+        ],
+        "summary: accuracy None, and ",
+    ),
+    "stopped with weights": (
+        manifest(lambda m: m.update(status="stopped")),
+        "manifest.json: status is stopped, though it names final weights",
+    ),
+    "diverged with weights": (
+        manifest(lambda m: m.update(status="diverged")),
+        "manifest.json: status is diverged, though it names final weights",
+    ),
+    "stopped without weights": (
+        manifest(lambda m: m.update(status="stopped", weights={})),
+        "manifest.json: status is stopped, though metrics.jsonl has the row of the run's end",
+    ),
     "windows": (
         manifest(lambda m: m.update(windows=14)),
         "manifest.json: windows is 14, and 16 by its config",
@@ -402,6 +441,45 @@ def test_an_emptied_fingerprint_of_the_data_is_one_line(
     folder = shutil.copytree(whole, tmp_path / "run")
     change(folder, lambda m: m.update(fingerprint=fingerprint))
     assert "its data isn't here (training data: " in verify(folder, code=2, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: Capsys) -> None:
+    """Up to the old end by the old configuration, with its schedule and its evaluation; extended twice."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(max_windows=6)).code == 0
+    assert attempt(folder, small(max_windows=9, optim={"lr": 0.002}), "force").code == 0
+    assert attempt(folder, small(max_windows=12, optim={"lr": 0.002}), "force", stop_after=11).code == 75
+    told = verify(folder, code=0, capsys=capsys)
+    assert "identical\n  10 of 12 windows on 1 rank of 1 thread, then 1 rank" in told
+    assert "identical\n  6 of 12 windows" in verify(folder, "--steps", "6", code=0, capsys=capsys)
+    changed = [one["changed"] for one in json.loads((folder / "manifest.json").read_text())["attempts"]]
+    assert changed[1] == ["max_windows: 6, now 9", "optim.lr: 0.001, now 0.002"]
+    change(folder, lambda m: m["attempts"][1]["changed"].pop())
+    assert "first at window 2: " in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, capsys: Capsys) -> None:
+    """log.* may change where a run goes on."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(log={"sinks": ["csv"]}), stop_after=5).code == 75
+    assert attempt(folder, small(log={"fingerprints": False}), stop_after=9).code == 75
+    verify(folder, code=0, capsys=capsys)
+    assert attempt(folder, small(log={"every": 7})).code == 0
+    told = verify(folder, code=0, capsys=capsys)
+    assert "16 of 16 windows" in told and "5 rows" in told
+    rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
+    assert "row of train figures of window 16 is missing" in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_weights_that_are_none_are_a_difference(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "model.safetensors").write_bytes(b"x")
+    digest = hashlib.sha256(b"x").hexdigest()
+    change(folder, lambda m: m["weights"].update({"model.safetensors": digest}))
+    assert "model.safetensors: it can't be read" in verify(folder, code=1, capsys=capsys)
 
 
 def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint(

@@ -49,6 +49,7 @@ from trainer.tasks import Task
 from trainer.tune.host_memory import read_room
 
 _ROLLED_BACK = -1
+_SHOWN = 4
 
 
 def train_rank(
@@ -283,8 +284,14 @@ def _open_desk(
     """Opens the run folder for a run that goes on after so many windows; the stack closes it."""
     check_space(folder, parts.training.model, copies=_copies(recipe))
     if stored is not None:  # all ranks have read theirs: they agreed
-        with contextlib.suppress(OSError):
-            set_foreign_aside(folder / FOLDER, stored.foreign)
+        try:
+            aside = set_foreign_aside(folder / FOLDER, stored.foreign)
+        except OSError as error:
+            raise BadInputError(
+                f"{folder / FOLDER}: a checkpoint of another run can't be renamed ({error.strerror}); mend that"
+            ) from error
+        if aside:
+            warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
     sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, window, parts.training.model))
     display = introduce(manifest, parts, world, folder)
     stack.callback(display.close)
@@ -336,9 +343,14 @@ def _newest(
             f"{folder / FOLDER}: {error}; mend that, or move it away to go on from the one before"
         ) from error
     if skipped and found is None and mode != "force":
+        more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
         raise BadInputError(
-            f"{folder}: none of its checkpoints can be trusted ({skipped[0]}); bring one back, give another "
-            "--out, or begin again by --resume force"
+            f"{folder}: none of its checkpoints can be trusted ({'; '.join(skipped[:_SHOWN])}{more}); bring one "
+            "back, give another --out, or begin again by --resume force"
+        )
+    if stored is not None and stored.status == "finished" and found is None:
+        raise BadInputError(
+            f"{folder}: the finished run has no checkpoint to be extended from; give another --out"
         )
     return found, skipped
 

@@ -75,6 +75,8 @@ def make_manifest(
         log_every=recipe.log.every,
         changed=changed,
         config_hash=config_hash(recipe),
+        jsonl="jsonl" in recipe.log.sinks,
+        traced=recipe.log.fingerprints,
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]

@@ -1,7 +1,8 @@
 """What a run folder says of its run, for those who want to prove it: how it was trained, what came out."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from trainer.config import hash_of
 from trainer.errors import BadInputError
 from trainer.manifest import file_hash
 from trainer.observe.trace import Traced, read_trace
-from trainer.redact import redact_text
-from trainer.resume import Attempt, Stored
+from trainer.redact import REDACTED, redact_text
+from trainer.resume import Attempt, Stored, flat
 
 
 class Manifest(Stored):
@@ -49,12 +50,16 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Part:
-    """Windows that were trained in the same way: up to `until`, with a row of figures each `every`."""
+    """Windows that were trained in the same way: up to `until`, with a row of figures each `every`.
+
+    The settings are those of its configuration that were changed after it, as they were before.
+    """
 
     until: int
     ranks: int
     threads: int
     every: int
+    settings: tuple[str, ...] = ()
 
 
 def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
@@ -94,7 +99,7 @@ def last_window(run: Recorded, steps: int | None) -> int:
     """
     rows = sorted(row.window for row in run.rows)
     if steps is None:
-        return max(rows[-1], _last_row_due(run))
+        return min(max(rows[-1], _last_row_due(run)), run.manifest.windows)
     if not rows[0] <= steps <= rows[-1]:
         raise BadInputError(
             f"--steps {steps}: windows were recorded from {rows[0]} to {rows[-1]}; give a number between them"
@@ -108,15 +113,40 @@ def _last_row_due(run: Recorded) -> int:
         return run.manifest.windows
     if run.manifest.status == "diverged":
         return 0
-    last = run.manifest.attempts[-1]
+    kept = _kept(run.manifest.attempts)
     reached = max((entry.step for entry in listing(run.folder / FOLDER)), default=0)
-    due = reached // last.log_every * last.log_every
-    return due if last.window < due < run.manifest.windows else 0
+    ends = [*(attempt.window for attempt in kept[1:]), reached]
+    due = [
+        (attempt.window, end // attempt.log_every * attempt.log_every)
+        for attempt, end in zip(kept, ends, strict=True)
+        if attempt.traced
+    ]
+    return max((end for start, end in due if start < end < run.manifest.windows), default=0)
+
+
+def _kept(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Attempts without those of which nothing is left; what these changed counts as changed by the next."""
+    kept = list[Attempt]()
+    for attempt in attempts:
+        lost = [change for earlier in kept if earlier.window >= attempt.window for change in earlier.changed]
+        one = attempt.model_copy(update={"changed": [*lost, *attempt.changed]})
+        kept = [*(earlier for earlier in kept if earlier.window < attempt.window), one]
+    return kept
+
+
+def was_traced(run: Recorded, window: int) -> bool:
+    """Whether rows of that window should be in trace.jsonl: log.fingerprints may change on the way."""
+    return _trained(_kept(run.manifest.attempts), window).traced
+
+
+def _trained(kept: Sequence[Attempt], window: int) -> Attempt:
+    """The attempt whose window that was, of those that are kept."""
+    return next((one for one in reversed(kept) if one.window < window), kept[0])
 
 
 def contradictions(run: Recorded) -> list[str]:
     """What a run folder lacks of what it should hold, or says in two ways; as lines."""
-    return [*_of_manifest(run), *_of_weights(run), *_of_rows(run)]
+    return [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run)]
 
 
 def _of_manifest(run: Recorded) -> Iterator[str]:
@@ -128,7 +158,7 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
         )
     try:
         config = yaml.safe_load((run.folder / "config.yaml").read_bytes())
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = None
     if config != manifest.config:
         problem = "can't be read" if config is None else "isn't the config in manifest.json"
@@ -141,6 +171,9 @@ def _of_manifest(run: Recorded) -> Iterator[str]:
     ):
         if there != wanted:
             yield f"manifest.json: {name} is {there}, and {wanted} by its config and attempts"
+    finite = not any(value in ("nan", "inf", "-inf") for value in _last_evaluation(run).values())
+    if manifest.weights and (manifest.status == "stopped" or (manifest.status == "diverged" and finite)):
+        yield f"manifest.json: status is {manifest.status}, though it names final weights"
 
 
 def _of_weights(run: Recorded) -> Iterator[str]:
@@ -163,12 +196,22 @@ def _of_weights(run: Recorded) -> Iterator[str]:
             yield f"{file} isn't the file that the run wrote"
 
 
-def _of_rows(run: Recorded) -> Iterator[str]:
-    """The rows of metrics.jsonl say what those of trace.jsonl do, which a replay proves."""
+def _of_trace(run: Recorded) -> Iterator[str]:
+    """What a replay doesn't show of trace.jsonl: it has each row once, and of the run's windows only."""
     if run.unreadable:
         yield f"{run.unreadable} lines of trace.jsonl can't be read"
-    config = run.manifest.config
-    if "jsonl" not in config.get("log", {}).get("sinks", []):
+    for (kind, window), times in Counter((row.kind, row.window) for row in run.rows).items():
+        if times > 1:
+            yield f"trace.jsonl: the row of {kind} figures of window {window} is there {times} times"
+        if window > run.manifest.windows:
+            yield f"trace.jsonl: a row of window {window}, and the run has {run.manifest.windows}"
+    yield from _of_the_end(run, "summary", run.facts.get("summary"))
+
+
+def _of_metrics(run: Recorded) -> Iterator[str]:
+    """The rows of metrics.jsonl say what those of trace.jsonl do, which a replay proves."""
+    kept = _kept(run.manifest.attempts)
+    if not any(attempt.jsonl for attempt in kept):
         return
     try:
         rows, bad = _metrics(run.folder / "metrics.jsonl")
@@ -176,14 +219,25 @@ def _of_rows(run: Recorded) -> Iterator[str]:
         yield f"metrics.jsonl can't be read ({error.strerror})"
         return
     if bad:
-        yield f"{bad} lines of metrics.jsonl can't be read"
+        yield f"{bad} lines of metrics.jsonl can't be read, or are there twice"
+    yield from _rows_that_differ(run, kept, rows)
+    end = rows.get(("end", run.manifest.windows))
+    if kept[-1].jsonl:
+        yield from _of_the_end(run, "metrics.jsonl, the last row", end)
+    if end is not None and run.manifest.status == "stopped":
+        yield "manifest.json: status is stopped, though metrics.jsonl has the row of the run's end"
+
+
+def _rows_that_differ(
+    run: Recorded, kept: Sequence[Attempt], rows: Mapping[tuple[str, int], Mapping[str, str | None]]
+) -> Iterator[str]:
     traced = {(row.kind, row.window): row for row in run.rows}
     # A row is traced first: a run that was killed, or goes on now, may not have written its last one.
     unsure = max((row.window for row in run.rows), default=0) if run.manifest.status == "running" else None
     for (kind, window), row in traced.items():
         shown = rows.get((kind, window))
         if shown is None:
-            if window != unsure:
+            if window != unsure and _trained(kept, window).jsonl:
                 yield f"metrics.jsonl: the row of {kind} figures of window {window} is missing"
             continue
         for name, value in row.figures.items():
@@ -191,25 +245,24 @@ def _of_rows(run: Recorded) -> Iterator[str]:
             if str(shown.get(name)) != wanted:
                 yield f"metrics.jsonl, window {window}: {name} {shown.get(name)}, recorded {value}"
     for kind, window in rows.keys() - traced.keys():
-        if kind in ("train", "evaluation"):
+        if kind in ("train", "evaluation") and _trained(kept, window).traced:
             yield f"metrics.jsonl: the row of {kind} figures of window {window} isn't in trace.jsonl"
-    yield from _of_the_end(run, rows)
 
 
-def _of_the_end(run: Recorded, rows: Mapping[tuple[str, int], Mapping[str, str | None]]) -> Iterator[str]:
-    """The last evaluation stands in the last row and in the manifest, too."""
-    windows = run.manifest.windows
-    last = rows.get(("evaluation", windows))
-    if run.manifest.status != "finished" or last is None:
+def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
+    """The last evaluation's figures stand in the last row and in the manifest, too."""
+    if run.manifest.status != "finished":
         return
-    summary = run.facts.get("summary") or {}
-    for where, there in (
-        ("metrics.jsonl, the last row", rows.get(("end", windows), {})),
-        ("summary", summary),
-    ):
-        for name, value in last.items():
-            if name not in ("kind", "window", "epoch") and str(there.get(name)) != str(value):
-                yield f"{where}: {name} {there.get(name)}, and {value} in the last evaluation"
+    there = said if isinstance(said, Mapping) else {}
+    for name, value in _last_evaluation(run).items():
+        if name != "epoch" and str(there.get(name)) != value:
+            yield f"{where}: {name} {there.get(name)}, and {value} in the last evaluation"
+
+
+def _last_evaluation(run: Recorded) -> Mapping[str, str]:
+    """Its figures, as text; none if it wasn't traced."""
+    last = ("evaluation", run.manifest.windows)
+    return next((row.figures for row in run.rows if (row.kind, row.window) == last), {})
 
 
 def _metrics(file: Path) -> tuple[dict[tuple[str, int], dict[str, str | None]], int]:
@@ -239,27 +292,45 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
         ranks: How many to use instead, or None.
 
     Raises:
-        BadInputError: If the configuration was changed on the way.
+        BadInputError: If something was changed on the way that isn't known any more, such as its data.
     """
-    if ranks is not None:
-        return [Part(until, ranks, manifest.threads, manifest.attempts[-1].log_every)]
-    kept = list[Attempt]()
-    for attempt in manifest.attempts:  # what was trained beyond its start is lost, but not what was changed
-        lost = [change for earlier in kept if earlier.window >= attempt.window for change in earlier.changed]
-        attempt = attempt.model_copy(update={"changed": [*lost, *attempt.changed]})  # noqa: PLW2901
-        kept = [*(earlier for earlier in kept if earlier.window < attempt.window), attempt]
-    for attempt in kept:
-        if attempt.window and attempt.changed:
-            raise BadInputError(
-                f"{folder}: its configuration was changed after window {attempt.window} "
-                f"({redact_text(attempt.changed[0])}), and the one before isn't kept: it can't be replayed"
-            )
-    starts = [attempt for attempt in kept if attempt.window < until]
-    ends = [*(attempt.window for attempt in starts[1:]), until]
+    kept = _kept(manifest.attempts)
+    ends = [*(attempt.window for attempt in kept[1:]), until]
+    before = dict[str, str]()  # what was changed after a part, from the last one back
     parts = list[Part]()
-    for attempt, end in zip(starts, ends, strict=True):
-        part = Part(end, attempt.ranks, attempt.threads, attempt.log_every)
-        if parts and replace(parts[-1], until=end) == part:
-            parts.pop()
-        parts.append(part)
-    return parts
+    for attempt, end in zip(reversed(kept), reversed(ends), strict=True):
+        if attempt.window < until:
+            parts.insert(
+                0,
+                Part(
+                    min(end, until),
+                    ranks or attempt.ranks,
+                    attempt.threads,
+                    attempt.log_every,
+                    tuple(f"{name}={value}" for name, value in before.items()),
+                ),
+            )
+        if attempt.window:
+            for change in reversed(attempt.changed):
+                before |= _before(folder, manifest.config, attempt.window, change)
+    together = list[Part]()
+    for part in parts:
+        if together and replace(together[-1], until=part.until) == part:
+            together.pop()
+        together.append(part)
+    return together
+
+
+def _before(folder: Path, config: Mapping[str, Any], window: int, change: str) -> dict[str, str]:
+    """The setting that undoes a change: "key: before, now after", see `trainer.resume.differences`."""
+    name, _, values = change.partition(": ")
+    try:
+        value, _ = json.JSONDecoder().raw_decode(values)
+    except ValueError:  # of a file or of data it is a hash
+        value = REDACTED
+    if name == "task" or name not in flat(config) or REDACTED in str(value):
+        raise BadInputError(
+            f"{folder}: it was changed after window {window} ({redact_text(change)}), and what was before "
+            "isn't kept: it can't be replayed"
+        )
+    return {name: json.dumps(value)}

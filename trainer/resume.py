@@ -68,6 +68,8 @@ class Attempt(BaseModel):
         log_every: Windows between its rows of figures: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
         config_hash: Of its configuration.
+        jsonl: Whether it wrote rows to metrics.jsonl.
+        traced: Whether it wrote rows to trace.jsonl.
         job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
@@ -80,6 +82,8 @@ class Attempt(BaseModel):
     log_every: int = Field(ge=1)
     changed: list[str]
     config_hash: str = ""
+    jsonl: bool = True
+    traced: bool = True
     job: dict[str, str] = {}
 
 

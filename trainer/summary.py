@@ -67,7 +67,10 @@ def finish(
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
-    write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
+    try:
+        write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
+    except OSError as error:
+        raise _unfinished(folder, "manifest.json", error) from error
     leave_report(folder)
     if diverged:
         raise DivergedError(
@@ -100,15 +103,18 @@ def _leave_weights(folder: Path, t: Training) -> dict[str, str]:
                 save_weights(t.model, folder / name)
         return {name: file_hash(folder / name) for name in contexts}
     except (OSError, SafetensorError) as error:
-        newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
-        kept = (
-            "there is no checkpoint: the run must be repeated"
-            if newest is None
-            else f"the checkpoint of window {newest} is kept: mend that, and the same command ends from there"
-        )
-        raise BadInputError(
-            f"{folder}: the final weights can't be written ({_why(error)}); {kept}"
-        ) from error
+        raise _unfinished(folder, "the final weights", error) from error
+
+
+def _unfinished(folder: Path, what: str, error: Exception) -> BadInputError:
+    """What can't be written at the end, what is kept, and how to finish from it."""
+    newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
+    kept = (
+        "there is no checkpoint: the run must be repeated"
+        if newest is None
+        else f"the checkpoint of window {newest} is kept: mend that, and the same command ends from there"
+    )
+    return BadInputError(f"{folder}: {what} can't be written ({_why(error)}); {kept}")
 
 
 def _why(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from trainer.manifest import file_hash
 from trainer.observe.trace import Difference, Traced
@@ -36,7 +37,10 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
 def _tensors_that_differ(ours: Path, theirs: Path) -> str:
     if not (ours.exists() and theirs.exists()):
         return "another hash"
-    before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)
+    try:
+        before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)
+    except (OSError, SafetensorError):
+        return "it can't be read"
     odd = [
         name
         for name in dict.fromkeys([*before, *now])

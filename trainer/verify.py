@@ -22,7 +22,7 @@ from trainer.incidents import read_incidents, write_incidents
 from trainer.observe.console import warn
 from trainer.observe.trace import first_difference, read_trace
 from trainer.recipe import Recipe
-from trainer.recorded import Part, Recorded, contradictions, last_window, parts_of, read_run
+from trainer.recorded import Part, Recorded, contradictions, last_window, parts_of, read_run, was_traced
 from trainer.redact import REDACTED, redact_text
 from trainer.resume import FREE, flat
 from trainer.run import data_of, make_task
@@ -31,7 +31,7 @@ from trainer.start import start
 from trainer.verdict import differences_here, different, differing_weights, identical
 
 # What a replay may take from elsewhere: where things lie, and how they come.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from"]
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from", "task"]
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -58,10 +58,11 @@ def verify(options: argparse.Namespace) -> int:
         again = json.loads((folder / "manifest.json").read_bytes())
         rows, _, _ = read_trace(folder / "trace.jsonl")
         compared = [row for row in run.rows if row.window <= until]
-        found = first_difference(compared, [row for row in rows if row.window <= until])
+        again_due = [row for row in rows if row.window <= until and was_traced(run, row.window)]
+        found = first_difference(compared, again_due)
         weights = differing_weights(run, folder) if until == run.manifest.windows else []
     here = differences_here(run.facts, again)
-    if run.manifest.windows != again["windows"]:
+    if run.manifest.windows != again["windows"] and not parts[-1].settings:
         odd.append(f"manifest.json: windows is {run.manifest.windows}, and {again['windows']} by its config")
     if found is None and not weights and not odd:
         say(identical(run, compared, until, parts, here))
@@ -150,17 +151,20 @@ def replay(
     recipe.write_text(yaml.safe_dump(dict(config)))
     cuda = config["device"] == "cuda"
     for part in parts:
+        ends = part.until == windows
+        # Where one part ends there is a checkpoint for the next, also if the run was to end there.
+        settings = [] if ends else [f"checkpoint.every={part.until}"]
         request = argparse.Namespace(
             help_config=False,
             recipe=str(recipe),
-            set=[f"parallel.threads={part.threads}", f"log.every={part.every}"],
+            set=[*part.settings, f"parallel.threads={part.threads}", f"log.every={part.every}", *settings],
             out=folder,
             resume="force",  # another number of threads is another configuration
             max_restarts=0,
             grace=25.0,
             gpus=(gpus or str(part.ranks)) if cuda else None,
             ranks=None if cuda else part.ranks,
-            stop_after=part.until if part.until < windows else None,
+            stop_after=None if ends else part.until,
             profile=None,
             tuned=None,
             nodes="1",  # all of its ranks here, however many nodes it had
@@ -170,10 +174,10 @@ def replay(
         )
         with _progress() as output:
             code = start(request, output)
-        done = part.until == windows or (folder / FOLDER / step_name(part.until)).exists()
+        done = code == EXIT_DONE if ends else (folder / FOLDER / step_name(part.until)).exists()
         if code not in (EXIT_DONE, EXIT_REQUEUE):
             return code
-        if not done or (code == EXIT_DONE) != (part.until == windows):
+        if not done:
             warn("the replay was stopped before it was through: nothing is proved")
             return EXIT_FAILED
     return EXIT_DONE

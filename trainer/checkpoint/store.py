@@ -5,6 +5,7 @@ name of a checkpoint is whole.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -208,16 +209,27 @@ def newest_good(
     return None, skipped
 
 
-def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str | None]) -> None:
-    """Renames checkpoints of other runs, so that they don't count as this run's newest ones.
+def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str | None]) -> list[str]:
+    """Renames checkpoints of other runs, so that they neither count as this run's newest ones nor are pruned.
+
+    Returns:
+        Their new names.
 
     Raises:
         OSError: If one can't be.
     """
+    aside = list[str]()
     for _, _, path in _folders(folder):
         with contextlib.suppress(Damaged, Unreadable):
             if foreign(read_state(path)) is not None:
-                files.rename(path, folder / f"foreign-{path.name}")
+                taken = set(files.names(folder))
+                names = (
+                    f"foreign-{path.name}{number and f'-{number}' or ''}" for number in itertools.count()
+                )
+                name = next(name for name in names if name not in taken)
+                files.rename(path, folder / name)
+                aside.append(name)
+    return aside
 
 
 def newest_step(folder: Path, known_good: Collection[int], first: int | None) -> int | None:

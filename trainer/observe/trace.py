@@ -171,7 +171,7 @@ def read_trace(file: Path) -> tuple[list[Traced], list[str], int]:
                 continue
             prints = dict(zip(names, map(str, tensors), strict=True)) if tensors else {}
             rows.append(Traced(kind, window, {name: str(value) for name, value in row.items()}, prints))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             bad += 1
     return rows, names, bad
 
