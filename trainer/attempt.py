@@ -288,7 +288,7 @@ def _open_desk(
             aside = set_foreign_aside(folder / FOLDER, stored.foreign)
         except OSError as error:
             raise BadInputError(
-                f"{folder / FOLDER}: a checkpoint of another run can't be renamed ({error.strerror}); mend that"
+                f"{folder / FOLDER}: another run's checkpoint can't be renamed ({error.strerror}); mend that"
             ) from error
         if aside:
             warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
@@ -345,8 +345,8 @@ def _newest(
     if skipped and found is None and mode != "force":
         more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
         raise BadInputError(
-            f"{folder}: none of its checkpoints can be trusted ({'; '.join(skipped[:_SHOWN])}{more}); bring one "
-            "back, give another --out, or begin again by --resume force"
+            f"{folder}: none of its checkpoints can be trusted ({'; '.join(skipped[:_SHOWN])}{more}); "
+            "bring one back, give another --out, or begin again by --resume force"
         )
     if stored is not None and stored.status == "finished" and found is None:
         raise BadInputError(

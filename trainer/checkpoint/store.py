@@ -224,7 +224,7 @@ def set_foreign_aside(folder: Path, foreign: Callable[[Mapping[str, Any]], str |
             if foreign(read_state(path)) is not None:
                 taken = set(files.names(folder))
                 names = (
-                    f"foreign-{path.name}{number and f'-{number}' or ''}" for number in itertools.count()
+                    f"foreign-{path.name}{f'-{number}' if number else ''}" for number in itertools.count()
                 )
                 name = next(name for name in names if name not in taken)
                 files.rename(path, folder / name)
