@@ -93,7 +93,8 @@ def test_both_loops_do_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, tmp
     overhead.by_hand(task, recipe.optim, steps, lean=True)
     overhead.by_trainer(task, recipe, tmp_path)
     start = Kept().model()
-    by_hand, lean, by_trainer = (next(model.parameters()) for model in task.models)
+    # After these three come others, on which the trainer tries what it wants to know.
+    by_hand, lean, by_trainer = (next(model.parameters()) for model in task.models[:3])
     assert torch.allclose(by_hand, by_trainer, atol=1e-6)
     assert torch.allclose(lean, by_trainer, atol=1e-6)
     assert not torch.allclose(by_hand, next(start.parameters()), atol=1e-2)

@@ -65,7 +65,7 @@ class Profile:
         self._folder, self._model, self._device, self._kind = folder, model, device, kind
         self._begin, self._end = skip, skip + warm_up + active
         self._warm_up, self._active, self._modules = warm_up, active, modules
-        self._done, self._text = 0, ""
+        self._done, self._text, self._frames = 0, "", _frames_compiled()
         self._ranges: _Ranges | None = None
         self._closing = contextlib.ExitStack()
         self._step: Callable[[], None] = lambda: None
@@ -111,7 +111,8 @@ class Profile:
             )
             self._closing.enter_context(profiler)
             self._step = profiler.step
-        self._modules = self._modules and not _has_compiled()
+        # Hooks of modules would compile anew what the model has compiled by itself.
+        self._modules = self._modules and _frames_compiled() == self._frames
         self._ranges = self._closing.enter_context(_Ranges(self._model if self._modules else None))
 
     def _stop(self) -> None:
@@ -136,13 +137,13 @@ class Profile:
         self._text = "\n\n".join([*tables, written])
 
 
-def _has_compiled() -> bool:
-    """Whether the model has compiled something by itself, which hooks of its modules would compile anew."""
+def _frames_compiled() -> int:
+    """Frames that dynamo has compiled in this process, without importing it."""
     if "torch._dynamo" not in sys.modules:
-        return False
+        return 0
     from torch._dynamo.utils import counters
 
-    return bool(counters["frames"]["total"])
+    return int(counters["frames"]["total"])
 
 
 @contextlib.contextmanager
