@@ -149,8 +149,10 @@ def test_a_worker_that_was_killed_is_one_line() -> None:
         os.kill(worker.pid, signal.SIGKILL)
         while True:
             list(loader(what.share.batches()))
-    line = f"its loader worker (pid {worker.pid}) was killed by SIGKILL (out of memory? see dmesg)"
-    assert dead_worker(raised.value) == line
+    # By the signal, if torch's handler could raise where it ran; else torch only finds the worker gone.
+    told = f"its loader worker (pid {worker.pid}) "
+    hows = ("was killed by SIGKILL (out of memory? see dmesg)", "ended unexpectedly")
+    assert dead_worker(raised.value) in [told + how for how in hows]
     try:
         loader.close()
     except RuntimeError:  # it says so again
