@@ -393,8 +393,8 @@ def test_docker_stop_ends_with_a_checkpoint_and_75(train_image: str, tmp_path: P
     name = f"trainer-test-{os.getpid()}"
     engine("run", "--detach", "--name", name, train_image, "trainer", "train", *LONG, "--out", "/tmp/run")
     try:
-        seen = ("exec", name, "grep", "-c", '"window": 40', "/tmp/run/metrics.jsonl")
-        wait_for(lambda: engine(*seen, code=None, expected=("No such file",)).startswith("1"), "training")
+        row = ("exec", name, "grep", "-m1", '"window": 40', "/tmp/run/metrics.jsonl")
+        wait_for(lambda: '"window": 40' in engine(*row, code=None, expected=("No such file",)), "training")
         engine("stop", "--time", "30", name)
         assert engine("inspect", "--format", "{{.State.ExitCode}}", name).strip() == "75"
         assert STOPPED in engine("logs", name)
