@@ -27,7 +27,7 @@ import safetensors.torch
 import torch
 import yaml
 
-from tests.rows import read_rows
+from tests.helpers.rows import read_rows
 from trainer import preempt
 from trainer.attempt import train_rank
 from trainer.checkpoint import store
@@ -310,8 +310,8 @@ def main() -> int:
     parser.add_argument("--hangs", type=int, default=30, help="ranks that hang somewhere")
     parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
     options = parser.parse_args()
-    from tests.hangs import hangs
-    from tests.topologies import topologies  # it is made of what is in here
+    from tests.helpers.hangs import hangs
+    from tests.helpers.topologies import topologies  # it is made of what is in here
 
     torch.set_num_threads(1)
     began = time.monotonic()

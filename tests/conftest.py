@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.world import Ranks
+from tests.helpers.world import Ranks
 from trainer.limits import read_limits
 
 # A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
@@ -43,7 +43,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned the digits a little; nobody changes its files."""
-    from tests.trained import train_digits  # here: not every test needs what it imports
+    from tests.helpers.trained import train_digits  # here: not every test needs what it imports
 
     return train_digits(tmp_path_factory.mktemp("runs") / "digits")
 

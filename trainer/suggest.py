@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-# tests/test_config.py has slips that are found with this, and words that are slips of no name.
+# tests/config/test_config.py has slips that are found with this, and words that are slips of no name.
 _CUTOFF = 0.7
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import chromium, find_chromium
 from tests.container.kernel import KERNEL
 from tests.container.run import check_log, engine, trouble, wait_for
+from tests.helpers.browser import chromium, find_chromium
 
 pytestmark = pytest.mark.container
 

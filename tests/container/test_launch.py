@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import job_files
 from tests.container.run import engine
+from tests.helpers import job_files
 from trainer.cli import main
 from trainer.jobs import container, docker, kubeflow
 from trainer.jobs.spec import JobSpec, Site

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from tests.remote import write_pack
+from tests.helpers.remote import write_pack
 from trainer.bench.photographs import originals, write_photographs
 
 _RESNET = {"name": "small_resnet", "width": 16, "blocks": [1, 1]}

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.remote import S3, Web, files_below
+from tests.helpers.remote import S3, Web, files_below
 from tests.slowdown.run import Injection, Run
 
 _HERE = Path(__file__).parent

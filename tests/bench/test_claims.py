@@ -1,0 +1,310 @@
+"""Promise: each claim of the guides has a row, which says "holds" only where the figures bear it out."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.bench import targets
+from trainer.bench.claims import run as runs
+from trainer.bench.claims.catalogue import ABLATIONS, CLAIMS, in_turn
+from trainer.bench.claims.chart import chart
+from trainer.bench.claims.claim import Claim, Measured, Row, Series, Source, compare, judge
+from trainer.bench.claims.loading import AsFloats
+from trainer.bench.claims.measuring import Measurement, Scene, Side, Size, measure_windows
+from trainer.bench.claims.needs import library
+from trainer.bench.claims.run import select
+from trainer.bench.claims.show import as_json, summary, table
+from trainer.bench.claims.training import TRAINING
+from trainer.bench.targets_parts import Traffic, make_parser
+from trainer.cli import _parser as trainer_parser, main
+from trainer.config import override, read_recipe, validated
+from trainer.data.dataset import ArrayDataset
+from trainer.recipe import Recipe
+
+# Issue 12's list, and the figures of the field guides; each with the rows that are about it.
+LISTED = {
+    "pinned memory x non_blocking": ["pinned", "pinned-blocking", "non-blocking-pageable"],
+    "num_workers 0, 1, 2, quota": ["workers-1", "workers-2", "workers-quota"],
+    "persistent workers": ["persistent-workers"],
+    "prefetch factor": ["prefetch-2", "prefetch-4"],
+    "uint8 transfer": ["uint8", "uint8-bytes"],
+    "pack": ["pack", "pack-raw"],
+    "rules of thumb for workers": ["rule-of-cores", "rule-of-four"],
+    "+20 % from loader settings": ["loader-settings"],
+    "copy 30 to 50 % shorter": ["pinned-copy"],
+    "cudnn.benchmark": ["cudnn-benchmark"],
+    "channels_last": ["channels-last"],
+    "TF32": ["tf32"],
+    "fp16 with scaler": ["fp16", "fp16-memory"],
+    "bf16": ["bf16", "bf16-memory"],
+    "accumulation's memory": ["accumulation-memory"],
+    "checkpointing all": ["checkpointing-all-memory", "checkpointing-all-time"],
+    "checkpointing some": ["checkpointing-some-memory", "checkpointing-some-time"],
+    "torch.compile modes": ["compile", "compile-reduce-overhead", "compile-max-autotune"],
+    "fused optimiser": ["fused", "fused-foreach"],
+    "zero_grad(set_to_none)": ["zero-grad", "zero-grad-memory"],
+    "allocator backends": ["allocator-expandable", "allocator-async"],
+    "unified memory off by default": ["managed-off"],
+    "OMP threads": ["omp-quota", "omp-twice"],
+    "jemalloc and tcmalloc": ["jemalloc", "tcmalloc"],
+    "NUMA binding": ["numa"],
+    "DDP bucket view": ["ddp-bucket-view", "ddp-bucket-view-memory"],
+    "DDP bf16 compression": ["ddp-bf16", "ddp-bf16-bytes"],
+    ".item() each step": ["item"],
+    "logging each step": ["logging"],
+    "above 90 % utilisation": ["utilisation"],
+}
+CLAIM = Claim("quick", "it is faster", Source("a guide", "https://example.org"), "settings", "off", "on")
+TINY = ("data.global_batch=16", "data.micro_batch=16", "model.width=4", "parallel.threads=1")
+
+
+def measured(low: float, ratio: float, high: float, rounds: int = 9, counted: bool = False) -> Measured:
+    return Measured(1.0, ratio, ratio, low, high, rounds, "ms", counted)
+
+
+def test_every_claim_of_the_list_has_a_row_and_every_row_an_ablation() -> None:
+    names = [claim.name for claim in CLAIMS]
+    assert sorted(names) == sorted(name for rows in LISTED.values() for name in rows)
+    assert len(set(names)) == len(names)
+    assert {claim.ablation for claim in CLAIMS} == set(ABLATIONS)
+    assert in_turn(set(ABLATIONS))[-7:] == [
+        name for name in in_turn(set(ABLATIONS)) if ABLATIONS[name].seconds > 48
+    ]
+    assert all(claim.base != claim.tried and claim.text and claim.source.title for claim in CLAIMS)
+
+
+def test_the_figures_of_the_guides_are_what_is_judged() -> None:
+    most = {claim.name: claim.most for claim in CLAIMS}
+    assert (most["pinned"], most["pinned-copy"], most["persistent-workers"]) == (0.90, 0.70, 0.95)
+    assert (most["bf16"], most["bf16-memory"], most["loader-settings"]) == (1 / 1.5, 0.60, 1 / 1.2)
+    assert (most["checkpointing-all-memory"], most["checkpointing-all-time"]) == (0.30, 1.30)
+    assert (most["utilisation"], most["rule-of-four"], most["ddp-bf16-bytes"]) == (0.10, 1.05, 0.51)
+
+
+@pytest.mark.parametrize(
+    ("found", "most", "verdict"),
+    [
+        (measured(0.80, 0.85, 0.90), 0.90, "holds"),
+        (measured(0.80, 0.85, 0.91), 0.90, "undecided"),
+        (measured(0.90, 0.95, 0.99), 0.90, "undecided"),
+        (measured(0.91, 0.95, 0.99), 0.90, "doesn't hold"),
+        (measured(0.80, 0.85, 0.88, rounds=5), 0.90, "undecided"),
+        (measured(0.95, 0.97, 0.99, rounds=5), 0.90, "undecided"),
+        (measured(0.5, 0.5, 0.5, rounds=1, counted=True), 0.5, "holds"),
+        (measured(0.6, 0.6, 0.6, rounds=1, counted=True), 0.5, "doesn't hold"),
+        (None, 0.90, "not measured"),
+    ],
+)
+def test_the_verdict(found: Measured | None, most: float, verdict: str) -> None:
+    assert judge(found, most) == verdict
+    assert Row(Claim("n", "t", Source("s"), "a", "b", "t", most), measured=found).verdict == verdict
+
+
+def test_sides_are_compared_round_by_round() -> None:
+    # The machine gets slower all the time, which must not decide.
+    off = [float(n) for n in range(1, 10)]
+    found = compare(Series({"on": [0.5 * n for n in off], "off": off}, "ms"), "off", "on")
+    assert (found.base, found.tried, found.ratio, found.low, found.high) == (5.0, 2.5, 0.5, 0.5, 0.5)
+    assert found.rounds == 9
+    none = compare(Series({"recipes": [14], "managed": [0]}, "recipes", counted=True), "recipes", "managed")
+    assert judge(none, 0.0) == "holds"
+    some = compare(Series({"recipes": [14], "managed": [1]}, "recipes", counted=True), "recipes", "managed")
+    assert judge(some, 0.0) == "doesn't hold"
+
+
+@pytest.mark.timed
+def test_an_ablation_that_does_nothing_is_not_said_to_help(tmp_path: Path) -> None:
+    size = Size(rounds=15, turn_s=0.05, images=0, scratch=tmp_path)
+    sides, found = {"off": Side(), "on": Side()}, []
+    # One interval in twenty may miss the truth: that is what 95 % means.
+    for _ in range(3):
+        series = measure_windows(Scene("digits", TINY, TINY), sides, size, memory=True).series
+        found.append(compare(series["time"], "off", "on"))
+        memory = compare(series["memory"], "off", "on")
+        assert (memory.ratio, judge(memory, CLAIM.most)) == (1.0, "doesn't hold")
+    assert 0.8 < sorted(one.ratio for one in found)[1] < 1.25
+    assert [judge(one, CLAIM.most) for one in found].count("holds") <= 1
+
+
+def test_no_difference_at_all_is_not_said_to_help() -> None:
+    same = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.0, 1.0]
+    found = compare(Series({"off": same, "on": same[::-1]}, "ms"), "off", "on")
+    assert 0.95 < found.ratio < 1.05
+    assert judge(found, CLAIM.most) != "holds"
+
+
+def test_what_takes_memory_is_counted(tmp_path: Path) -> None:
+    size = Size(rounds=1, turn_s=0.0, images=0, scratch=tmp_path)
+    sides = {"one": Side(), "four": Side(("data.micro_batch=4",))}
+    found = measure_windows(Scene("digits", TINY, TINY), sides, size, memory=True).series
+    assert found["peak"].values["four"][0] < 0.5 * found["peak"].values["one"][0]
+    assert found["peak"].values["one"][0] < found["memory"].values["one"][0]
+    gradients = TRAINING["gradients"].measure(["None", "zeros"], size).series["memory"]
+    assert gradients.values["None"][0] < gradients.values["zeros"][0]
+    assert gradients.counted
+
+
+def fake(series: Mapping[str, Series]) -> runs.Measure:
+    def measure(name: str, sides: Collection[str], size: Size, within: float) -> Measurement | str:
+        assert sides and within > 0 and size.rounds >= 6
+        return Measurement(f"conditions of {name}", series)
+
+    return measure
+
+
+def test_table_and_json_say_the_same(tmp_path: Path) -> None:
+    claims = runs.select("bf16,fp16,zero-grad")
+    timed = Series(
+        {"fp32": [2.0] * 6, "bf16": [1.0] * 6, "zeros": [1.0] * 6, "None": [1.0] * 6}, "ms a window"
+    )
+    rows = runs.run_claims(claims, True, tmp_path, lambda _: None, fake({"time": timed}))
+    assert [row.claim for row in rows] == claims
+    found = json.loads(as_json(rows, "here", "how"))["claims"]
+    lines = [line for line in table(rows).splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == len(found) == 3
+    for line, one in zip(lines, found, strict=True):
+        text, _, _, ratio, _, most, verdict = (cell.strip() for cell in line.strip("|").split(" | "))
+        assert text == one["claim"]
+        assert most == f"{one['most']:.2f}"
+        assert verdict == (f"{one['verdict']}: {one['reason']}" if one["reason"] else one["verdict"])
+        if one["measured"]:
+            assert ratio == f"{one['measured']['ratio']:.3f}"
+    verdicts = {one["name"]: one["verdict"] for one in found}
+    assert verdicts["bf16"] == "holds" and verdicts["zero-grad"] == "doesn't hold"
+    assert summary(rows).startswith("3 claims: ")
+    drawn = chart("title", rows)
+    assert drawn.count("<circle") == sum(row.measured is not None for row in rows)
+    assert all(row.verdict in drawn.replace("&#x27;", "'") for row in rows)
+
+
+def test_why_a_claim_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runs, "first_missing", lambda needs: "no GPU" if "cuda" in needs else "")
+
+    def fails(name: str, *_: object) -> str:
+        return f"failed: {name}"
+
+    claims = runs.select("tf32,bf16,compile,item")
+    rows = {row.claim.name: row for row in runs.run_claims(claims, True, tmp_path, lambda _: None, fails)}
+    assert rows["tf32"].reason == "no GPU"
+    assert rows["bf16"].reason == "failed: precision"
+    assert rows["compile"].reason == "takes longer than --quick allows"
+    assert {row.verdict for row in rows.values()} == {"not measured"}
+    monkeypatch.setattr(runs, "QUICK", runs.QUICK._replace(limit_s=0.0))
+    late = runs.run_claims(claims, True, tmp_path, lambda _: None, fails)
+    assert late[-1].reason == "no time was left of 0 s: --only item"
+
+
+def test_an_ablation_that_fails_or_hangs_has_a_row(tmp_path: Path) -> None:
+    size = Size(6, 0.01, 16, tmp_path)
+    left = runs.measured_apart("precision", ["no such side"], size, 60.0)
+    assert isinstance(left, str) and left.startswith("failed: ")
+    assert runs.measured_apart("checkpointing", ["all", "none"], size, 0.0) == "did not end within 0 s"
+
+
+def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "claims", "--only", "bf61"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "no claim is called 'bf61'; did you mean 'bf16'?" in line
+
+
+def test_two_claims_from_end_to_end(tmp_path: Path) -> None:
+    words = ["bench", "claims", "--quick", "--only", "managed-off,zero-grad", "--out", str(tmp_path / "out")]
+    plot, data = tmp_path / "plot.svg", tmp_path / "all.json"
+    words += ["--plot", str(plot), "--json", str(data)]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = {one["name"]: one for one in json.loads(data.read_text())["claims"]}
+    assert found["managed-off"]["verdict"] == "holds"
+    assert found["zero-grad"]["measured"]["rounds"] == 6
+    assert f"{found['zero-grad']['measured']['ratio']:.3f}" in done.stdout
+    assert (tmp_path / "out" / "claims.json").read_text() == data.read_text()
+    assert (tmp_path / "out" / "claims.svg").read_text() == plot.read_text()
+    assert done.stdout.strip() in (tmp_path / "out" / "claims.md").read_text()
+
+
+def test_nothing_that_can_be_measured_is_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "first_missing", lambda _: "no GPU")
+    assert main(["bench", "claims", "--quick", "--only", "tf32"]) == 3
+    assert "not measured: no GPU" in capsys.readouterr().out
+
+
+def test_images_as_floats_are_those_of_the_bytes() -> None:
+    image = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
+    floats = AsFloats(ArrayDataset({"image": image, "label": np.array([0, 1])}))
+    assert floats.fields["image"].dtype == np.float32
+    out: dict[str, Any] = {"image": np.empty(image.shape, np.float32), "label": np.empty(2, np.int64)}
+    floats.read(np.array([0, 1]), None, out)
+    np.testing.assert_array_equal(out["image"], image.astype(np.float32) / np.float32(255))
+
+
+def test_a_library_is_found(tmp_path: Path) -> None:
+    (tmp_path / "libjemalloc.so.2").touch()
+    assert library("jemalloc", {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}) == tmp_path / "libjemalloc.so.2"
+    assert library("no-such-library", {}) is None
+
+
+def test_the_targets_say_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "bench_gpu.sh"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run([script], capture_output=True, text=True, check=False, env=hidden)
+    assert (done.returncode, done.stdout) == (3, "not measured: no GPU\n")
+    assert targets.main(["--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"# {target.what}: {target.target}" in shown for target in targets.TARGETS)
+
+
+STEPS = {step.key: step for target in targets.TARGETS for step in target.steps}
+
+
+@pytest.mark.parametrize("key", STEPS)
+def test_each_command_of_the_targets_parses(key: str, tmp_path: Path) -> None:
+    _, _, module, *words = targets.command(STEPS[key], tmp_path)
+    if module == "trainer.bench.targets_parts":
+        assert callable(make_parser().parse_args(words).run)
+        return
+    assert module == "trainer"
+    options = trainer_parser().parse_args(words)
+    if words[0] == "train":
+        values = override(read_recipe(words[1]), [one for flag, one in pairwise(words) if flag == "--set"])
+        assert validated(Recipe, values, words[1]).max_windows
+    if words[1] == "claims":
+        assert select(options.only)
+
+
+def test_what_the_targets_conclude() -> None:
+    rows = [
+        {"kind": "train", "time/wall": 10.0, "time/checkpoint": n, "time/unexplained": 0.1} for n in (9, 0.05)
+    ]
+    rows.append({"kind": "end", "samples_per_s": 200.0})
+    judged = {target.what: target.judge for target in targets.TARGETS}
+    found = {"bf16": rows, "timm-bf16": {"samples_per_s": 100.0}, "roofline": {"bytes_per_image": 1.0}}
+    assert judged["ResNet-50, 224, synthetic, bf16, channels_last, compile"](found)[1] is True
+    assert judged["checkpoint stall, every 100 steps"]({"checkpoints": rows}) == ("0.50% of the time", True)
+    assert judged["data-wait, copy, compute, optimiser add up"](found) == ("99.0%", True)
+    jpeg = [{"kind": "train", "gpu/utilisation": share} for share in (0.1, 0.95, 0.95)]
+    jpeg.append({"kind": "end", "samples_per_s": 180.0})
+    assert judged["ResNet-50 from JPEGs"]({"bf16": rows, "jpeg": jpeg}) == (
+        "0.900 of synthetic; GPU utilisation 95%",
+        False,
+    )
+
+
+def test_the_bytes_that_operations_move_are_counted() -> None:
+    layer = torch.nn.Linear(4, 2, bias=False)
+    with Traffic() as counted:
+        torch.relu_(layer(torch.ones(3, 4)).view(-1))
+    # ones: 48 bytes, product: 48 + 32 + 24, relu in place: 24 read, 24 written; transposing moves nothing
+    assert counted.bytes == 48 + 104 + 48

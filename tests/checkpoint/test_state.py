@@ -1,0 +1,98 @@
+"""Promise: what a run carries from window to window is saved and restored to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.run import Parts, make_task
+from trainer.state import load_tensors, tensors_of
+from trainer.step import train_window
+
+pytestmark = pytest.mark.compat
+
+RUN: dict[str, Any] = {
+    "max_windows": 12,
+    "data": {"global_batch": 32, "micro_batch": 16, "augment": "affine"},
+    "model": {"width": 8, "dropout": 0.3},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
+}
+
+
+def started(**sections: Any) -> Parts:
+    values = {
+        name: section if not isinstance(section, dict) else {**RUN.get(name, {}), **section}
+        for name, section in sections.items()
+    }
+    recipe = make_recipe(**{**RUN, **values})
+    parts = assemble_alone(recipe, make_task(recipe))
+    parts.training.replica.train()
+    return parts
+
+
+def go_on(parts: Parts, windows: range) -> list[float]:
+    t = parts.training
+    losses = []
+    batches = parts.loader(t.share.batches(windows.start))
+    for window in windows:
+        t.loss.zero_()
+        train_window(t, batches, window)
+        losses.append(float(t.loss))
+    return losses
+
+
+def saved(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        kind: {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in part.items()
+        }
+        for kind, part in tensors_of(parts.training).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"optim": {"name": "sgd"}},
+        {"optim": {"name": "muon", "layer_decay": 0.7}},
+        {"precision": {"mode": "bf16"}},
+        {"precision": {"mode": "fp16", "initial_scale": 2.0**20, "growth_interval": 3}},
+        {"model": {"channels_last": True}, "regularization": {"mixup": 0.2, "cutmix": 1.0}},
+        {"memory": {"checkpointing": "blocks"}, "regularization": {"stochastic_depth": 0.3}},
+        {"ema": {"every": 3}, "optim": {"schedule": "one-cycle"}},
+        {"data": {"micro_batch": 4, "resident": False}},
+        {"window": {"last": "weighted"}, "model": {"norm": "group"}},
+    ],
+    ids=[
+        "adamw",
+        "sgd",
+        "muon",
+        "bf16",
+        "fp16",
+        "mixing",
+        "checkpointing",
+        "ema",
+        "accumulation",
+        "weighted",
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any], cut: int) -> None:
+    whole = started(**sections)
+    losses = go_on(whole, range(12))
+    first = started(**sections)
+    begun = go_on(first, range(cut))
+    kept = saved(first)
+    second = started(**sections)
+    load_tensors(second.training, cut, kept)
+    assert begun + go_on(second, range(cut, 12)) == losses
+    ended, wanted = saved(second), saved(whole)
+    assert ended.keys() == wanted.keys() == {"model", "optimizer", "ema"}
+    for kind, tensors in wanted.items():
+        assert ended[kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(ended[kind][name], tensor), f"{kind} {name}"

@@ -1,0 +1,391 @@
+"""Promise P7: what is wrong with the box is said before it hurts, with the line that mends it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from stack_table import TABLE, table
+
+from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, card, folder, healthy
+from trainer.cli import main
+from trainer.doctor import command
+from trainer.doctor.command import CHECKS, judge
+from trainer.doctor.facts import Data, Finding, Gpus, Software, fine
+from trainer.doctor.show import plain, remedies, show, summary, surroundings
+from trainer.doctor.stacks import fitting, read_stacks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IDS = [name for name, _ in CHECKS]
+PLACES = {"docker", "compose", "kubernetes", "slurm", "host"}
+
+
+def all_of(found: Finding) -> str:
+    return "\n".join([found.finding, found.cause, *found.remedy.values()])
+
+
+def test_there_are_enough_checks_each_with_an_id_of_its_own() -> None:
+    assert len(set(IDS)) == len(IDS) >= 25
+    assert all(re.fullmatch(r"[a-z]+\.[a-z_]+", name) for name in IDS)
+
+
+def test_ids_are_stable() -> None:
+    """Scripts rely on them: to rename one, or to take one away, breaks somebody's cluster."""
+    assert sorted(IDS) == [
+        *("cache.writable", "cpu.numa", "cpu.quota", "cpu.set", "data.path", "data.speed"),
+        *("disk.cache", "disk.run", "disk.tmp"),
+        *("gpu.architecture", "gpu.compat", "gpu.driver", "gpu.lost", "gpu.memory", "gpu.nvml"),
+        *("gpu.peer", "gpu.visible", "locale.encoding"),
+        *("memory.limit", "memory.lock", "memory.overcommit", "memory.swap"),
+        *("net.host", "net.infiniband", "net.nccl", "net.ports", "pids.limit", "shm.size"),
+        *("software.compiler", "software.cuda", "software.cudnn", "software.headers", "software.lock"),
+        *("software.path", "software.python", "software.user_site", "time.clock", "time.zone"),
+        *("ulimit.core", "ulimit.nofile", "ulimit.nproc", "ulimit.stack", "user.home", "user.name"),
+    ]
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_each_check_is_quiet_on_a_healthy_box(name: str) -> None:
+    assert judge(healthy())[name].status == "ok", judge(healthy())[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "changes", "says"), PROVOKED, ids=[f"{one[0]}-{n}" for n, one in enumerate(PROVOKED)]
+)
+def test_each_check_is_provoked(name: str, status: str, changes: dict[str, Any], says: str) -> None:
+    found = judge(healthy(**changes))[name]
+    assert found.status == status, found
+    assert says in all_of(found), found
+    assert found.cause
+    assert found.remedy
+    assert set(found.remedy) <= PLACES
+    assert not any("\n" in line for line in (found.finding, found.cause, *found.remedy.values()))
+
+
+@pytest.mark.parametrize(("name", "changes"), ABSENT, ids=[f"{one[0]}-{n}" for n, one in enumerate(ABSENT)])
+def test_what_is_not_available_says_why(name: str, changes: dict[str, Any]) -> None:
+    found = judge(healthy(**changes))[name]
+    assert (found.status, found.cause, found.remedy) == ("not available", "", {}), found
+    assert len(found.finding) > 5
+
+
+def test_every_check_is_provoked_by_a_test() -> None:
+    assert {name for name, *_ in PROVOKED} == set(IDS)
+
+
+def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> Finding:
+        raise ValueError("what?")
+
+    monkeypatch.setattr(command, "CHECKS", (("a.b", broken), ("c.d", lambda _: fine("well"))))
+    found = judge(healthy())
+    assert found["a.b"].status == "not available"
+    assert "ValueError: what?" in found["a.b"].finding
+    assert found["c.d"].status == "ok"
+
+
+def provoked_lines(place: str) -> list[str]:
+    lines = set[str]()
+    for name, _, changes, _ in PROVOKED:
+        line = judge(healthy(**changes))[name].remedy.get(place, "")
+        lines.add(line.partition("   (")[0])  # what follows is said to people
+    return sorted(filter(None, lines))
+
+
+# Options of `docker run`, as its reference lists them; the value says whether it takes a value of its own.
+DOCKER = {
+    *("--cpus", "--cpuset-cpus", "--cpuset-mems", "--device", "--gpus", "--group-add", "--hostname", "--ipc"),
+    *("--memory", "--memory-swap", "--network", "--pids-limit", "--rm", "--shm-size", "--tmpfs", "--ulimit"),
+    *("-e", "-p", "-u", "-v", "-w"),
+}
+
+
+def test_docker_lines_have_options_that_docker_has() -> None:
+    lines = [line for line in provoked_lines("docker") if line.startswith("docker run")]
+    assert len(lines) > 25
+    for line in lines:
+        words = [word for word in shlex.split(line) if word.startswith("-")]
+        assert {word.partition("=")[0] for word in words} <= DOCKER, line
+
+
+def test_compose_lines_are_keys_of_a_service() -> None:
+    known = {
+        *("cpus", "cpuset", "deploy", "devices", "environment", "hostname", "image", "mem_limit"),
+        *("memswap_limit", "network_mode", "pids_limit", "shm_size", "tmpfs", "ulimits", "volumes"),
+    }
+    lines = [line for line in provoked_lines("compose") if "docker compose" not in line]
+    assert len(lines) > 20
+    for line in lines:
+        for part in line.split("; "):
+            assert set(yaml.safe_load(part)) <= known, line
+
+
+def test_kubernetes_lines_are_parts_of_a_pod() -> None:
+    known = {"command", "containers", "env", "image", "resources", "securityContext", "spec"}
+    words = ("kubectl", "kubelet", "of the node", "GPU operator", "a ", "leave", "copy", "ports")
+    lines = [line for line in provoked_lines("kubernetes") if not line.startswith(words)]
+    assert len(lines) > 15
+    for line in lines:
+        assert set(yaml.safe_load(line)) <= known, line
+
+
+def test_the_table_of_stacks_is_that_of_the_checkout() -> None:
+    assert json.loads(TABLE.read_text()) == table(), "run scripts/stack_table.py"
+
+
+@pytest.mark.parametrize(
+    ("driver", "architecture", "name"),
+    [
+        ("580.65.06", "sm_120", "torch2.14-cu130"),
+        ("570.26", "sm_120", "torch2.9-cu128"),
+        ("525.60.13", "sm_90", "torch2.9-cu128"),
+        ("580.65.06", "sm_70", "torch2.9-cu128"),
+        ("535.10", "sm_61", "torch2.6-cu124"),
+        ("450.80.02", "sm_70", "pytorch-cuda-11.8"),
+        ("470.10", "sm_37", "pytorch-cuda-11.8"),
+        ("535.10", "sm_37", "pytorch-cuda-11.8"),
+        ("450.80.01", "sm_70", None),
+        ("525.60.13", "sm_30", None),
+    ],
+)
+def test_the_stack_that_fits(driver: str, architecture: str, name: str | None) -> None:
+    gpus = Gpus(driver=driver, cards=(replace(card(), architecture=architecture),))
+    found = fitting(gpus, read_stacks())
+    assert (found.name if found else None) == name
+
+
+def test_minor_version_compatibility_is_told() -> None:
+    found = judge(healthy(gpus__driver="535.10"))["gpu.driver"]
+    assert found.status == "ok"
+    assert "without JIT of PTX" in found.finding
+
+
+def test_forward_compatibility_that_works_is_told() -> None:
+    found = judge(healthy(gpus__compat=("580.65",)))["gpu.compat"]
+    assert (found.status, found.finding) == ("ok", "forward compatibility: libcuda 580.65 on driver 570.86")
+
+
+def test_a_torch_without_a_stack_is_judged_by_its_cuda() -> None:
+    own = Software(torch="2.4.0", cuda="12.1")
+    assert judge(healthy(software=own, gpus__driver="470.1"))["gpu.driver"].status == "bad"
+    assert judge(healthy(software=own))["gpu.driver"].status == "ok"
+
+
+def test_a_stack_without_its_lock_is_told() -> None:
+    own = judge(healthy(software__lock="", software__installed__pyyaml="5.0"))["software.lock"]
+    assert (own.status, own.finding[-29:]) == ("ok", "(installed not from its lock)")
+    assert "make venv" in judge(healthy(software__lock="an older one"))["software.lock"].finding
+    assert judge(healthy())["software.lock"].finding == "the packages are those of torch2.9-cu128's lock"
+
+
+def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+    box = healthy(gpus=Gpus("NVML Shared Library Not Found", 12), software__cuda="")
+    found = judge(box)
+    assert found["software.cuda"].status == "ok"
+    assert {name for name, one in found.items() if one.status in ("warn", "bad")} <= {"software.lock"}
+
+
+def test_a_virtual_disk_that_says_it_turns() -> None:
+    box = healthy(data__mount=replace(DISK, rotational=True))
+    assert judge(box)["data.path"].status == "ok"
+
+
+def test_no_line_asks_for_more_than_the_machine_has() -> None:
+    box = healthy(limits__cpus=4.0, system__machine_cpus=4)
+    assert set(judge(box)["cpu.quota"].remedy) == {"host"}
+
+
+def test_data_behind_a_url_is_fine() -> None:
+    assert judge(healthy(data=Data("s3://bucket/pets")))["data.path"].status == "ok"
+
+
+def test_interfaces_by_their_first_letters() -> None:
+    for words, status in (("eth", "ok"), ("=eth", "bad"), ("=eth0", "ok"), ("^lxc", "ok"), ("en,ib", "ok")):
+        box = healthy(environ={"NCCL_SOCKET_IFNAME": words})
+        assert judge(box)["net.nccl"].status == status, words
+
+
+# What people see
+
+
+def test_problems_come_first_with_cause_and_remedy() -> None:
+    found = judge(healthy(limits__pids=50, session__synchronised=False))
+    lines = list(plain(found, ("docker", "compose")))
+    assert lines[0].startswith("bad   pids.limit: 50 processes")
+    assert lines[1].startswith("      cause: 2 ranks")
+    assert lines[2:4] == ["      docker: docker run --pids-limit=4096 …", "      compose: pids_limit: 4096"]
+    assert lines[4].startswith("warn  time.clock: ")
+    assert list(summary(found, 1.25)) == [f"{len(IDS) - 2} checks fine, 1 bad, 1 to know; 1.2 s"]
+
+
+def test_a_healthy_box_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show(judge(healthy()), {}, 1.0)
+    assert capsys.readouterr().out == f"{len(IDS)} checks fine; 1.0 s\n"
+
+
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    show(judge(healthy(limits__pids=50)), {}, 1.0)
+    out = capsys.readouterr().out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert lines[0].split() == ["check", "finding", "cause"]
+    assert lines[1].startswith("bad  pids.limit  50 processes and threads at most")
+    assert "\x1b[31m" in out
+    # A remedy is one line, however long: it is copied.
+    whole = judge(healthy(data__error="gone"))
+    monkeypatch.setenv("COLUMNS", "60")
+    show(whole, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 1.0)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert f"\ndata.path  Kubernetes: {whole['data.path'].remedy['kubernetes']}\n" in out
+
+
+def test_lines_for_where_one_is(tmp_path: Path) -> None:
+    assert surroundings({}, tmp_path) == ("host",)
+    (tmp_path / ".dockerenv").touch()
+    assert surroundings({}, tmp_path) == ("docker", "compose")
+    assert surroundings({"SLURM_JOB_ID": "7"}, tmp_path) == ("slurm",)
+    assert surroundings({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path) == ("kubernetes",)
+    found = Finding("bad", "x", "y", {"docker": "d", "host": "h"})
+    assert remedies(found, ("host",)) == [("here", "h")]
+    assert remedies(found, ("slurm",)) == [("docker", "d"), ("here", "h")]
+
+
+def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = judge(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
+    show(found, {}, 1.0)
+    assert "hunter2secret" not in capsys.readouterr().out
+    assert "hunter2secret" not in json.dumps([command._for_machines(*one) for one in found.items()])
+
+
+def test_any_variable_is_told_in_one_line() -> None:
+    found = judge(healthy(environ={"NCCL_SOCKET_IFNAME": "eno1\nrm -rf /"}))
+    assert not any("\n" in line for line in plain(found, ("host",)))
+
+
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"}
+    (tmp_path / "file").touch()
+    command_ = [sys.executable, "-m", "trainer", "doctor", "--out", str(tmp_path / "file/below")]
+    done = subprocess.run(
+        command_, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "bad   disk.run" in done.stdout
+
+
+def test_a_folder_that_was_deleted_under_its_feet(tmp_path: Path) -> None:
+    script = f"mkdir d && cd d && rmdir ../d && exec {sys.executable} -m trainer doctor --json"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["sh", "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == ""
+    rows = {row["id"]: row for row in json.loads(done.stdout)}
+    assert rows["disk.run"]["status"] == "bad"
+    assert "No such file or directory" in rows["disk.run"]["finding"]
+
+
+# The command
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["doctor", *words])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "read_box", lambda *_: healthy(limits__pids=50))
+    code, out, _ = doctor(capsys, "--json")
+    rows = json.loads(out)
+    assert code == 1
+    assert [row["id"] for row in rows] == IDS
+    assert all(set(row) == {"id", "status", "finding", "cause", "remedy"} for row in rows)
+    (bad,) = [row for row in rows if row["status"] == "bad"]
+    assert bad["remedy"]["docker"] == "docker run --pids-limit=4096 …"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"), [({}, 0), ({"session__synchronised": False}, 0), ({"limits__pids": 1}, 1)]
+)
+def test_exit_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], code: int
+) -> None:
+    monkeypatch.setattr(command, "read_box", lambda *_: healthy(**changes))
+    assert doctor(capsys)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
+        (["no.yaml"], "no.yaml: can't be read"),
+        (["--set", "data.workers=2"], "--set data.workers=2: name a recipe"),
+        (["digits", "--set", "data.workers=many"], "data.workers=many: "),
+        (["digits", "--set", "data.prefetch=0"], "data.prefetch=0: "),
+        (["digits", "--set", "data.workrs=1"], "unknown key 'data.workrs'; did you mean 'data.workers'?"),
+        (["digits", "--set", "optim.lr=-1"], "optim.lr=-1: "),
+        (["digits", "--set", "data.workers"], "give KEY=VALUE"),
+        (["digits", "--out", "pyproject.toml"], "--out pyproject.toml: is no folder"),
+        (["--jsonn"], "unrecognized arguments: --jsonn"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], line: str
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    try:
+        code, out, err = doctor(capsys, *words)
+    except SystemExit as error:
+        code, out, err = int(str(error.code)), "", capsys.readouterr().err
+    assert (code, out) == (2, "")
+    assert err.startswith("trainer: error: ")
+    assert line in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.timed
+def test_it_takes_less_than_two_seconds_and_never_imports_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; began = time.perf_counter()\n"
+        "from trainer.cli import main; code = main(['doctor', '--json'])\n"
+        "print(time.perf_counter() - began, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        took, torch = done.stderr.split()[-2:]
+        assert torch == "False"
+        assert [row["id"] for row in json.loads(done.stdout)] == IDS
+        seconds.append(float(took))
+    assert min(seconds) < 2.0
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_of_the_box_is_what_is_planted() -> None:
+    """The helper of these tests changes what it says, and nothing else."""
+    box = healthy(folders__run__free=7)
+    assert box.folders["run"] == folder(free=7)
+    assert box.folders["tmp"] == healthy().folders["tmp"]

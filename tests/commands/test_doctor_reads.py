@@ -1,0 +1,606 @@
+"""Promise P7: the doctor reads a box as it is: planted files, a false NVML, and the real kernel."""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.doctor_box import GIB, MIB, healthy
+from trainer.config import recipe_names
+from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.data.kinds import WITHOUT_WORKERS
+from trainer.doctor import disks, network, session
+from trainer.doctor.command import judge, read_box
+from trainer.doctor.disks import cache_folders, read_data, read_folder, read_mount
+from trainer.doctor.facts import Folder, Gpus, Mount
+from trainer.doctor.gpu import read_gpus
+from trainer.doctor.helpers import size, within
+from trainer.doctor.kernel import lock, read_system
+from trainer.doctor.plan import Read, make_plan, read_keys
+from trainer.doctor.software import read_software
+from trainer.limits import Limits, read_limits
+from trainer.recipe import Recipe
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+# GPUs
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(
+            {15: "GPU is lost", 18: "Driver/library version mismatch"}.get(value, f"error {value}")
+        )
+        self.value = value
+
+
+def nvml(gpus: int = 2, init: int = 0, lost: tuple[int, ...] = (), **more: Any) -> Any:
+    """A module like pynvml. A handle is the GPU's number."""
+
+    def start() -> None:
+        if init:
+            raise NVMLError(init)
+
+    def handle(number: int) -> int:
+        if number in lost and more.get("at_once", True):
+            raise NVMLError(more.get("code", 15))
+        return number
+
+    def memory(number: int) -> Any:
+        if number in lost:
+            raise NVMLError(15)
+        return SimpleNamespace(total=80 * GIB, used=GIB)
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=start,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: gpus,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetIndex=lambda number: number,
+        nvmlDeviceGetUUID=lambda number: f"GPU-{number}abc",
+        nvmlDeviceGetName=lambda _: b"NVIDIA GeForce RTX 4090",
+        nvmlDeviceGetBrand=lambda _: 15,
+        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 9),
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetPciInfo=lambda number: SimpleNamespace(busId=f"00000000:{number}A:00.0".encode()),
+        nvmlDeviceGetP2PStatus=lambda *_: 1,
+        nvmlSystemGetDriverVersion=lambda: "570.86",
+    )
+
+
+def test_gpus(tmp_path: Path) -> None:
+    plant(tmp_path, {"sys/bus/pci/devices/0000:1a:00.0/numa_node": "1", "dev/nvidiactl": ""})
+    found = read_gpus(nvml(), tmp_path, {})
+    assert (found.driver, found.nodes, found.problem) == ("570.86", True, "")
+    assert [card.node for card in found.cards] == [-1, 1]
+    one = found.cards[0]
+    assert (one.name, one.architecture, one.data_centre) == ("NVIDIA GeForce RTX 4090", "sm_89", False)
+    assert (one.total, one.used) == (80 * GIB, GIB)
+    assert found.peers == ((0, 1, "the chipset can't"),)
+
+
+def test_visible_devices(tmp_path: Path) -> None:
+    found = read_gpus(nvml(), tmp_path, {"CUDA_VISIBLE_DEVICES": "1,7,0"})
+    assert [card.index for card in found.cards] == [1]
+    assert found.wrong == "7"
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["no handle", "no answer"])
+def test_a_gpu_that_is_lost(tmp_path: Path, at_once: bool) -> None:
+    found = read_gpus(nvml(lost=(1,), at_once=at_once), tmp_path, {})
+    assert [card.lost for card in found.cards] == ["", "GPU is lost"]
+
+
+def test_gpus_of_other_jobs_are_not_lost(tmp_path: Path) -> None:
+    assert len(read_gpus(nvml(lost=(1,), code=4), tmp_path, {}).cards) == 1
+    assert len(read_gpus(nvml(lost=(1,)), tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}).cards) == 1
+    found = read_gpus(nvml(lost=(1,)), tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert [card.lost for card in found.cards] == ["", "GPU is lost"]
+
+
+def test_nvml_that_does_not_start(tmp_path: Path) -> None:
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 1"
+    plant(tmp_path, {"proc/driver/nvidia/version": version})
+    found = read_gpus(nvml(init=18), tmp_path, {})
+    assert (found.code, found.problem) == (18, "Driver/library version mismatch")
+    assert found.kernel == "570.86.15"
+
+
+def test_the_open_kernel_module_has_a_version_too(tmp_path: Path) -> None:
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
+    plant(tmp_path, {"proc/driver/nvidia/version": version})
+    assert read_gpus(nvml(init=12), tmp_path, {}).kernel == "580.65.06"
+
+
+def test_forward_compatibility(tmp_path: Path) -> None:
+    plant(
+        tmp_path,
+        {
+            "usr/local/cuda/compat/libcuda.so.580.65.06": "",
+            "usr/local/cuda/compat/libcuda.so.1": "",
+            "opt/other/libcuda.so.570.1": "",
+        },
+    )
+    assert read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/opt/other"}).compat == ()
+    found = read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/x:/usr/local/cuda/compat"})
+    assert found.compat == ("580.65.06",)
+    plant(tmp_path, {"etc/ld.so.conf.d/000_cuda.conf": "/usr/local/cuda/compat"})
+    assert read_gpus(nvml(), tmp_path, {}).compat == ("580.65.06",)
+
+
+# The kernel
+
+
+V2 = {
+    "proc/self/cgroup": "0::/",
+    "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
+    "sys/devices/system/cpu/online": "0-63",
+    "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB\n"
+    "SwapTotal: 8388608 kB\nSwapFree: 4194304 kB\nCommitLimit: 1000 kB\nCommitted_AS: 3000 kB",
+    "sys/fs/cgroup/cpu.max": "400000 100000",
+    "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_periods 200\nnr_throttled 50\nthrottled_usec 1",
+    "sys/fs/cgroup/memory.max": str(8 * GIB),
+    "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_unreclaimable 0",
+    "sys/fs/cgroup/memory.events": "low 0\noom 4\noom_kill 3",
+    "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-3,8\nMems_allowed_list:\t0",
+    "sys/devices/system/node/node0/cpulist": "0-31",
+    "sys/devices/system/node/node1/cpulist": "32-63",
+    "proc/sys/vm/overcommit_memory": "2",
+    "proc/sys/kernel/core_pattern": "|/usr/lib/systemd/systemd-coredump",
+}
+
+
+def test_the_kernel_with_cgroup_v2(tmp_path: Path) -> None:
+    root = plant(tmp_path, V2)
+    (root / "dev/shm").mkdir(parents=True)
+    found = read_system(root, read_limits(root))
+    assert (found.machine_cpus, found.allowed_cpus) == (64, frozenset({0, 1, 2, 3, 8}))
+    assert {node: len(cpus) for node, cpus in found.nodes.items()} == {0: 32, 1: 32}
+    assert found.throttled == 0.25
+    assert (found.available, found.oom_kills) == (4 * GIB, 3)
+    assert (found.swap_total, found.swapped) == (8 * GIB, 4 * GIB)
+    assert (found.overcommit, found.commit_left) == (2, -2000 * 1024)
+    assert found.core_pattern.startswith("|")
+    assert found.shm is not None
+    assert set(found.rlimits) == {"nofile", "nproc", "stack", "core", "memlock"}
+
+
+def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
+    root = plant(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * GIB),
+            "sys/fs/cgroup/memory/memory.stat": f"total_rss {5 * GIB}\ntotal_shmem {GIB}\ntotal_cache {GIB}",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        },
+    )
+    found = read_system(root, read_limits(root))
+    assert (found.available, found.oom_kills) == (2 * GIB, 1)
+    assert found.throttled == 0.0  # no period has passed
+    assert found.shm is None
+
+
+def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    found = judge(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
+    assert len(found) >= 25
+    assert found["cpu.set"].status == found["gpu.driver"].status == "not available"
+    assert not any("can't be checked" in one.finding for one in found.values())
+
+
+def as_nobody(imports: str, code: str, limit: int, value: int) -> str:
+    """What a process says that has no name, no HOME, no privileges and a lower limit.
+
+    It becomes that user when it has imported what it needs: Python may lie where others can't read.
+    """
+    become = "os.setgid(12345); os.setuid(12345); os.chdir('/tmp')" if os.geteuid() == 0 else ""
+    lower = f"resource.setrlimit({limit}, ({value}, {value}))"
+    lines = f"{imports}\nimport os, resource\n{lower}\n{become}\n{code}"
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", lines],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone limits it like this")
+def test_mlock_is_tried_for_real() -> None:
+    assert lock(0) is None
+    imports, code = "from trainer.doctor.kernel import lock", "print(lock(64 << 20))"
+    got = int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 4 * MIB))
+    assert 2 * MIB <= got <= 4 * MIB
+    assert int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 0)) == 0
+
+
+@IN_ROOT_ONLY
+def test_as_a_user_without_a_name_under_tight_limits() -> None:
+    """The whole command, as a container with any UID would run it."""
+    imports = (
+        "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig, encodings.ascii"
+    )
+    imports += "\nsysconfig.get_config_vars()"
+    said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
+    rows = {row["id"]: row for row in json.loads(said)}
+    assert rows["ulimit.nofile"]["finding"] == "open files: 200"
+    assert rows["user.name"]["finding"].startswith("uid 12345 has no name, and neither")
+    assert rows["user.home"]["finding"] == "HOME isn't set"
+
+
+# Storage
+
+
+MOUNTS = """\
+22 1 0:30 / / rw - overlay overlay rw,lowerdir=/a
+23 22 8:1 /var/lib/docker/volumes/cache/_data /cache rw - ext4 /dev/sda1 rw
+24 22 8:1 /home/ann/pets /data/pets rw - ext4 /dev/sda1 rw
+25 22 0:40 / /data/nfs rw - nfs4 server:/x rw
+26 22 0:41 / /data/a\\040b rw - fuse.s3fs s3fs rw
+27 22 8:1 /pods/1/volumes/kubernetes.io~csi/pvc/mount /runs rw - xfs /dev/sdb rw
+28 22 0:42 / /dev/shm rw - tmpfs tmpfs rw"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/elsewhere", Mount("overlay", "/", "container layer", None)),
+        ("/cache/torch", Mount("ext4", "/cache", "volume", True)),
+        ("/data/pets/train", Mount("ext4", "/data/pets", "bind mount", True)),
+        ("/data/nfs", Mount("nfs4", "/data/nfs", "mount", None)),
+        ("/data/nfs2", Mount("overlay", "/", "container layer", None)),
+        ("/data/a b/c", Mount("fuse.s3fs", "/data/a b", "mount", None)),
+        ("/runs/1", Mount("xfs", "/runs", "volume", True)),
+    ],
+)
+def test_what_a_path_lies_on(tmp_path: Path, path: str, mount: Mount) -> None:
+    plant(tmp_path, {"proc/self/mountinfo": MOUNTS, "sys/dev/block/8:1/../queue/rotational": "1"})
+    assert read_mount(Path(path), tmp_path) == mount
+
+
+def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
+    found = read_folder(tmp_path / "not/yet/there")
+    assert found.error == ""
+    assert found.free > 0
+    assert found.speed is not None
+    assert found.speed > 0
+    assert abs(found.skew) < 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_speed_of_a_file_system_is_measured_once(tmp_path: Path) -> None:
+    known = Folder(Path("/x"), speed=7.0, mount=read_mount(tmp_path))
+    assert read_folder(tmp_path, known=[known]).speed == 7.0
+
+
+def test_what_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert read_folder(tmp_path / "file").error.endswith("file is no folder")
+
+    def refuse(**_: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert read_folder(tmp_path).error == "Read-only file system"
+
+
+def test_a_server_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "_LONGEST", 0.05)
+
+    def hang(_: object) -> None:
+        time.sleep(2)
+        raise OSError
+
+    monkeypatch.setattr("os.statvfs", hang)
+    began = time.monotonic()
+    assert read_folder(tmp_path).error == "no answer within 0.05 s"
+    assert time.monotonic() - began < 1
+
+
+def test_a_disk_that_is_only_slow_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "_LONGEST", 0.3)
+    monkeypatch.setattr(disks, "_write", lambda _: time.sleep(1))
+    found = read_folder(tmp_path)
+    assert (found.error, found.speed) == ("", 0.0)
+    assert read_folder(tmp_path, known=[found]).speed == 0.0  # and isn't waited for again
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def refuse(file: int, block: Any) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, block)
+
+    monkeypatch.setattr("os.write", refuse)
+    assert (read_folder(tmp_path).speed or 0) > 0
+
+
+def test_data_is_read_at_random(tmp_path: Path) -> None:
+    assert read_data(None).path is None
+    assert read_data("s3://bucket/x").error == ""
+    assert read_data(str(tmp_path)).error == "it holds no files"
+    assert read_data(str(tmp_path / "no")).error == "No such file or directory"
+    for number in range(20):
+        (tmp_path / f"{number}.jpg").write_bytes(b"x" * 1000)
+    found = read_data(str(tmp_path))
+    assert found.error == ""
+    assert found.speed == pytest.approx(1000 * found.reads)
+
+
+@IN_ROOT_ONLY
+def test_data_that_this_user_may_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o700)
+    code = f"print(read_data({str(folder)!r}).error)"
+    said = as_nobody("from trainer.doctor.disks import read_data", code, resource.RLIMIT_CORE, 0)
+    assert said == "Permission denied"
+
+
+def test_where_caches_lie() -> None:
+    assert cache_folders({"HOME": "/home/ann"}) == {"XDG_CACHE_HOME": Path("/home/ann/.cache")}
+    found = cache_folders({"XDG_CACHE_HOME": "/cache", "TORCH_HOME": "/cache/torch", "TRITON_CACHE_DIR": ""})
+    assert found == {"XDG_CACHE_HOME": Path("/cache"), "TORCH_HOME": Path("/cache/torch")}
+
+
+# Software
+
+
+def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
+    asked = 'Requires-Dist: nvidia-cudnn-cu12==9.10.2.21; platform_system == "Linux"\nRequires-Dist: numpy>=1'
+    root = plant(
+        tmp_path,
+        {
+            "site/torch/version.py": "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None",
+            "site/torch-2.9.1.dist-info/METADATA": asked,
+            "site/numpy-2.1.0.dist-info/METADATA": "",
+            "site/numpy-1.26.4.dist-info/METADATA": "",
+            "site/PyYAML-6.0.2-py3.12.egg-info/PKG-INFO": "",
+            "site/nvidia_cudnn_cu12-9.1.0.dist-info/METADATA": "",
+            "user/black-24.1.0.dist-info/METADATA": "",
+            "work/torch/__init__.py": "",
+            "cuda/libcudnn.so.9": "",
+            "cuda/libcublasLt.so.12": "",
+            "cuda/libother.so": "",
+            ".bootstrap.json": '{"lock": "abc", "changing": true}',
+        },
+    )
+    environ = {
+        "PYTHONPATH": f"{root}/work",
+        "LD_LIBRARY_PATH": f"{root}/cuda:/no",
+        "LD_PRELOAD": "/x/libnccl.so.2",
+    }
+    paths = [f"{root}/site", f"{root}/user"]
+    found = read_software(paths, root, f"{root}/user", environ)
+    assert (found.torch, found.cuda, found.lock, found.changing) == ("2.9.1+cu128", "12.8", "abc", True)
+    assert found.wanted == {"nvidia-cudnn-cu12": "9.10.2.21"}
+    assert (found.installed["pyyaml"], found.installed["nvidia-cudnn-cu12"]) == ("6.0.2", "9.1.0")
+    assert found.twice == ("numpy 1.26.4 and 2.1.0",)
+    assert found.leaked == ("black",)
+    assert found.shadowed == (f"torch in {root}/work",)
+    assert found.searched == (
+        "/x/libnccl.so.2",
+        f"{root}/cuda/libcublasLt.so.12",
+        f"{root}/cuda/libcudnn.so.9",
+    )
+    assert read_software(paths[:1], root, f"{root}/user", {}).leaked == ()
+
+
+def test_a_torch_for_cpus(tmp_path: Path) -> None:
+    plant(tmp_path, {"torch/version.py": "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None"})
+    found = read_software([str(tmp_path)], tmp_path, "", {})
+    assert (found.torch, found.cuda, found.wanted) == ("2.9.1+cpu", "", {})
+
+
+def test_this_environment_is_that_of_its_lock() -> None:
+    torch = pytest.importorskip("torch")
+    found = read_software()
+    assert found.torch == torch.__version__
+    assert found.cuda == (torch.version.cuda or "")
+
+
+# Network
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_ports(listening: int) -> None:
+    environ = {"JUPYTER_PORT": str(listening), "TENSORBOARD_PORT": "no", "MASTER_PORT": "99999"}
+    assert list(network.wanted_ports(environ).values()) == [29500, listening, 6006]
+    assert network.is_taken(listening)
+    found = network.read_network(Path("/"), environ)
+    assert found.taken["JupyterLab (JUPYTER_PORT)"] == listening
+
+
+def no_library(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+
+class Verbs:
+    """libibverbs with some devices."""
+
+    def __init__(self, name: str, *devices: bytes) -> None:
+        assert name == "libibverbs.so.1"
+        self._names = [ctypes.create_string_buffer(device) for device in devices]
+        self.ibv_get_device_list = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))(self._list)
+        self.ibv_get_device_name = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda device: device)
+        self.ibv_free_device_list = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+
+    def _list(self, count: Any) -> int:
+        count[0] = len(self._names)
+        self._array = (ctypes.c_void_p * (len(self._names) + 1))(*map(ctypes.addressof, self._names))
+        return ctypes.addressof(self._array)
+
+
+def test_infiniband(tmp_path: Path) -> None:
+    root = plant(
+        tmp_path,
+        {
+            "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+            "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+            "sys/class/net/eth0/x": "",
+            "sys/class/net/lo/x": "",
+            "dev/infiniband/uverbs0": "",
+        },
+    )
+    found = network.read_network(root, {}, no_library)
+    assert (found.infiniband, found.verbs, found.peer_memory) == (("mlx5_0:1",), True, False)
+    assert found.listed is None
+    assert network.infiniband(healthy(network=found)).status == "warn"
+    found = network.read_network(root, {}, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
+    assert found.listed == ("mlx5_0", "mlx5_1")
+    assert network.read_network(root, {}, Verbs).listed == ()
+    assert found.interfaces == ("eth0",)
+    (root / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert network.read_network(root, {}).peer_memory
+
+
+def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_SECONDS", 0.05)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: time.sleep(2))
+    assert network.read_network(Path("/"), {}).resolves is None
+
+
+def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    assert network.read_network(Path("/"), {}).resolves is False
+
+
+# Who, when, where
+
+
+@pytest.mark.parametrize(
+    ("zone", "wrong"),
+    [
+        ("", False),
+        ("UTC", False),
+        ("CET-1CEST,M3.5.0,M10.5.0/3", False),
+        ("Europe/Berlin", False),
+        (":Europe/Berlin", False),
+        ("Mars/Here", True),
+        ("/no/such/file", True),
+    ],
+)
+def test_time_zones(tmp_path: Path, zone: str, wrong: bool) -> None:
+    plant(tmp_path, {"usr/share/zoneinfo/Europe/Berlin": ""})
+    assert bool(session.zone_error(tmp_path, {"TZ": zone})) == wrong
+
+
+def test_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = session.read_session(Path("/"), {"HOME": str(tmp_path)})
+    assert (found.uid, found.home_error) == (os.getuid(), "")
+    assert abs(found.time - time.time()) < 5
+    assert session.read_session(Path("/"), {}).home_error == "HOME isn't set"
+    assert session.read_session(Path("/"), {"HOME": "/no/such"}).home_error == "it isn't there"
+    monkeypatch.setattr("os.getuid", lambda: 98765)
+    assert session.read_session(Path("/"), {}).name == ""
+
+
+def test_a_locale_that_is_not_installed() -> None:
+    code = "from trainer.doctor.session import read_session; from pathlib import Path; "
+    code += "print(read_session(Path('/'), {}).locale_error)"
+    environment = {**os.environ, "LC_ALL": "xx_YY.UTF-8", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "LC_ALL=xx_YY.UTF-8 isn't installed"
+
+
+# The plan
+
+
+def test_the_defaults_are_those_of_a_recipe() -> None:
+    whole, read = Recipe(epochs=1), Read()
+    assert read.device == whole.device
+    assert read.compile.mode == whole.compile.mode
+    names = type(read.data).model_fields["name"].annotation
+    assert names == type(whole.data).model_fields["name"].annotation
+    for name in type(read.data).model_fields:
+        assert getattr(read.data, name) == getattr(whole.data, name), name
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_plan_of_every_recipe(recipe: str) -> None:
+    """It can be read; and what is embedded, or held in memory, wants no workers."""
+    keys = read_keys(recipe, [])
+    workers = make_plan(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
+    assert (workers == 0) == (keys.data.name in WITHOUT_WORKERS)
+
+
+def test_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "pets.yaml"
+    file.write_text(
+        f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch: 32}}\n"
+    )
+    keys = read_keys(str(file), ["data.prefetch=2", "compile.mode=default"])
+    assert keys.data.path == str(tmp_path)
+    gpus = read_gpus(nvml(), tmp_path, {})
+    plan = make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), gpus)
+    assert (plan.ranks, plan.workers, plan.prefetch, plan.compiles) == (2, 6, 2, True)
+    assert plan.batch_bytes == 32 * 3 * 160 * 160
+    assert plan.ahead == 2 * 6 * 2 * plan.batch_bytes
+    assert make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
+    digits = make_plan("digits", read_keys("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
+    assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
+
+
+def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
+    """The rule of `auto`, on the bytes of the data set that would be trained on."""
+    file = tmp_path / "pets.yaml"
+    file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch: 128}\n")
+    limits = Limits(16, 64 * GIB, GIB, None)
+    plan = make_plan("pets.yaml", read_keys(str(file), []), limits, Gpus())
+    sample = 3 * 512 * 512
+    sizes = Sizes(sample, 128 * sample, 256 * sample)
+    chosen = by_rule("auto", "auto", sizes, limits, 1)
+    assert (plan.workers, plan.prefetch) == chosen == (12, 2)
+    assert plan.loader_bytes == bytes_needed(chosen, sizes)
+    tight = make_plan("pets.yaml", read_keys(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    assert tight.workers < 12
+
+
+def test_words() -> None:
+    assert [size(count) for count in (0, 2048, MIB, 1.5 * GIB, 64 * MIB, 2e12)] == [
+        *("0 KiB", "2 KiB", "1 MiB", "1.5 GiB", "64 MiB", "1.8 TiB"),
+    ]
+    assert within(0.05, lambda: time.sleep(1), None) is None
+    assert within(5, lambda: 7, 0) == 7

@@ -1,0 +1,414 @@
+"""Promise: one specification; a change of it changes every place's file, and each says the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings, strategies as st
+from pydantic import ValidationError
+
+from tests.helpers import job_files
+from trainer.cluster.discover import find_nodes
+from trainer.errors import BadInputError
+from trainer.jobs import compose, container, docker, kubeflow, kubernetes, slurm
+from trainer.jobs.places import render
+from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.rank import is_rank
+
+IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
+# Several nodes on claims, and what an engine gets instead.
+FIELDS: dict[str, Any] = {
+    "recipe": "digits",
+    "image": IMAGE,
+    "nodes": 2,
+    "gpus_per_node": 2,
+    "runs": "pvc:runs",
+    "data": "pvc:data",
+    "cache": "pvc:cache",
+}
+ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
+# Another value for each field of the specification.
+CHANGES: dict[str, Any] = {
+    "recipe": "dtmf",
+    "settings": ("optim.lr=0.1", "about=$(HOME) $x 'it\"s'"),
+    "name": "another",
+    "image": "registry.example/trainer:tag",
+    "nodes": 3,
+    "least_nodes": 1,
+    "gpus_per_node": 4,
+    "ranks_per_node": 3,
+    "cpus_per_node": 7,
+    "memory_gib": 33,
+    "shm_gib": 5,
+    "minutes": 90,
+    "grace_seconds": 200,
+    "data": "other-data",
+    "runs": "other-runs",
+    "cache": None,
+    "port": 30000,
+    "user": "1234:99",
+    "environment": {"NCCL_DEBUG": "INFO", "ODD": "$(x) $$ $"},
+    "recipe_text": "epochs: 3\n",
+    "files": {"mine.py": "/srv/mine.py"},
+}
+Read = Callable[[str], dict[str, Any]]
+PLACES: dict[str, tuple[Place, Site, Read]] = {
+    "docker": ("docker", Site(), job_files.read_docker),
+    "compose": ("compose", Site(), job_files.read_compose),
+    "job": ("kubernetes", Site(), job_files.read_kubernetes),
+    "jobset": ("kubernetes", Site(jobset=True), job_files.read_kubernetes),
+    "trainjob": ("kubeflow", Site(kubeflow="v2"), job_files.read_kubernetes),
+    "pytorchjob": ("kubeflow", Site(kubeflow="v1"), job_files.read_kubernetes),
+}
+# What a place can't do; it must say so.
+REFUSED = {("docker", "nodes"), ("docker", "least_nodes"), ("trainjob", "least_nodes"), ("trainjob", "port")}
+REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob", "pytorchjob")}
+
+
+def job(where: str, **changes: Any) -> JobSpec:
+    """A job for a place: engines have folders, and docker one node."""
+    fields = {**FIELDS, **changes}
+    if where in ("docker", "compose"):
+        fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
+    if where == "docker" and "nodes" not in changes and "least_nodes" not in changes:
+        fields["nodes"] = 1
+    return JobSpec(**fields)
+
+
+def change(where: str, field: str) -> dict[str, Any]:
+    value = CHANGES[field]
+    if field in ("data", "runs"):
+        value = f"/srv/{value}" if where in ("docker", "compose") else f"pvc:{value}"
+    if field == "recipe_text":
+        return {"recipe": "mine.yaml", field: value}
+    return {"gpus_per_node": 0, field: value} if field == "ranks_per_node" else {field: value}
+
+
+def read(where: str, spec: JobSpec) -> dict[str, Any]:
+    place, site, reader = PLACES[where]
+    return reader(render(place, spec, site))
+
+
+def port(where: str, spec: JobSpec) -> int | None:
+    # Of a single node's pod only PyTorchJob wants to know.
+    many = spec.nodes > 1 and where not in ("docker", "trainjob")
+    return spec.port if many or where == "pytorchjob" else None
+
+
+def test_every_field_is_changed() -> None:
+    assert set(CHANGES) == set(JobSpec.model_fields)
+
+
+@pytest.mark.parametrize("field", CHANGES)
+@pytest.mark.parametrize("where", PLACES)
+def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
+    before, after = job(where), job(where, **change(where, field))
+    if (where, field) in REFUSED:
+        with pytest.raises(BadInputError):
+            read(where, after)
+        return
+    assert read(where, before) == job_files.expected(before, port(where, before))
+    if field != "recipe_text":
+        assert read(where, after) == job_files.expected(after, port(where, after))
+    if (where, field) != ("docker", "port"):
+        place, site, _ = PLACES[where]
+        assert render(place, before, site) != render(place, after, site)
+
+
+@pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "least_nodes"}))
+def test_a_changed_field_changes_the_batch_script(field: str) -> None:
+    for changes in ({}, change("compose", field)):
+        spec = job("compose", **changes)
+        wanted = {**job_files.expected(spec, spec.port), "environment": spec.environment}
+        del wanted["user"]  # the one who submits it
+        assert job_files.read_slurm(slurm.render(spec, Site())) == wanted
+
+
+def test_what_is_rendered_is_what_nodes_find() -> None:
+    """The launcher's own discovery reads what the files set."""
+    spec = job("compose", nodes=3, least_nodes=2, port=30000)
+    services = yaml.safe_load(compose.render(spec, Site()))["services"]
+    for rank, service in enumerate(services.values()):
+        found = find_nodes(service["environment"], None, None, None)
+        assert found
+        assert found[:5] == (2, 3, rank, "node-0", 30000)
+    # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
+    # v2.3.0; pkg/controller.v1/pytorch/{envvar,master}.go of v1.7.0 to v1.9.4).
+    v2 = {
+        "PET_NNODES": "3",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "mine-node-0-0.mine",
+        "PET_MASTER_PORT": "29500",
+    }
+    found = find_nodes(v2, None, None, None)
+    assert found
+    assert found[:5] == (3, 3, 1, "mine-node-0-0.mine", 29500)
+    v1 = v2 | {
+        "PET_NNODES": "2:3",
+        "PET_MASTER_ADDR": "mine-master-0",
+        "PET_MASTER_PORT": "30000",
+        "PET_RDZV_ENDPOINT": "mine-master-0:30000",
+        "PET_RDZV_BACKEND": "c10d",
+        "MASTER_ADDR": "mine-master-0",
+        "MASTER_PORT": "30000",
+        "RANK": "1",
+        "WORLD_SIZE": "6",
+        "PYTHONUNBUFFERED": "1",
+    }
+    found = find_nodes(v1, None, None, None)
+    assert found
+    assert found[:5] == (2, 3, 1, "mine-master-0", 30000)
+    assert not is_rank(v1)
+    assert find_nodes(v2 | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None, None, None) is None
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_recipe_that_is_a_file_comes_along(where: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    spec = job(where, recipe=str(file), recipe_text="epochs: 3\nabout: '# ä'\n")
+    place, site, _ = PLACES[where]
+    text = render(place, spec, site)
+    if place in ("docker", "compose"):
+        assert f"{file}" in text
+        assert "/recipe/mine.yaml" in text
+        return
+    objects = job_files.documents(text)
+    assert objects["ConfigMap"]["data"] == {"mine.yaml": spec.recipe_text}
+    for _, template in job_files.templates(objects):
+        pod = template["spec"]
+        (volume,) = (one for one in pod["volumes"] if one["name"] == "recipe")
+        assert volume["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
+        assert "/recipe/mine.yaml" in pod["containers"][0]["args"]
+        assert {"name": "recipe", "mountPath": "/recipe", "readOnly": True} in pod["containers"][0][
+            "volumeMounts"
+        ]
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=12)
+NAMES = st.from_regex(r"[A-Z][A-Z_]{3,8}", fullmatch=True).filter(lambda name: not name.startswith("MASTER"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(WORDS, max_size=3),
+    environment=st.dictionaries(NAMES, WORDS, max_size=3),
+    folder=WORDS.filter(lambda name: name not in (".", "..") and "/" not in name and not name.isspace()),
+    gpus=st.integers(0, 8),
+    shm=st.integers(1, 20),
+    minutes=st.integers(62, 10000),
+    grace=st.integers(1, 3600),
+    where=st.sampled_from(sorted(PLACES)),
+)
+def test_whatever_a_job_says_every_place_says(
+    values: list[str],
+    environment: dict[str, str],
+    folder: str,
+    gpus: int,
+    shm: int,
+    minutes: int,
+    grace: int,
+    where: str,
+) -> None:
+    changes: dict[str, Any] = {
+        "settings": tuple(f"about={value}" for value in values),
+        "environment": environment,
+        "gpus_per_node": gpus,
+        "shm_gib": shm,
+        "memory_gib": shm + 1,
+        "minutes": minutes,
+        "grace_seconds": grace,
+    }
+    if where in ("docker", "compose") and folder:
+        changes["data"] = f"/srv/{folder}"
+    spec = job(where, **changes)
+    assert read(where, spec) == job_files.expected(spec, port(where, spec))
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("where", ["job", "jobset"])
+def test_pods_find_node_0(where: str, nodes: int) -> None:
+    spec = job(where, nodes=nodes, name="mine", least_nodes=1 if nodes == 3 else None)
+    place, site, _ = PLACES[where]
+    objects = job_files.documents(render(place, spec, site))
+    pod = job_files.indexed_job(objects)["template"]["spec"]
+    variables = {
+        one["name"]: one for one in pod["containers"][0]["env"] if one["name"] in job_files.VARIABLES
+    }
+    if nodes == 1:
+        assert not variables
+        assert "Service" not in objects
+        return
+    assert variables["NNODES"]["value"] == "1:3"
+    field = variables["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert variables["MASTER_PORT"]["value"] == "29500"
+    if where == "job":  # a pod of an Indexed Job is HOST-INDEX.SUBDOMAIN, where a Service has that name
+        service = objects["Service"]
+        assert variables["MASTER_ADDR"]["value"] == "mine-0.mine"
+        assert pod["subdomain"] == service["metadata"]["name"] == "mine"
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"] is True
+        selector = service["spec"]["selector"].items()
+        assert selector <= job_files.indexed_job(objects)["template"]["metadata"]["labels"].items()
+        assert [one["port"] for one in service["spec"]["ports"]] == [29500, 29501]
+    else:  # of a JobSet SET-REPLICATED-JOB-POD.SET
+        assert variables["MASTER_ADDR"]["value"] == "mine-node-0-0.mine"
+        network = objects["JobSet"]["spec"]["network"]
+        assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+
+
+@pytest.mark.parametrize("where", ["trainjob", "pytorchjob"])
+def test_kubeflow_sets_what_nodes_find_each_other_by(where: str) -> None:
+    place, site, _ = PLACES[where]
+    objects = job_files.documents(render(place, job(where), site))
+    for _, template in job_files.templates(objects):
+        names = {one["name"] for one in template["spec"]["containers"][0]["env"]}
+        assert not names & {*job_files.VARIABLES, "RANK", "WORLD_SIZE"}
+        assert not any(name.startswith("PET_") for name in names)
+
+
+def test_a_train_job_says_how_many_ranks_and_which_runtime() -> None:
+    objects = job_files.documents(render("kubeflow", job("trainjob"), Site()))
+    train_job, runtime = objects["TrainJob"]["spec"], objects["TrainingRuntime"]
+    assert train_job["trainer"]["numProcPerNode"] == 2
+    assert train_job["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert train_job["runtimeRef"]["kind"] == runtime["kind"]
+    assert runtime["spec"]["mlPolicy"]["torch"] == {}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # By these two the plugin finds where to set the variables.
+    assert replicated["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    assert replicated["template"]["spec"]["template"]["spec"]["containers"][0]["name"] == "node"
+
+
+def test_a_pytorch_job_says_how_many_ranks_and_where_they_meet() -> None:
+    objects = job_files.documents(kubeflow.render(job("pytorchjob", nodes=3), Site(kubeflow="v1")))
+    spec = objects["PyTorchJob"]["spec"]
+    assert spec["nprocPerNode"] == "2"
+    assert {name: role["replicas"] for name, role in spec["pytorchReplicaSpecs"].items()} == {
+        "Master": 1,
+        "Worker": 2,
+    }
+    for role in spec["pytorchReplicaSpecs"].values():
+        container_ = role["template"]["spec"]["containers"][0]
+        assert container_["name"] == "pytorch"
+        assert container_["ports"][0] == {"name": "pytorchjob-port", "containerPort": 29500}
+        assert role["restartPolicy"] == "ExitCode"
+    assert "elasticPolicy" not in spec
+    alone = job_files.documents(kubeflow.render(job("pytorchjob", nodes=1), Site(kubeflow="v1")))
+    assert list(alone["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    elastic = job("pytorchjob", nodes=3, least_nodes=2, name="mine", port=30000)
+    policy = job_files.documents(kubeflow.render(elastic, Site(kubeflow="v1")))["PyTorchJob"]["spec"]
+    assert policy["elasticPolicy"] == {
+        "minReplicas": 2,
+        "maxReplicas": 3,
+        "rdzvBackend": "c10d",
+        "rdzvHost": "mine-master-0",
+        "rdzvPort": 30000,
+    }
+
+
+def test_folders_and_claims_have_their_places() -> None:
+    with pytest.raises(BadInputError, match="--runs runs: pods on Kubernetes don't see"):
+        kubernetes.render(JobSpec(recipe="digits", image=IMAGE), Site())
+    with pytest.raises(BadInputError, match="--data pvc:x: docker has no claims"):
+        docker.render(JobSpec(recipe="digits", image=IMAGE, data="pvc:x"), Site())
+    with pytest.raises(BadInputError, match="--cache pvc:x: compose has no claims"):
+        compose.render(JobSpec(recipe="digits", image=IMAGE, cache="pvc:x"), Site())
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_image_is_needed(where: str) -> None:
+    for image in ("", "trainer.sqsh"):
+        with pytest.raises(BadInputError, match="--image"):
+            read(where, job(where, image=image))
+
+
+@pytest.mark.parametrize("where", ["job", "jobset", "trainjob", "pytorchjob"])
+def test_pods_never_run_as_root(where: str) -> None:
+    with pytest.raises(BadInputError, match="--user 0:0: these pods never run as root"):
+        read(where, job(where, user="0:0"))
+
+
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0"}, {"PET_NNODES": "2"}, {"MASTER_ADDR": "x"}, {"a-b": "1"}, {"": "1"}]
+)
+def test_variables_of_ours_are_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ValidationError):
+        JobSpec(recipe="digits", environment=environment)
+
+
+@pytest.mark.parametrize("name", ["1st", "-a", "a-", "A", "a_b", "a" * 47, "a.b"])
+def test_names_that_no_service_can_have_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="name: "):
+        JobSpec(recipe="digits", name=name)
+
+
+@pytest.mark.parametrize("recipe", ["2d.yaml", "x/-Ä-.yaml", "a" * 90 + ".yaml", "A B.py", "digits"])
+def test_default_names_are_names(recipe: str) -> None:
+    assert JobSpec(recipe=recipe).name == JobSpec(recipe=recipe).name
+    assert JobSpec(recipe=recipe).name != JobSpec(recipe=recipe, settings=("seed=1",)).name
+
+
+# A launcher that ends with 75 after USR1, with 76 after TERM, and says when it is ready.
+PEER = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(76))
+print("ready", flush=True)
+time.sleep(30)
+"""
+DEAF = PEER.replace("sys.exit(75)", "None")
+
+
+def limited(script: str, seconds: str, stop: str = "30") -> list[str]:
+    """The engine's time limit in front of another command."""
+    words = container.timed(JobSpec(recipe="digits", minutes=7, grace_seconds=20))
+    assert words[4:6] == ["--kill-after=50", "420"]
+    return [*words[:4], f"--kill-after={stop}", seconds, sys.executable, "-c", script]
+
+
+def test_the_time_limit_ends_an_attempt_with_its_checkpoint() -> None:
+    assert subprocess.run(limited(PEER, "0.3"), stdout=subprocess.DEVNULL, check=False).returncode == 75
+
+
+def test_what_ignores_the_time_limit_is_killed() -> None:
+    words = limited(DEAF, "0.3", stop="0.3")
+    code = subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode
+    assert code in (137, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 76), (signal.SIGUSR1, 75)])
+def test_a_signal_passes_the_time_limit(number: int, code: int) -> None:
+    with subprocess.Popen(limited(PEER, "60"), stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(20) == code
+
+
+def test_after_a_checkpoint_a_pytorch_job_starts_again() -> None:
+    """The operator starts a pod again after codes from 128 on; dumb-init signals the whole group."""
+    objects = job_files.documents(kubeflow.render(job("pytorchjob"), Site(kubeflow="v1")))
+    words = objects["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    shell = [job_files.single(word) for word in words[0]["args"][:4]]
+    for code in (0, 1, 2, 76):
+        assert subprocess.run([*shell, "sh", "-c", f"exit {code}"], check=False).returncode == code
+    assert subprocess.run([*shell, "sh", "-c", "exit 75"], check=False).returncode == 75 + 128
+    for number, code in ((signal.SIGUSR1, 75 + 128), (signal.SIGTERM, 76)):
+        command = [*shell, sys.executable, "-c", PEER]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout
+            process.stdout.readline()
+            time.sleep(0.05)
+            os.killpg(process.pid, number)
+            assert process.wait(20) == code

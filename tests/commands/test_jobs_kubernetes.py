@@ -1,0 +1,344 @@
+"""Promise: manifests that a cluster accepts, and that do what the exit codes of a run mean."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import render_examples
+import yaml
+
+from tests.commands.test_jobs import PLACES, job
+from tests.helpers import job_files
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
+from trainer.jobs import container, launching, pods
+from trainer.jobs.places import render
+from trainer.jobs.spec import JobSpec
+
+PODS = ("job", "jobset", "trainjob", "pytorchjob")
+# Before 1.29 the schema asked for pod conditions in a rule on exit codes, which was a mistake of its.
+VERSIONS = ("1.29", "1.37")
+
+# The fields that the custom resources have, as their definitions say them (in the repositories
+# kubernetes-sigs/jobset, config/components/crd, v1alpha2; kubeflow/trainer, manifests/base/crds: v2.0.0 to
+# v2.3.0, and for PyTorchJob v1.7.0 to v1.9.0). A type, or what lies below; JOB and POD are Kubernetes' own.
+JOB, POD = "a Job's template", "a pod's template"
+META = {"name": str, "namespace": str, "labels": dict}
+SETS: dict[str, Any] = {
+    "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool, "subdomain": str},
+    "failurePolicy": {
+        "maxRestarts": int,
+        "restartStrategy": str,
+        "rules": [{"name": str, "action": str, "onJobFailureReasons": list, "targetReplicatedJobs": list}],
+    },
+    "successPolicy": {"operator": str, "targetReplicatedJobs": list},
+    "replicatedJobs": [{"name": str, "replicas": int, "template": JOB}],
+    "suspend": bool,
+    "ttlSecondsAfterFinished": int,
+}
+ROLE = {"replicas": int, "restartPolicy": str, "template": POD}
+CUSTOM: dict[str, dict[str, Any]] = {
+    "JobSet": {"apiVersion": "jobset.x-k8s.io/v1alpha2", "metadata": META, "spec": SETS},
+    "TrainingRuntime": {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "metadata": META,
+        "spec": {"mlPolicy": {"numNodes": int, "torch": {}}, "template": {"metadata": META, "spec": SETS}},
+    },
+    "TrainJob": {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "metadata": META,
+        "spec": {
+            "runtimeRef": {"apiGroup": str, "kind": str, "name": str},
+            "trainer": {
+                "image": str,
+                "command": list,
+                "args": list,
+                "env": list,
+                "numNodes": int,
+                "numProcPerNode": int,
+                "resourcesPerNode": {"requests": dict, "limits": dict},
+            },
+            "suspend": bool,
+        },
+    },
+    "PyTorchJob": {
+        "apiVersion": "kubeflow.org/v1",
+        "metadata": META,
+        "spec": {
+            "nprocPerNode": str,
+            "elasticPolicy": {
+                "minReplicas": int,
+                "maxReplicas": int,
+                "rdzvBackend": str,
+                "rdzvHost": str,
+                "rdzvPort": int,
+                "maxRestarts": int,
+            },
+            "runPolicy": {
+                "cleanPodPolicy": str,
+                "backoffLimit": int,
+                "activeDeadlineSeconds": int,
+                "ttlSecondsAfterFinished": int,
+                "suspend": bool,
+            },
+            "pytorchReplicaSpecs": {"Master": ROLE, "Worker": ROLE},
+        },
+    },
+}
+
+
+def check(shape: Any, value: Any, where: str = "") -> None:
+    """Fails on a field that isn't in the shape, or has another type."""
+    if shape == JOB:
+        fixed = {"apiVersion": "batch/v1", "kind": "Job"}
+        check_builtin(
+            {**fixed, "metadata": {"name": "x", **value.get("metadata", {})}, "spec": value["spec"]}
+        )
+    elif shape == POD:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **value["metadata"]}}
+        check_builtin({**pod, "spec": value["spec"]})
+    elif isinstance(shape, dict):
+        assert isinstance(value, dict), where
+        for name, inside in value.items():
+            assert name in shape, f"{where}.{name}"
+            check(shape[name], inside, f"{where}.{name}")
+    elif isinstance(shape, list):
+        for index, inside in enumerate(value):
+            check(shape[0], inside, f"{where}[{index}]")
+    elif isinstance(shape, str):
+        assert value == shape, where
+    else:
+        assert type(value) is shape, where
+
+
+def check_builtin(document: dict[str, Any]) -> None:
+    for version in VERSIONS:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def check_all(text: str) -> None:
+    for document in yaml.safe_load_all(text):
+        kind = document["kind"]
+        if kind in CUSTOM:
+            check({**CUSTOM[kind], "kind": kind}, document, kind)
+        elif kind != "Kustomization":
+            check_builtin(document)
+
+
+def rendered(where: str, **changes: Any) -> dict[str, Any]:
+    place, site, _ = PLACES[where]
+    return job_files.documents(render(place, job(where, **changes), site))
+
+
+def each_pod(where: str, **changes: Any) -> Iterator[dict[str, Any]]:
+    for _, template in job_files.templates(rendered(where, **changes)):
+        yield template["spec"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"nodes": 1}, {"gpus_per_node": 0}, {"least_nodes": 1}, {"cache": None}]
+)
+@pytest.mark.parametrize("where", PODS)
+def test_manifests_are_valid(where: str, changes: dict[str, Any]) -> None:
+    if where == "trainjob" and "least_nodes" in changes:
+        return  # refused
+    place, site, _ = PLACES[where]
+    check_all(render(place, job(where, recipe_text="epochs: 1\n", recipe="mine.yaml", **changes), site))
+
+
+def test_the_check_finds_what_is_no_field() -> None:
+    place, site, _ = PLACES["job"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_all(render(place, job("job"), site).replace("restartPolicy:", "restartPolice:"))
+    with pytest.raises(AssertionError, match=r"failurePolicy\.maxRestart\n"):
+        check_all(render(place, job("job"), PLACES["jobset"][1]).replace("maxRestarts:", "maxRestart:"))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_all(
+            render("kubeflow", job("pytorchjob"), PLACES["pytorchjob"][1]).replace("emptyDir", "emptyDire")
+        )
+
+
+def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str:
+    """What becomes of a Job one of whose pods ended so: the first rule that fits, as the API says."""
+    for rule in rules:
+        conditions = rule.get("onPodConditions", [])
+        if disrupted and {"type": "DisruptionTarget", "status": "True"} in conditions:
+            return str(rule["action"])
+        codes = rule.get("onExitCodes")
+        if codes and codes["operator"] == "In" and code in codes["values"] and code != 0:
+            return str(rule["action"])
+    return "Count"
+
+
+@pytest.mark.parametrize("where", ["job", "jobset", "trainjob"])
+def test_exit_codes_decide_what_becomes_of_a_job(where: str) -> None:
+    spec = job_files.indexed_job(rendered(where, nodes=3))
+    rules = spec["podFailurePolicy"]["rules"]
+    names = {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule}
+    assert names == {one["name"] for one in spec["template"]["spec"]["containers"]}
+    # With a checkpoint another pod goes on, as often as need be; bad input stays bad.
+    assert fate(rules, EXIT_REQUEUE) == "Ignore"
+    assert fate(rules, EXIT_BAD_INPUT) == "FailJob"
+    assert fate(rules, EXIT_FAILED) == fate(rules, EXIT_HANG) == fate(rules, EXIT_DONE) == "Count"
+    for code in (EXIT_REQUEUE, EXIT_FAILED, EXIT_BAD_INPUT, 137, 143):
+        assert fate(rules, code, disrupted=True) == "Ignore"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == 3
+    # What failed is tried twice more by all: pod by pod in a Job, together in a JobSet.
+    assert spec["backoffLimit"] == (2 * 3 if where == "job" else 0)
+
+
+@pytest.mark.parametrize("where", ["jobset", "trainjob"])
+def test_a_job_set_starts_again_together_but_not_with_bad_input(where: str) -> None:
+    objects = rendered(where)
+    sets = objects["JobSet"] if where == "jobset" else objects["TrainingRuntime"]["spec"]["template"]
+    policy = sets["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == pods.RETRIES
+    (rule,) = policy["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.mark.parametrize("where", PODS)
+def test_pods_are_shut_in(where: str) -> None:
+    for pod in each_pod(where, user="1234:99"):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & set(pod)
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 1234,
+            "runAsGroup": 99,
+            "fsGroup": 99,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert pod["containers"][0]["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+@pytest.mark.parametrize("where", PODS)
+def test_only_pods_of_the_job_reach_its_pods(where: str) -> None:
+    objects = rendered(where, name="mine")
+    policy = objects["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    selected = policy["podSelector"]["matchLabels"]
+    assert selected["app.kubernetes.io/instance"] == "mine"
+    for _, template in job_files.templates(objects):
+        assert selected.items() <= template["metadata"]["labels"].items()
+    assert objects["NetworkPolicy"]["metadata"]["namespace"] == "default"
+
+
+@pytest.mark.parametrize("where", PODS)
+def test_nodes_are_spread_over_hosts(where: str) -> None:
+    objects = rendered(where)
+    for _, template in job_files.templates(objects):
+        (spread,) = template["spec"]["topologySpreadConstraints"]
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+        assert spread["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert spread["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("where", PODS)
+def test_the_namespace_is_everywhere(where: str) -> None:
+    place, site, _ = PLACES[where]
+    text = render(
+        place, job(where, recipe_text="x: 1", recipe="a.yaml"), site.model_copy(update={"namespace": "lab"})
+    )
+    assert {one["metadata"]["namespace"] for one in yaml.safe_load_all(text)} == {"lab"}
+
+
+@pytest.mark.parametrize("where", PODS)
+def test_a_stop_leaves_more_time_than_the_ranks_take(where: str) -> None:
+    for pod in each_pod(where, grace_seconds=77):
+        args = pod["containers"][0]["args"]
+        assert args[args.index("--grace") + 1] == "77"
+        assert pod["terminationGracePeriodSeconds"] > 77
+
+
+def test_examples_are_current() -> None:
+    """Mend it with scripts/render_examples.py."""
+    there = {
+        str(path.relative_to(render_examples.FOLDER)): path.read_text()
+        for path in render_examples.FOLDER.rglob("*.yaml")
+    }
+    assert there == render_examples.files()
+    scripts = {path.name: path.read_text() for path in render_examples.SLURM_FOLDER.glob("*.sbatch")}
+    assert scripts == render_examples.slurm_files()
+
+
+def test_examples_are_valid() -> None:
+    for path in render_examples.FOLDER.rglob("*.yaml"):
+        if not path.name.endswith("-patch.yaml"):
+            check_all(path.read_text())
+
+
+def patched(document: Any, operations: list[dict[str, Any]]) -> Any:
+    """A document after a JSON patch (RFC 6902), of the three operations that the overlays use."""
+    for operation in operations:
+        parts = operation["path"].removeprefix("/").split("/")
+        *way, last = [part.replace("~1", "/").replace("~0", "~") for part in parts]
+        inside = document
+        for part in way:
+            inside = inside[int(part) if isinstance(inside, list) else part]
+        key = int(last) if isinstance(inside, list) else last
+        if operation["op"] == "remove":
+            del inside[key]
+        else:
+            there = key in inside if isinstance(inside, dict) else key < len(inside)
+            assert there == (operation["op"] == "replace"), operation
+            inside[key] = operation["value"]
+    return document
+
+
+def overlaid(folder: Path) -> dict[str, Any]:
+    """What `kustomize build` makes of an overlay, by kind."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found: dict[str, Any] = {}
+    for name in kustomization["resources"]:
+        path = folder / name
+        if path.is_dir():
+            found |= overlaid(path)
+        else:
+            found |= job_files.documents(path.read_text())
+    for patch in kustomization.get("patches", []):
+        document = found[patch["target"]["kind"]]
+        assert document["metadata"]["name"] == patch["target"]["name"]
+        patched(document, yaml.safe_load((folder / patch["path"]).read_text()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["one-node", "several-nodes", "cpu"])
+def test_an_overlay_is_what_would_be_rendered(name: str) -> None:
+    spec: JobSpec = render_examples.OVERLAYS[name]
+    wanted = job_files.documents(render("kubernetes", spec, PLACES["job"][1]))
+    folder = render_examples.FOLDER / "kustomize/overlays" / name
+    assert overlaid(folder) == wanted
+    check_all(container.dump(*wanted.values()))
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        return  # the same without it, above
+    words = [kubectl, "kustomize", str(folder)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env={**os.environ, "HOME": "/nowhere"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert job_files.documents(done.stdout) == wanted
+
+
+def test_every_example_is_a_job_that_would_train() -> None:
+    """The recipe's batch can be shared out to its ranks."""
+    specs = [spec for _, spec, _ in render_examples.EXAMPLES.values()]
+    specs += [*render_examples.OVERLAYS.values(), *(spec for spec, _ in render_examples.SLURM.values())]
+    for spec in [*specs, render_examples.BASE]:
+        launching._check_recipe(spec)

@@ -1,0 +1,158 @@
+"""Promise: `trainer predict` shows what every kind of model makes of what it is given."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+
+from tests.helpers.forked import attempt
+from trainer.cli import main
+from trainer.export.model_of_run import open_run, read_samples
+from trainer.models_detection import Found
+from trainer.predict import boxes
+from trainer.recipe import Recipe
+
+_ALL = {
+    "epochs": 1,
+    "evaluate_every": 0,
+    "parallel": {"threads": 1},
+    "log": {"sinks": []},
+    "checkpoint": {"every": 0, "minutes": 0, "best": False},
+}
+
+
+def train(folder: Path, **sections: Any) -> Path:
+    done = attempt(folder, Recipe.model_validate({**_ALL, **sections}))
+    assert done.code == 0, done.said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(
+        tmp_path_factory.mktemp("runs") / "dtmf",
+        task="audio",
+        max_windows=50,
+        data={"name": "dtmf", "global_batch": 64, "micro_batch": 64, "workers": 0},
+        audio={
+            "seconds": 0.128,
+            "sample_rate": 8000,
+            "mels": 32,
+            "window": 0.04,
+            "hop": 0.008,
+            "lowest": 500,
+            "highest": 1800,
+        },
+        model={"width": 8, "blocks": [1, 1]},
+        optim={"lr": 0.004},
+    )
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("abc\x1b\n" * 400)
+    return train(
+        folder / "letters",
+        task="language",
+        max_windows=80,
+        epochs=100,
+        data={"name": "text", "path": folder / "text.txt", "global_batch": 8, "micro_batch": 8, "workers": 0},
+        language={"layers": 1, "heads": 2, "width": 32, "sequence_length": 16},
+        optim={"lr": 0.01},
+    )
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"image_size": 32, "samples": 16, "classes": 3, "global_batch": 8, "micro_batch": 8}
+    return train(
+        tmp_path_factory.mktemp("runs") / "squares",
+        task="detection",
+        max_windows=1,
+        data={"name": "synthetic", **sizes, "workers": 0},
+        model={"width": 4, "norm": "group"},
+    )
+
+
+def test_tones_are_named_and_what_is_none_is_told(
+    tones: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = open_run(tones).task
+    classes = task.describe()["classes"]
+    fields = read_samples(task.evaluation_data, np.arange(24)).fields
+    files = [tmp_path / f"{number}.wav" for number in range(24)]
+    for file, sound in zip(files, fields["audio"], strict=True):
+        soundfile.write(file, sound.numpy(), 8000)
+    soundfile.write(tmp_path / "slow.wav", fields["audio"][0].numpy(), 4000)
+    (tmp_path / "torn.wav").write_bytes(files[0].read_bytes()[:99])
+    odd = [tmp_path / name for name in ("slow.wav", "torn.wav", "gone.wav")]
+    assert main(["predict", str(tones), *map(str, [*files, *odd])]) == 1
+    told = capsys.readouterr()
+    rows = [line.split() for line in told.out.splitlines()[1:]]
+    assert [row[0] for row in rows] == [str(file) for file in files]
+    right = [row[1] == classes[int(label)] for row, label in zip(rows, fields["label"], strict=True)]
+    assert np.mean(right) > 0.9
+    assert all(line.count(path.name) == 1 for line, path in zip(told.err.splitlines(), odd, strict=True))
+    assert main(["predict", str(tones), *map(str, odd)]) == 2
+    assert main(["predict", str(tones), "--samples", "3"]) == 0
+    assert "samples looked at are right" in capsys.readouterr().out
+    assert main(["predict", str(tones), "--prompt", "beep"]) == 2
+    assert main(["predict", str(tones), "--out", "a.png"]) == 2
+
+
+def test_text_goes_on_and_moves_no_cursor(letters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["predict", str(letters), *words]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    # Escape is a letter of the text, and must not reach a terminal.
+    assert (
+        said("--prompt", "abc", "--tokens", "12", "--temperature", "0")
+        == "abc" + "\ufffd\nabc" * 2 + "\ufffd\n"
+    )
+    assert said("--tokens", "3", "--temperature", "0") == "abc"
+    drawn = {said("--tokens", "40", "--temperature", "5", "--seed", str(seed)) for seed in (1, 1, 2)}
+    assert len(drawn) == 2
+    for words in (["--prompt", "xyz"], ["picture.png"], ["--tokens", "0"], ["--tokenizer", "bytes"]):
+        assert main(["predict", str(letters), *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_boxes_are_told_in_the_files_pixels_and_drawn(
+    squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one(_model: Any, images: torch.Tensor, least: float) -> list[Found]:
+        assert images.shape[1:] == (3, 32, 32)
+        assert least == 0.25
+        return [Found(torch.tensor([[4.0, 8, 16, 12]]), torch.tensor([0.75]), torch.tensor([2]))] * len(
+            images
+        )
+
+    monkeypatch.setattr(boxes, "detections", one)
+    wide = tmp_path / "wide.png"
+    Image.new("RGB", (64, 16), (90, 90, 90)).save(wide)
+    (tmp_path / "no.png").write_text("no")
+    grid = tmp_path / "grid.png"
+    words = ["predict", str(squares), str(wide), str(tmp_path / "no.png"), "--score", "0.25"]
+    assert main([*words, "--out", str(grid)]) == 1
+    told = capsys.readouterr()
+    # 64 pixels became 32.
+    assert "2 75% (8, 16, 32, 24)" in told.out
+    assert told.err.count("no.png") == 1
+    orange = np.argwhere((np.asarray(Image.open(grid)) == (230, 80, 0)).all(-1))
+    # 32 pixels are drawn as 256, twelve from the corner.
+    assert np.abs(orange.min(0) - (12 + 64, 12 + 32)).max() <= 1
+    assert np.abs(orange.max(0) - (12 + 96, 12 + 128)).max() <= 1
+    assert main(["predict", str(squares), "--samples", "3", "--score", "0.25", "--out", str(grid)]) == 0
+    assert capsys.readouterr().out.count("1 of ") == 2
+
+
+@pytest.mark.slow
+def test_exports_of_every_task_compute_the_same(tones: Path, letters: Path, squares: Path) -> None:
+    for run in (tones, letters, squares):
+        assert main(["export", str(run), "--to", "torch-export"]) == 0

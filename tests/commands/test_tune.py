@@ -1,0 +1,489 @@
+"""Promise: the micro-batch that is chosen is the largest that fits, and the global batch stays.
+
+The search is a pure function. Real probes are few: each starts ranks, which import torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tests.helpers.forked import small
+from trainer.errors import BadInputError
+from trainer.limits import read_limits
+from trainer.parallel import World
+from trainer.plan import Plan
+from trainer.preempt import Inbox
+from trainer.recipe import Recipe
+from trainer.run import assemble, make_task
+from trainer.step import train_window
+from trainer.tune.host_memory import Room, Watch, _text, read_room
+from trainer.tune.job import Interrupted, Job, choose, run_probe
+from trainer.tune.micro_batch import (
+    HEADROOM,
+    MOST_PROBES,
+    Found,
+    Probe,
+    ProbeFailed,
+    as_fast,
+    search,
+    sizes_of,
+)
+from trainer.tune.windows import probe_recipe
+
+MIB, GIB = 1 << 20, 1 << 30
+ROOT = Path(__file__).parents[2]
+LIMIT = 1000 * MIB
+SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=1023, unique=True).map(sorted)
+
+
+class Box:
+    """A machine on which a micro-batch takes what `needs` says."""
+
+    def __init__(self, needs: Any, others: int = 0) -> None:
+        self.asked: list[int] = []
+        self._needs, self._others = needs, others
+
+    def __call__(self, size: int) -> Probe:
+        self.asked.append(size)
+        one = Probe(size, True, int(self._needs(size)), LIMIT, self._others, "box", 1.0, 1.0)
+        return replace(one, fits=one.peak_bytes <= one.allowed_bytes)
+
+
+@given(SIZES, st.integers(0, 1 << 20), st.floats(0, 3), st.floats(0.2, 3), st.integers(0, LIMIT // 3))
+@settings(max_examples=300, deadline=None)
+def test_the_largest_is_found_in_ten_probes(
+    sizes: list[int], base: int, factor: float, power: float, others: int
+) -> None:
+    def needs(size: int) -> float:
+        return float(min(base + factor * MIB / 100 * size**power, 1e18))
+
+    box = Box(needs, others)
+    found = search(sizes, box)
+    fitting = [size for size in sizes if needs(size) // 1 <= (1 - HEADROOM) * LIMIT - others]
+    assert len(found.probes) == len(box.asked) == len(set(box.asked)) <= MOST_PROBES
+    assert (found.chosen.micro_batch if found.chosen else None) == max(fitting, default=None)
+    assert found.chosen is None or found.chosen.fits
+
+
+@given(SIZES, st.integers(0, 1 << 32))
+@settings(max_examples=300, deadline=None)
+def test_what_did_not_fit_is_never_chosen_whatever_the_others_did(sizes: list[int], seed: int) -> None:
+    luck = np.random.default_rng(seed)
+    found = search(sizes, lambda size: Probe(size, bool(luck.integers(2)), int(luck.integers(LIMIT)), LIMIT))
+    assert len(found.probes) <= MOST_PROBES
+    assert found.chosen is None or (found.chosen.fits and found.chosen in found.probes)
+    larger = [one for one in found.probes if one.fits]
+    assert found.chosen == max(larger, key=lambda one: one.micro_batch, default=None)
+
+
+def test_growth_that_is_known_leaves_few_probes() -> None:
+    box = Box(lambda size: 300 * MIB + size * MIB)
+    assert search([1 << n for n in range(15)], box).chosen == Probe(
+        512, True, 812 * MIB, LIMIT, 0, "box", 1.0, 1.0
+    )
+    assert box.asked == [1, 8, 512, 1024]
+    box = Box(lambda _: 100 * MIB)
+    assert search([1, 2, 4, 8, 16, 32], box).chosen is not None
+    assert box.asked == [1, 8, 32]  # all of it fits: no more to learn
+
+
+@pytest.mark.parametrize("count", [7, 63, 504, 1023])  # no global batch has more than 504 divisors
+@pytest.mark.parametrize("flat", [0, 900 * MIB])
+def test_growth_that_misleads_costs_no_more_than_ten(flat: int, count: int) -> None:
+    for largest in range(1, count + 1):  # nothing grows, or only at first, until it does
+
+        def needs(size: int, largest: int = largest) -> int:
+            return (MIB if size < 8 else max(flat, MIB)) if size <= largest else 2 * LIMIT
+
+        box = Box(needs)
+        found = search(list(range(1, count + 1)), box)
+        assert found.chosen is not None
+        assert found.chosen.micro_batch == largest
+        assert len(box.asked) <= MOST_PROBES
+
+
+def test_there_are_never_more_probes_than_ten() -> None:
+    box = Box(lambda size: MIB if size <= 700 else 2 * LIMIT)
+    found = search(list(range(1, 20_000)), box)
+    assert len(box.asked) == MOST_PROBES
+    assert found.chosen is not None
+    assert found.chosen.fits
+
+
+def test_a_failure_that_is_not_memory_ends_the_search() -> None:
+    def fails(_: int) -> Probe:
+        raise ProbeFailed("a bug")
+
+    with pytest.raises(ProbeFailed, match="a bug"):
+        search([2, 4], fails)
+
+    def fails_alone(size: int) -> Probe:
+        if size == 1:
+            raise ProbeFailed("BatchNorm")
+        return Probe(size, size < 8, size * MIB, LIMIT)
+
+    found = search([1, 2, 4, 8], fails_alone)
+    assert found.chosen is not None
+    assert found.chosen.micro_batch == 4
+    assert "BatchNorm" in found.probes[0].note
+    with pytest.raises(ProbeFailed, match="BatchNorm"):
+        search([1], fails_alone)
+
+
+def test_what_would_take_too_long_is_left_out_and_said() -> None:
+    def within(size: int, _: Sequence[Probe]) -> bool:
+        return size <= 16
+
+    found = search([1, 2, 4, 8, 16, 32, 64], Box(lambda size: size * MIB), within)
+    assert found.chosen is not None
+    assert found.chosen.micro_batch == 16
+    assert found.untried == [32, 64]
+
+
+def test_the_smallest_that_was_as_fast_is_named() -> None:
+    def at(size: int, speed: float, fits: bool = True) -> Probe:
+        return Probe(size, fits, samples_per_s=speed)
+
+    probes = [at(1, 10), at(8, 96), at(64, 100), at(128, 0, False)]
+    assert as_fast(Found(probes[2], probes)) == probes[1]
+    assert as_fast(Found(probes[2], [at(1, 10), at(8, 90), probes[2]])) is None
+    assert as_fast(Found(probes[0], probes)) is None
+
+
+def test_sizes_keep_the_global_batch() -> None:
+    def sizes(ranks: int = 1, **sections: Any) -> list[int]:
+        return sizes_of(small(**sections), ranks)
+
+    assert sizes(data={"global_batch": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
+    assert sizes(3, data={"global_batch": 60}) == [1, 2, 4, 5, 10, 20]
+    assert sizes(data={"global_batch": 60}, regularization={"mixup": 0.2})[0] == 2
+    assert sizes(data={"global_batch": 60}, parallel={"static_graph": True}) == [60]
+    assert sizes(2, data={"global_batch": 48}, parallel={"reduction": "tree"}) == [3, 6, 12, 24]
+    with pytest.raises(BadInputError, match="can't be shared by 7 ranks"):
+        sizes(7, data={"global_batch": 60})
+    assert len(sizes(data={"global_batch": 14_414_400})) < 2**MOST_PROBES
+
+
+@given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_every_size_trains_the_same_samples_in_the_same_windows(each: int, ranks: int, samples: int) -> None:
+    recipe = small(data={"global_batch": each * ranks})
+
+    def windows(size: int) -> list[list[int]]:
+        plan = Plan(samples, each * ranks, size, 2, "cross", seed=3)
+        order = plan.read(np.arange(plan.windows * plan.shards))
+        return order.sample.reshape(plan.windows, -1).tolist()
+
+    first, *others = (windows(size) for size in sizes_of(recipe, ranks))
+    assert all(other == first for other in others)
+
+
+def test_every_size_has_the_same_loss_curve() -> None:
+    def curve(size: int) -> list[float]:
+        recipe = small(
+            max_windows=6,
+            data={"global_batch": 16, "micro_batch": size},
+            model={"norm": "group"},
+            optim={"lr": 0.01},
+        )
+        parts = assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
+        batches = parts.loader(parts.training.share.batches())
+        losses = []
+        for window in range(6):
+            train_window(parts.training, batches, window)
+            losses.append(float(parts.training.loss))
+        return losses
+
+    sizes = sizes_of(small(data={"global_batch": 16}), 1)
+    curves = [curve(size) for size in sizes]
+    assert len(curves) == 5
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], rel=1e-5)
+
+
+def test_a_probe_has_the_windows_that_show_the_peak() -> None:
+    def shape(size: int, **sections: Any) -> tuple[int, int, int]:
+        recipe = Recipe.model_validate(probe_recipe(small(**sections), size, 2))
+        data = recipe.data
+        assert recipe.max_windows is not None
+        return data.micro_batch, data.global_batch, recipe.max_windows
+
+    whole = {"global_batch": 64}
+    assert shape(4, data=whole)[:2] == (4, 16)  # two micro-batches on each of two ranks
+    assert shape(32, data=whole)[:2] == (32, 64)  # which accumulates nothing
+    assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the window
+    assert shape(4, data=whole)[2] >= 2
+    assert shape(4, data=whole, compile={"mode": "max-autotune"})[2] >= 4
+    values = probe_recipe(small(window={"last": "drop"}), 8, 1)
+    assert values["window"] == {"last": "cross"}  # a probe's window may be larger than the data
+
+
+def files(root: Path, **contents: str) -> None:
+    for name, text in contents.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MEMINFO = "MemTotal: 4096 kB\nMemFree: 1024 kB\nMemAvailable: 3072 kB\n"
+
+
+def test_room_of_each_kind_of_box(tmp_path: Path) -> None:
+    files(tmp_path / "host", proc__meminfo=MEMINFO)
+    assert read_room(tmp_path / "host") == Room(4 * MIB, MIB, "/proc/meminfo")
+    v2 = tmp_path / "v2"
+    files(v2, proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n")
+    folder = v2 / "sys/fs/cgroup"
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text(str(2 * MIB))
+    (folder / "memory.stat").write_text("anon 1000\nfile 500000\nshmem 200\nslab_unreclaimable 30\n")
+    assert read_room(v2) == Room(2 * MIB, 1230, "/sys/fs/cgroup/memory.max")
+    v1 = tmp_path / "v1"
+    files(v1, proc__meminfo=MEMINFO, proc__self__cgroup="4:memory:/\n")
+    folder = v1 / "sys/fs/cgroup/memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(str(MIB))
+    # The keys of v1 without total_ leave out what is below.
+    (folder / "memory.stat").write_text("rss 5\nshmem 6\ntotal_rss 1000\ntotal_shmem 200\ntotal_cache 9999\n")
+    assert read_room(v1) == Room(MIB, 1200, "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    assert read_room(tmp_path / "nothing").others_bytes == 0
+
+
+HOLDER = """
+import mmap, os, sys, time
+held = bytearray(os.urandom(1)) * (60 << 20)
+shared = mmap.mmap(-1, 30 << 20)
+shared.write(b"x" * (30 << 20))
+if os.fork() == 0:
+    own = b"y" * (20 << 20)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # told by the other
+    time.sleep(60)
+time.sleep(0.3)
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def holder(name: str = "") -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+def test_what_processes_share_counts_once() -> None:
+    ranks: list[int] = []
+    with Watch(lambda: ranks, float("inf")) as watch:
+        process = holder()
+        ranks.append(process.pid)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        time.sleep(0.8)
+        process.kill()
+    process.wait()
+    # 60 its own, 30 shared, 20 of the child alone; and Python itself, twice a few MiB.
+    assert 110 * MIB < watch.peak_bytes < 150 * MIB
+    assert 20 * MIB < watch.rest_bytes < 40 * MIB
+    assert not watch.killed
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("allowed", "seconds", "why"), [(110 * MIB, 60.0, "more than"), (GIB, 0.8, "longer than")]
+)
+def test_a_job_beyond_its_bound_is_killed_whole(
+    allowed: int, seconds: float, why: str, tmp_path: Path
+) -> None:
+    ranks: list[int] = []
+    with Watch(lambda: ranks, allowed, seconds) as watch:
+        process = holder(str(tmp_path))
+        ranks.append(process.pid)
+        assert process.wait(20) == -9
+        time.sleep(0.05)
+    assert why in watch.killed
+    left = [file for file in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(file)]
+    assert left == []
+
+
+def job(room: Room | None = None, ranks: int = 1, **sections: Any) -> Job:
+    """A real one, of a model that takes memory by the sample."""
+    sizes = {"global_batch": 256, "micro_batch": 256, "evaluation_batch": 4}
+    # Few channels of many pixels: little to compute, much to keep.
+    data = {"image_size": 256, "samples": 64, "resident": False, "workers": 1, "prefetch": 1, **sizes}
+    recipe = small(data=data, model={"width": 4}, **sections)
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return Job(recipe, ranks, 1, environment, 600.0, *([lambda: room] if room else []))
+
+
+def test_two_ranks_fit_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with Inbox() as inbox:
+        one = run_probe(job(Room(64 * GIB, GIB, "planted"), ranks=2), 8, inbox)
+        assert one.fits
+        assert one.samples_per_s > 0
+        assert (one.others_bytes, one.limit_bytes, one.where) == (GIB, 64 * GIB, "memory (planted)")
+        # Both ranks, each with torch: more than one could have.
+        assert 2 * 250 * MIB < one.peak_bytes < 8 * GIB
+        # 128 samples on each rank take gigabytes more; what is left for that is 200 MiB.
+        tight = Room(int((one.peak_bytes + 200 * MIB) / (1 - HEADROOM)), 0, "planted")
+        other = run_probe(job(tight, ranks=2), 128, inbox)
+    assert not other.fits
+    assert other.note
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_cannot_be_trained_is_no_matter_of_memory() -> None:
+    broken = job(memory={"checkpointing": "names", "names": ["nothing.here"]})
+    with pytest.raises(BadInputError, match=r"memory\.names"):
+        choose(broken, lambda *_: None, lambda _: None)
+
+
+class Told:
+    """A launch that starts nothing: what its ranks would have left."""
+
+    def __init__(self, *ranks: dict[str, Any], code: int = 0, said: str = "") -> None:
+        self._ranks, self._code, self._said = ranks, code, said
+
+    def __call__(self, words: Sequence[str], **options: Any) -> int:
+        assert options["processes"] == len(self._ranks)
+        for rank, figures in enumerate(self._ranks):
+            Path(words[0], f"rank-{rank}.json").write_text(json.dumps({"ran_out": "", **figures}))
+        print(self._said, file=sys.stderr)
+        return self._code
+
+
+def gpu(peak: int, **more: Any) -> dict[str, Any]:
+    return {
+        "resident": GIB,
+        "files": 0,
+        "device": peak,
+        "device_total": 16 * GIB,
+        "samples_per_s": 5.0,
+        **more,
+    }
+
+
+ROOM = Room(64 * GIB, 2 * GIB, "planted")
+
+
+def probed(told: Told, room: Room = ROOM) -> Probe:
+    ranks = len(told._ranks)
+    with pytest.MonkeyPatch.context() as patch, Inbox() as inbox:
+        patch.setattr("trainer.tune.job.launch", told)
+        return run_probe(job(room, ranks), 8, inbox)
+
+
+def test_the_fullest_memory_of_any_rank_decides() -> None:
+    both = probed(Told(gpu(12 * GIB), gpu(15 * GIB)))
+    assert both.fits
+    assert (both.where, both.peak_bytes, both.limit_bytes) == ("GPU of rank 1", 15 * GIB, 16 * GIB)
+    # Above 95 % on one of them.
+    other = probed(Told(gpu(int(15.3 * GIB)), gpu(8 * GIB)))
+    assert (other.fits, other.where) == (False, "GPU of rank 0")
+    # Room on the GPUs, but none on the host for their two processes.
+    host = probed(Told(gpu(GIB), gpu(GIB)), Room(4 * GIB, 2 * GIB, "planted"))
+    assert (host.fits, host.where) == (False, "memory (planted)")
+    assert host.peak_bytes == 2 * GIB
+    assert probed(Told(gpu(GIB), gpu(GIB)), Room(0, 0, "unknown")).fits
+
+
+def test_how_a_probe_ended_is_told_apart() -> None:
+    out = probed(
+        Told(gpu(GIB, ran_out="out of memory on cuda:0 of 16.0 GiB"), gpu(GIB), code=1, said="rank 0")
+    )
+    assert (out.fits, out.note) == (False, "out of memory on cuda:0 of 16.0 GiB")
+    killed = probed(
+        Told(gpu(GIB), code=1, said="trainer: rank 0 of 1: was killed by SIGKILL (out of memory?)")
+    )
+    assert not killed.fits
+    with pytest.raises(ProbeFailed, match="ZeroDivisionError"):
+        probed(Told(gpu(GIB), code=1, said="Traceback\nZeroDivisionError"))
+    with pytest.raises(ProbeFailed):  # it hung
+        probed(Told(gpu(GIB), code=76, said="no progress"))
+    with pytest.raises(BadInputError, match=r"^memory\.names: nothing"):
+        probed(Told(gpu(GIB), code=2, said="trainer: memory.names: nothing"))
+
+
+def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(_: Job, size: int, *_more: Any) -> Probe:
+        return Probe(size, True, MIB, GIB, samples_per_s=size / 4, seconds=4.0 + size)
+
+    monkeypatch.setattr("trainer.tune.job.run_probe", slow)
+    found = choose(replace(job(), budget_seconds=50.0), lambda *_: None, lambda _: None)
+    assert found.chosen is not None
+    assert 1 < found.chosen.micro_batch < 256
+    assert found.untried == [size for size in sizes_of(job().recipe, 1) if size > found.chosen.micro_batch]
+    assert choose(job(), lambda *_: None, lambda _: None).untried == []
+
+
+@pytest.fixture
+def cgroup() -> Any:
+    """Makes a memory cgroup with a limit in bytes; tells its folder."""
+    made: list[Path] = []
+
+    def make(limit: int) -> Path:
+        for mount, name in (
+            ("memory", "memory.limit_in_bytes"),
+            ("", "memory.max"),
+            ("unified", "memory.max"),
+        ):
+            folder = Path("/sys/fs/cgroup", mount, f"trainer-tune-{os.getpid()}")
+            with suppress(OSError):
+                folder.mkdir()
+                made.append(folder)
+                with (folder / name).open("r+") as file:
+                    file.write(str(limit))
+                return folder
+        pytest.skip("no memory cgroup can be made here")
+
+    yield make
+    for folder in made:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+INSIDE = """
+import sys; from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text("0")
+from tests.commands.test_tune import job
+from trainer.preempt import Inbox
+from trainer.tune.host_memory import read_room
+from trainer.tune.job import run_probe
+room = read_room()
+assert room.source.startswith(sys.argv[1]), room
+assert room.others_bytes > 50 << 20, room  # this process, with torch
+with Inbox() as inbox:
+    small, large = (run_probe(job(), size, inbox) for size in (1, 256))
+print(int(small.fits), int(large.fits), small.limit_bytes, large.note)
+"""
+
+
+def test_under_a_real_limit_nothing_is_killed_by_the_kernel(cgroup: Any) -> None:
+    limit = int(1.75 * GIB)
+    folder = cgroup(limit)
+    child = subprocess.run(
+        [sys.executable, "-c", INSIDE, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.startswith(f"1 0 {min(limit, read_limits().memory_bytes)} "), child.stdout
+    counts = [folder / "memory.oom_control", folder / "memory.events"]
+    words = [line.split() for file in counts if file.exists() for line in file.read_text().splitlines()]
+    assert [int(word[1]) for word in words if word[0] == "oom_kill"] == [0]
+
+
+def test_a_signal_ends_the_search_and_leaves_nothing() -> None:
+    with Inbox() as inbox:
+        inbox._note(15, None)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            run_probe(job(), 8, inbox)

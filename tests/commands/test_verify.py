@@ -1,0 +1,545 @@
+"""Promise: a run is proved to the bit by training it again, or the first that differs is named."""
+
+import argparse
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.helpers.forked import attempt, small
+from tests.train.test_end_to_end import trainer
+from trainer import verify as module
+from trainer.cli import main
+from trainer.recorded import Part, last_window, parts_of, read_run
+from trainer.start import load_recipe
+from trainer.verdict import differences_here
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a run's manifest."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 windows with a row each second one and evaluations after 8 and 16."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert attempt(folder).code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped after window 5, gone on with, stopped after 11: neither has a row of figures."""
+    folder = tmp_path_factory.mktemp("runs") / "cut"
+    assert attempt(folder, stop_after=5).code == 75
+    assert attempt(folder, stop_after=11).code == 75
+    return folder
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """Replays in a fork instead of a launch; what was asked for."""
+    asked = list[argparse.Namespace]()
+
+    def start(request: argparse.Namespace, _: int) -> int:
+        asked.append(request)
+        recipe = load_recipe(request.recipe, request.set)
+        return attempt(request.out, recipe, request.resume, stop_after=request.stop_after).code
+
+    monkeypatch.setattr(module, "start", start)
+    return asked
+
+
+def verify(folder: Path, *words: str, code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    before = contents(folder)
+    capsys.readouterr()
+    assert main(["verify", str(folder), *words]) == code
+    assert contents(folder) == before, "nothing in it is changed"
+    told = capsys.readouterr()
+    assert told.err == "" if code != 2 else (told.out, told.err.count("\n")) == ("", 1)
+    return told.out + told.err
+
+
+Forked = list[argparse.Namespace]
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
+    told = verify(whole, code=0, capsys=capsys)
+    # A row: epoch, loss, rate, applied; with every evaluation loss, accuracy and epoch.
+    assert f"{whole}: identical\n  16 of 16 windows on 1 rank of 1 thread: 10 rows with 38 figures" in told
+    names = list(safetensors.torch.load_file(whole / "model.safetensors"))
+    assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
+    assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")
+
+
+def test_some_steps_of_the_whole_schedule(whole: Path, forked: Forked, capsys: Capsys) -> None:
+    told = verify(whole, "--steps", "7", code=0, capsys=capsys)
+    assert "identical\n  6 of 16 windows" in told and "3 rows" in told and "final" not in told
+    assert [request.stop_after for request in forked] == [6]
+    for steps in ("0", "1", "17", "-3"):
+        told = verify(whole, "--steps", steps, code=2, capsys=capsys)
+        assert f"--steps {steps}: windows were recorded from 2 to 16; give a number between" in told
+
+
+def test_a_run_that_was_cut_and_is_not_at_its_end(cut: Path, forked: Forked, capsys: Capsys) -> None:
+    told = verify(cut, code=0, capsys=capsys)
+    assert "identical\n  10 of 16 windows on 1 rank of 1 thread: 6 rows" in told
+    assert len(forked) == 1, "it was trained in one way throughout"
+
+
+def test_rows_that_were_lost_are_cut_back(tmp_path: Path, whole: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, stop_after=5).code == 75
+    late = attempt(folder, stop_after=5)
+    assert late.code == 2 and "is of window 5 already; give a later one" in late.line
+    with (folder / "trace.jsonl").open("a") as file:
+        file.write('{"kind": "train", "window": 6, "loss": 9.0, "tensors": []}\n{"kind": ')
+    assert attempt(folder).code == 0
+    assert (folder / "trace.jsonl").read_text() == (whole / "trace.jsonl").read_text()
+
+
+def flip(folder: Path, window: int, tensor: str) -> None:
+    """Flips a bit of what was recorded."""
+    lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    place = lines[0]["tensors"].index(tensor)
+    for line in lines[1:]:
+        if line["window"] == window and line["kind"] == "train":
+            line["tensors"][place] = f"{int(line['tensors'][place], 16) ^ 1 << 40:016x}"
+    (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_flipped_bit_is_named(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    flip(folder, 10, "blocks.1.conv1.weight")
+    flip(folder, 12, "stem.weight")
+    told = verify(folder, code=1, capsys=capsys)
+    assert f"{folder}: differs\n  first at window 10: blocks.1.conv1.weight (1 of " in told
+    assert "  it began in one of the windows 9 to 10: recorded every 2 windows\n" in told
+    assert "nothing differs that was recorded of the environment" in told
+    verify(folder, "--steps", "9", code=0, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_changed_weights_are_named(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["stem.weight"].view(-1)[0] *= -1
+    safetensors.torch.save_file(weights, file)
+    assert f"{file} isn't the file that the run wrote" in verify(folder, code=1, capsys=capsys)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    change(folder, lambda manifest: manifest["weights"].update({"model.safetensors": digest}))
+    told = verify(folder, code=1, capsys=capsys)
+    assert "  final weights: model.safetensors: stem.weight (1 of " in told and "first at" not in told
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+
+    def edit(manifest: dict[str, Any]) -> None:
+        manifest["config"]["optim"]["lr"] *= 1.5
+        manifest["versions"]["torch"] = "2.1.0"
+        manifest["device"]["cpu_capability"] = "MMX"
+        del manifest["versions"]["numpy"]
+
+    change(folder, edit)
+    told = verify(folder, code=1, capsys=capsys)
+    assert "  first at window 2: stem.weight, " in told and "; learning_rate " in told
+    assert "  it began in one of the windows 1 to 2: recorded every 2 windows\n" in told
+    assert "\n  manifest.json: the hash of its config is " in told
+    assert "\n  config.yaml isn't the config in manifest.json\n" in told
+    assert (
+        f"  the first that differs of the environment: versions.torch: 2.1.0, now {torch.__version__}\n"
+        "    also device.cpu_capability: MMX" in told
+    )
+    assert "numpy" not in told
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_environment_that_differs_is_told_with_the_same_bits(
+    tmp_path: Path, whole: Path, capsys: Capsys
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    change(folder, lambda manifest: manifest.update(lock="11aa", image="sha256:22"))
+    told = verify(folder, "--steps", "2", code=0, capsys=capsys)
+    assert "although this differs:\n    lock: 11aa, now " in told
+    assert "    image: sha256:22, now null\n" in told
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda m: m.pop("attempts"), "lacks what verify needs"),
+        (lambda m: m.update(weights=3), "lacks what verify needs"),
+        (lambda m: m["config"].update(lrr=1), "unknown key 'lrr'"),
+        (lambda m: m["config"]["data"].update(name="folder", path="/nowhere"), "/nowhere"),
+        (
+            lambda m: m["fingerprint"].update({"training data": "x"}),
+            "its data isn't here (training data: x, now",
+        ),
+        (
+            lambda m: m["config"]["data"].update(path="https://***@h/x"),
+            "data.path was redacted; give it with",
+        ),
+        (
+            lambda m: m["attempts"].append(
+                m["attempts"][0] | {"window": 9, "changed": ["optim.lr: 1, now 2", "training data: 1, now 2"]}
+            ),
+            "it was changed after window 9 (training data: 1, now 2), and what was before isn't kept",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(
+    tmp_path: Path, whole: Path, capsys: Capsys, edit: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    change(folder, edit)
+    assert says in verify(folder, code=2, capsys=capsys)
+
+
+def test_nothing_recorded_is_not_identical(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for text in (None, "", (whole / "trace.jsonl").read_text().splitlines()[0] + "\n", "x\ny\n"):
+        (folder / "trace.jsonl").unlink(missing_ok=True)
+        if text is not None:
+            (folder / "trace.jsonl").write_text(text)
+        assert "nothing was recorded to compare with" in verify(folder, code=2, capsys=capsys)
+    (folder / "manifest.json").unlink()
+    assert "can't be read (No such file or directory)" in verify(folder, code=2, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_only_what_changes_no_bit_may_be_set(whole: Path, capsys: Capsys) -> None:
+    for setting in ("optim.lr=1", "log.every=3", "seed=1", "data.global_batch=4"):
+        told = verify(whole, "--set", setting, code=2, capsys=capsys)
+        assert f"--set {setting}: would change what is computed" in told
+    verify(whole, "--steps", "2", "--set", "data.prefetch=3", code=0, capsys=capsys)
+
+
+def test_a_replay_that_is_stopped_proves_nothing(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    """By a signal it ends with the code that a part of a replay ends with."""
+
+    def start(request: argparse.Namespace, _: int) -> int:
+        recipe = load_recipe(request.recipe, request.set)
+        return attempt(request.out, recipe, request.resume, stop_at=3).code
+
+    monkeypatch.setattr(module, "start", start)
+    for words in ([], ["--steps", "6"]):
+        assert main(["verify", str(whole), *words]) == 1
+        told = capsys.readouterr()
+        assert "nothing is proved" in told.err and "identical" not in told.out
+    for code in (1, 2, 76):
+        monkeypatch.setattr(module, "start", lambda *_, code=code: code)
+        assert main(["verify", str(whole)]) == code
+
+
+def rows(name: str, edit: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], object]:
+    """Edits the rows of a file."""
+
+    def change_rows(folder: Path) -> None:
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        edit(lines)
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return change_rows
+
+
+def of_kind(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder, edit)
+
+
+def garbled(name: str) -> Callable[[Path], object]:
+    def garble(folder: Path) -> None:
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        lines[3] = lines[3][:20] + "\n"
+        (folder / name).write_text("".join(lines))
+
+    return garble
+
+
+def fewer_tensors(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        del line["tensors"][2:3]
+
+
+def without_tensors(lines: list[dict[str, Any]]) -> None:
+    for line in lines[1:-2]:
+        line["tensors"] = []
+
+
+METRICS, TRACE = "metrics.jsonl", "trace.jsonl"
+TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "loss": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)),
+        "metrics.jsonl, window 8: loss 0.01, recorded ",
+    ),
+    "learning rate": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(learning_rate=1)),
+        "metrics.jsonl, window 2: learning_rate 1, recorded ",
+    ),
+    "epoch": (
+        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(epoch=1.5)),
+        "metrics.jsonl, window 2: epoch 1.5, recorded 0.25",
+    ),
+    "accuracy": (
+        rows(METRICS, lambda lines: of_kind("evaluation", lines)[1].update(accuracy=0.99)),
+        "metrics.jsonl, window 16: accuracy 0.99, recorded ",
+    ),
+    "accuracy at the end": (
+        rows(METRICS, lambda lines: of_kind("end", lines)[0].update(accuracy=0.99)),
+        "metrics.jsonl, the last row: accuracy 0.99, and ",
+    ),
+    "summary": (
+        manifest(lambda m: m["summary"].update(accuracy=0.99)),
+        "summary: accuracy 0.99, and ",
+    ),
+    "both": (
+        lambda folder: [
+            rows(name, lambda lines: of_kind("evaluation", lines)[0].update(accuracy=0.75))(folder)
+            for name in (METRICS, TRACE)
+        ],
+        "first at window 8: accuracy 0.75, now ",
+    ),
+    "row of figures": (
+        rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[4])),
+        "metrics.jsonl: the row of train figures of window 10 is missing",
+    ),
+    "file of figures": (
+        lambda folder: (folder / METRICS).unlink(),
+        "metrics.jsonl can't be read (No such file",
+    ),
+    "garbled figures": (garbled(METRICS), "1 lines of metrics.jsonl can't be read"),
+    "garbled trace": (garbled(TRACE), "1 lines of trace.jsonl can't be read"),
+    "row of the trace": (
+        rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])),
+        "first at window 10: row of train figures missing, now there",
+    ),
+    "end of the trace": (
+        rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))),
+        "first at window 8: row of evaluation figures missing, now there",
+    ),
+    "fingerprints": (rows(TRACE, without_tensors), "first at window 2: stem.weight, "),
+    "names": (rows(TRACE, lambda lines: lines[0]["tensors"].pop()), " lines of trace.jsonl can't be read"),
+    "a tensor": (rows(TRACE, fewer_tensors), "first at window 2: "),
+    "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors is missing"),
+    "hash of weights": (
+        manifest(lambda m: m["weights"].pop("model.safetensors")),
+        "the hash of model.safetensors is missing",
+    ),
+    "other hash": (
+        manifest(lambda m: m["weights"].update({"model.safetensors": "00"})),
+        "model.safetensors isn't the file that the run wrote",
+    ),
+    "seed": (manifest(lambda m: m.update(seed=7)), "manifest.json: seed is 7, and 0 by its config"),
+    "threads": (manifest(lambda m: m.update(threads=2)), "manifest.json: threads is 2, and 1 by its config"),
+    "config.yaml": (
+        lambda folder: (folder / "config.yaml").write_text("seed: 1\n"),
+        "config.yaml isn't the config in manifest.json",
+    ),
+    "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
+    "a row of the trace twice": (
+        rows(TRACE, lambda lines: lines.insert(2, {**lines[2], "loss": 0.001})),
+        "trace.jsonl: the row of train figures of window 4 is there 2 times",
+    ),
+    "a row after the end": (
+        lambda folder: [
+            rows(name, lambda lines: lines.append({**of_kind("train", lines)[0], "window": 99}))(folder)
+            for name in (METRICS, TRACE)
+        ],
+        "trace.jsonl: a row of window 99, and the run has 16",
+    ),
+    "nested figures": (
+        lambda folder: (folder / TRACE).open("a").write("[" * 100_000 + "\n"),
+        "1 lines of trace.jsonl can't be read",
+    ),
+    "nested config.yaml": (
+        lambda folder: (folder / "config.yaml").write_text("[" * 100_000),
+        "config.yaml can't be read",
+    ),
+    "summary of a run without its last row": (
+        manifest(lambda m: m["attempts"][0].update(jsonl=False) or m.update(summary=[0.99])),
+        "summary: accuracy None, and ",
+    ),
+    "stopped with weights": (
+        manifest(lambda m: m.update(status="stopped")),
+        "manifest.json: status is stopped, though it names final weights",
+    ),
+    "diverged with weights": (
+        manifest(lambda m: m.update(status="diverged")),
+        "manifest.json: status is diverged, though it names final weights",
+    ),
+    "stopped without weights": (
+        manifest(lambda m: m.update(status="stopped", weights={})),
+        "manifest.json: status is stopped, though metrics.jsonl has the row of the run's end",
+    ),
+    "windows": (
+        manifest(lambda m: m.update(windows=14)),
+        "manifest.json: windows is 14, and 16 by its config",
+    ),
+}
+
+
+@pytest.fixture
+def copied(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay of the whole run would leave, without one."""
+
+    def replay(*arguments: Any) -> int:
+        for name in ("manifest.json", TRACE, "model.safetensors", "ema.safetensors"):
+            shutil.copy(whole / name, arguments[3])
+        return 0
+
+    monkeypatch.setattr(module, "replay", replay)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize(("tamper", "says"), TAMPERED.values(), ids=TAMPERED)
+def test_what_is_missing_or_contradicts_itself_is_a_difference(
+    tmp_path: Path, whole: Path, capsys: Capsys, tamper: Callable[[Path], object], says: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    verify(folder, code=0, capsys=capsys)
+    tamper(folder)
+    assert says in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.parametrize("fingerprint", [{}, {"training data": ""}])
+def test_an_emptied_fingerprint_of_the_data_is_one_line(
+    tmp_path: Path, whole: Path, capsys: Capsys, fingerprint: dict[str, str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    change(folder, lambda m: m.update(fingerprint=fingerprint))
+    assert "its data isn't here (training data: " in verify(folder, code=2, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: Capsys) -> None:
+    """Up to the old end by the old configuration, with its schedule and its evaluation; extended twice."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(max_windows=6)).code == 0
+    assert attempt(folder, small(max_windows=9, optim={"lr": 0.002}), "force").code == 0
+    assert attempt(folder, small(max_windows=12, optim={"lr": 0.002}), "force", stop_after=11).code == 75
+    told = verify(folder, code=0, capsys=capsys)
+    assert "identical\n  10 of 12 windows on 1 rank of 1 thread, then 1 rank" in told
+    assert "identical\n  6 of 12 windows" in verify(folder, "--steps", "6", code=0, capsys=capsys)
+    changed = [one["changed"] for one in json.loads((folder / "manifest.json").read_text())["attempts"]]
+    assert changed[1] == ["max_windows: 6, now 9", "optim.lr: 0.001, now 0.002"]
+    change(folder, lambda m: m["attempts"][1]["changed"].pop())
+    assert "first at window 2: " in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, capsys: Capsys) -> None:
+    """log.* may change where a run goes on."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(log={"sinks": ["csv"]}), stop_after=5).code == 75
+    assert attempt(folder, small(log={"fingerprints": False}), stop_after=9).code == 75
+    verify(folder, code=0, capsys=capsys)
+    assert attempt(folder, small(log={"every": 7})).code == 0
+    told = verify(folder, code=0, capsys=capsys)
+    assert "16 of 16 windows" in told and "5 rows" in told
+    rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
+    assert "row of train figures of window 16 is missing" in verify(folder, code=1, capsys=capsys)
+
+
+@pytest.mark.usefixtures("forked")
+def test_weights_that_are_none_are_a_difference(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "model.safetensors").write_bytes(b"x")
+    digest = hashlib.sha256(b"x").hexdigest()
+    change(folder, lambda m: m["weights"].update({"model.safetensors": digest}))
+    assert "model.safetensors: it can't be read" in verify(folder, code=1, capsys=capsys)
+
+
+def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint(
+    tmp_path: Path, cut: Path
+) -> None:
+    folder = shutil.copytree(cut, tmp_path / "run")
+    rows(TRACE, lambda lines: lines.__delitem__(slice(-2, None)))(folder)
+    run = read_run(folder)
+    assert max(row.window for row in run.rows) < 10 == last_window(run, None)
+
+
+def parts(folder: Path, until: int, *attempts: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    run = read_run(folder)
+    one = run.manifest.attempts[0]
+    made = [one.model_copy(update={"window": w, "ranks": r, "log_every": e}) for w, r, e in attempts]
+    manifest = run.manifest.model_copy(update={"attempts": made})
+    return [(part.until, part.ranks, part.every) for part in parts_of(folder, manifest, until, None)]
+
+
+def test_a_run_is_replayed_on_the_ranks_that_trained_it(whole: Path) -> None:
+    assert parts(whole, 16, (0, 1, 2)) == [(16, 1, 2)]
+    assert parts(whole, 16, (0, 1, 2), (5, 1, 2)) == [(16, 1, 2)]
+    assert parts(whole, 16, (0, 4, 2), (5, 2, 2), (11, 2, 2), (12, 1, 3)) == [
+        (5, 4, 2),
+        (12, 2, 2),
+        (16, 1, 3),
+    ]
+    assert parts(whole, 10, (0, 4, 2), (5, 2, 2), (12, 1, 2)) == [(5, 4, 2), (10, 2, 2)]
+    assert parts(whole, 4, (0, 4, 2), (5, 2, 2)) == [(4, 4, 2)]
+    # The attempt from 5 on left no checkpoint; the one before it began again.
+    assert parts(whole, 16, (0, 4, 2), (0, 2, 2), (5, 1, 2), (5, 8, 2)) == [(5, 2, 2), (16, 8, 2)]
+    assert parts_of(whole, read_run(whole).manifest, 8, 3) == [Part(8, 3, 1, 2)]
+
+
+def test_an_older_field_is_no_difference() -> None:
+    manifest: dict[str, Any] = {"config": {}, "config_hash": hashlib.sha256(b"{}").hexdigest()}
+    assert differences_here(manifest, {**manifest, "lock": "1", "versions": {"torch": "2"}}) == []
+    assert differences_here({**manifest, "lock": None}, {**manifest, "lock": "1"}) == ["lock: null, now 1"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trained"),
+    [
+        (1, "1 rank of 1 thread"),
+        pytest.param(2, "2 ranks of 1 thread, then 1 rank of 1 thread", marks=pytest.mark.slow),
+    ],
+)
+def test_the_commands_prove_a_run(tmp_path: Path, capsys: Capsys, ranks: int, trained: str) -> None:
+    """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
+    sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
+    settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
+    settings += ["model.width=4", "max_windows=13", *(f"data.{size}" for size in sizes)]
+    words = [word for one in settings for word in ("--set", one)]
+    asked = ["train", "digits", *words, "--out", "run", "--ranks", str(ranks), "--stop-after", "6"]
+    cut = trainer(tmp_path, *asked)
+    assert (cut.returncode, cut.stderr) == (75, "")
+    assert "stopped after window 6 as asked; without --stop-after it goes on from there" in cut.stdout
+    folder = tmp_path / "run"
+    assert json.loads((folder / "manifest.json").read_text())["command"] == f"trainer {' '.join(asked)}"
+    assert attempt(folder, load_recipe("digits", settings)).code == 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["restarts"], manifest["status"]) == (1, "finished")
+    first, *_, said, weights = verify(folder, code=0, capsys=capsys).splitlines()
+    assert first.startswith(f"{folder}: training windows 1 to 13 of 13 again, in ")
+    assert said.startswith(f"  13 of 13 windows on {trained}: 5 rows")
+    assert weights == "  final weights: model.safetensors, ema.safetensors"
+    assert not Path(first.rpartition(" in ")[2]).exists()

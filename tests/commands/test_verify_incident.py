@@ -1,0 +1,105 @@
+"""Promise: an incident comes again when a run is trained again, with the same bits; else that is said."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.test_verify import contents
+from tests.helpers.forked import attempt, small
+from tests.train.test_guard import SEED, poison
+from trainer import verify as module
+from trainer.cli import main
+from trainer.incidents import read_incidents
+from trainer.recipe import Recipe
+from trainer.start import load_recipe
+
+Capsys = pytest.CaptureFixture[str]
+
+
+def replays_with(before: Callable[[], None] | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replays in a fork with a fault in it; returns what these will have said."""
+    said = list[str]()
+
+    def start(request: argparse.Namespace, _: int) -> int:
+        recipe = load_recipe(request.recipe, request.set)
+        done = attempt(request.out, recipe, request.resume, stop_after=request.stop_after, before=before)
+        said.append(done.said)
+        return done.code
+
+    monkeypatch.setattr(module, "start", start)
+    return said
+
+
+def run_of(folder: Path, before: Callable[[], None], **guard: Any) -> Path:
+    recipe: Recipe = small(**SEED, guard={"spike_history": 10, **guard}, checkpoint={"keep": 3})
+    attempt(folder, recipe, before=before)
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys, policy: str) -> None:
+    fault = poison([6, 12], "gradient")
+    run = run_of(tmp_path / "run", fault, nonfinite=policy)
+    before = contents(run)
+    replays_with(fault, monkeypatch)
+    for number, window in enumerate([7] if policy == "stop" else [7, 13], 1):
+        assert main(["verify", str(run), "--incident", str(number)]) == 0
+        out = capsys.readouterr().out
+        assert f"incident {number}, window {window}: came again, with the same samples" in out
+        # From the newest checkpoint before it: every five windows and at the end, three kept.
+        newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, window), 1)
+        assert f"training window{'s' * (newest < window)} {newest}" in out
+    assert contents(run) == before
+    assert main(["verify", str(run)]) == 0
+    assert f"training windows 1 to {6 if policy == 'stop' else 16} of 16" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_at_once_has_only_its_incident(tmp_path: Path, capsys: Capsys) -> None:
+    run = run_of(tmp_path / "run", poison([0], "gradient"))
+    assert main(["verify", str(run)]) == 2
+    assert "nothing was recorded before the window 1 that stopped it" in capsys.readouterr().err
+
+
+def test_the_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    recipe = small(optim={"name": "sgd", "lr": 1e30})
+    assert attempt(tmp_path / "run", recipe).code == 1
+    said = replays_with(None, monkeypatch)
+    assert main(["verify", str(tmp_path / "run"), "--incident", "1"]) == 0
+    assert "came again" in capsys.readouterr().out
+    assert "the first that wasn't finite was the" in said[-1]
+
+
+def test_a_leap_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    fault = poison([13], "leap")
+    run = run_of(tmp_path / "run", fault, spike="rollback")
+    assert [one["kind"] for one in read_incidents(run)] == ["spike"]
+    replays_with(fault, monkeypatch)
+    assert main(["verify", str(run), "--incident", "1"]) == 0
+    assert "came again" in capsys.readouterr().out
+    assert main(["verify", str(run)]) == 0
+    assert "identical" in capsys.readouterr().out
+
+
+def test_what_does_not_come_again_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
+    run = run_of(tmp_path / "run", poison([6], "gradient"))
+    replays_with(None, monkeypatch)
+    assert main(["verify", str(run), "--incident", "1"]) == 1
+    assert "incident 1, window 7: did not come again" in capsys.readouterr().out
+    (incident,) = read_incidents(run)
+    (run / "incidents.jsonl").write_text(json.dumps({**incident, "samples": [0]}) + "\n")
+    replays_with(poison([6], "gradient"), monkeypatch)
+    assert main(["verify", str(run), "--incident", "1"]) == 1
+    assert "came again, but samples was [0] and is [" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["0", "2"])
+def test_there_must_be_one(tmp_path: Path, capsys: Capsys, number: str) -> None:
+    run = run_of(tmp_path / "run", poison([6], "gradient"))
+    assert main(["verify", str(run), "--incident", number]) == 2
+    assert f"--incident {number}: incidents 1 to 1 were recorded" in capsys.readouterr().err

@@ -1,0 +1,336 @@
+"""Promise: bad input gives one line that names thing and remedy, exit code 2, and leaves nothing behind."""
+
+import getpass
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.few_pictures import write_pictures
+from trainer import local_ranks, start
+from trainer.cli import main
+from trainer.compiling import CACHE_VARIABLE, prepare_cache
+from trainer.config import override
+from trainer.errors import BadInputError
+from trainer.recipe import Recipe
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(*_: Any, **__: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.chdir(tmp_path)
+
+
+YAMLS = {
+    "text.yaml": "just words",
+    "list.yaml": "[1, 2]",
+    "torn.yaml": "optim: {lr: 0.1",
+    "twice.yaml": "epochs: 1\nepochs: 2",
+    "tag.yaml": "epochs: !!python/object/apply:os.system ['touch hacked']",
+    "self.yaml": "epochs: &a [*a]",
+    "bomb.yaml": "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+    + "".join(f"{n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in zip("abcde", "bcdef", strict=True)),
+    "deep.yaml": "epochs: " + "[" * 5000,
+    "empty.yaml": "",
+    "big.yaml": "about: " + "x" * (1 << 20),
+}
+
+CASES = [
+    (["train", "digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
+    (["train", "no/such.yaml"], "no/such.yaml: can't be read"),
+    (["train", "digits", "--set", "optim.lrr=1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    (["train", "digits", "--set", "lr=1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
+    (["train", "digits", "--set", "zzzz=1"], "unknown key 'zzzz'; --help-config shows every key"),
+    (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
+    (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
+    (["train", "digits", "--set", "data.workers=many"], "allowed: int | auto\n"),
+    (
+        ["train", "digits", "--set", "data.workers=-1"],
+        "data.workers=-1: input should be greater than or equal to 0",
+    ),
+    (["train", "digits", "--set", "parallel.threads=0"], "parallel.threads=0: "),
+    (["train", "digits", "--set", "optim.name=adam"], "allowed: sgd | adamw"),
+    (["train", "digits", "--set", "optim=3"], "optim: a section"),
+    (["train", "digits", "--set", "optim.lr.x=3"], "'lr' is a value and has no keys below it"),
+    (["train", "digits", "--set", "optim.lr"], "give KEY=VALUE"),
+    (["train", "digits", "--set", "=3"], "give KEY=VALUE"),
+    (["train", "digits", "--set", "optim.lr=[1"], "--set optim.lr=[1: line 1 not valid YAML"),
+    (["train", "digits", "--set", "seed=!!bool maybe"], "not valid YAML"),
+    (["train", "digits", "--set", "optim={lr: 1, lr: 2}"], "key 'lr' stands there twice"),
+    (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
+    (
+        ["train", "digits", "--set", "optim.lr=true"],
+        "optim.lr=true: true and false are no",
+    ),
+    (
+        ["train", "digits", "--set", "optim.bogus=1"],
+        "unknown key 'optim.bogus'; --help-config shows every key",
+    ),
+    (["train", "digits", "--set", "device=gpu"], "device=gpu: not among them; allowed: auto | cpu | cuda\n"),
+    (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null: input should be a valid number"),
+    (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null: "),
+    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "allowed: float (and 1 more problem)\n"),
+    (["train", "digits", "--set", "about=a\x00b"], "character U+0000 isn't allowed"),
+    (["train", "digits", "--set", "seed=on"], "seed=on: input should be a valid integer"),
+    (["train", "digits", "--set", "optim.betas=[2, -1]"], "optim.betas"),
+    (["train", "digits", "--set", "parallel.timeout_s=1e300"], "parallel.timeout_s"),
+    (["train", "digits", "--set", "model.blocks=[-1]"], "model.blocks"),
+    (["train", "digits", "--set", "epochs=1000000000"], "windows are more than"),
+    (["train", "digits", "--set", "data.global_batch=1000000000"], "data.global_batch"),
+    (["train", "digits", "--set", "data.path=/data"], "add data.name=folder"),
+    (["train", "digits", "--set", "optim.lrr=1\n2"], "unknown key 'optim.lrr'"),
+    (["train", "digits\nx"], "no recipe 'digits x'"),
+    (
+        ["train", "digits", "--set", "model.name=resnet18"],
+        "model.name=resnet18 can't take a micro-batch of this data",
+    ),
+    (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
+    (["train", "digits", "--out", ""], "--out .: isn't empty"),
+    (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
+    (["train", "digits", "--ranks", "3"], "x 3 ranks: change one of them or the number of ranks"),
+    (["train", "digits", "--ranks", "0"], "--ranks 0"),
+    (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
+    (["train", "digits", "--grace", "nan"], "--grace nan"),
+    (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
+    (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
+    (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
+    (
+        ["train", "digits", "--set", "data.name=folder", "--set", "data.path=no/where"],
+        "data.path=no/where: no such folder",
+    ),
+    *(
+        (
+            ["train", recipe, "--set", f"data.name={name}", "--set", "data.path=here"],
+            "data.path=here: isn't a folder, which this data needs; give the folder that holds it",
+        )
+        for recipe, name in (
+            *(("digits", name) for name in ("folder", "table", "shards", "pack", "cifar10")),
+            ("speech-commands", "folder"),
+            ("coco-fasterrcnn", "coco"),
+            ("gpt2-124m", "tokens"),
+        )
+    ),
+    (["train", "gpt2-124m", "--set", "data.path=."], "train.bin: no such file; data.path is a folder with"),
+    (["train", "gpt-char", "--set", "data.path=."], ".: can't be read (Is a directory); give a text file"),
+    (
+        ["train", "gpt-char", "--set", "data.path=/dev/null"],
+        "/dev/null: isn't a regular file; give a text file",
+    ),
+    (["data", "pack", "here", "out"], "here: no such folder"),
+    (["data", "stats", "here"], "here: no such folder"),
+    (["data", "verify", "here"], "here: the index can't be read (Not a directory)"),
+    (["data", "index", "here"], "here: no .tar files"),
+    (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
+    (["train", "digits", "--set", "window.last=weighted"], "BatchNorm"),
+    (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
+    (["train"], "required: RECIPE"),
+    (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st a=1"),
+    (["fly"], "invalid choice: 'fly'"),
+    ([], "required: COMMAND"),
+    (["train", "text.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a single value"),
+    (["train", "list.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a list"),
+    (["train", "empty.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not an empty file"),
+    (["train", "torn.yaml"], "torn.yaml: line 1 not valid YAML"),
+    (["train", "twice.yaml"], "line 2: key 'epochs' stands there twice"),
+    (["train", "tag.yaml"], "not valid YAML"),
+    (["train", "self.yaml"], "an alias that contains itself"),
+    (["train", "bomb.yaml"], "more than 10000 values"),
+    (["train", "deep.yaml"], "not valid YAML (nested too deeply)"),
+    (["train", "big.yaml"], "larger than 1 MiB"),
+    # Before anything is probed, let alone trained.
+    (
+        ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch=auto"],
+        "no model 'resnet19'; did you mean 'resnet18'?",
+    ),
+    (["tune", "digits", "--set", "model.name=resnet19"], "no model 'resnet19'; did you mean 'resnet18'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(case[0])[-40:] for case in CASES])
+def test_one_line_and_code_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in set(arguments) & YAMLS.keys():
+        (tmp_path / name).write_text(YAMLS[name])
+    (tmp_path / "here").touch()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    try:
+        code: Any = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("trainer: error: ")
+    assert err.count("\n") == 1, err
+    assert message in err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before, "something was left behind"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from trainer.cli import main
+codes = [main([command, "digist"]) for command in ("train", "tune")]
+assert codes == [2, 2], codes
+"""
+
+
+def test_a_misspelt_recipe_does_not_wait_for_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no recipe 'digist'; did you mean 'digits'?") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so asking for one is right")
+@pytest.mark.parametrize(
+    "arguments", [["--set", "device=cuda"], ["--gpus", "1"], ["--gpus", "0,1", "--set", "device=cpu"]]
+)
+def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "device=cpu" in err or "--ranks N" in err
+
+
+def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = write_pictures(tmp_path / "pictures")
+    (pictures / "val" / "0" / "dead.png").symlink_to("gone.png")
+    settings = {"data.path": pictures, "data.name": "folder", "data.image_size": 16, "data.workers": 0}
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    assert main(["train", "digits", *sets]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"trainer: error: 1 of 5 files below {pictures}/val can't be read; {pictures}/val/0/dead"
+    )
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(AssertionError, match="ranks were started"):
+        main(["train", "digits", *sets, "--set", "data.check=none"])
+
+
+def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "few.yaml").write_text(
+        "epochs: 1\ndata: {name: synthetic, samples: 2, image_size: 8, global_batch: 4, micro_batch: 1}\n"
+    )
+    assert main(["train", "few.yaml", "--ranks", "4"]) == 2
+    assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
+
+
+def test_a_folder_with_anything_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
+    assert main(["train", "digits", "--out", "."]) == 2
+    assert "isn't empty" in capsys.readouterr().err
+    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "can't be read as a run's manifest" in capsys.readouterr().err
+    manifest = {"config": {}, "threads": 1, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "holds a run with another configuration" in capsys.readouterr().err
+    assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_read_only_place_for_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(["train", "digits"]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_name_a_home_or_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Any UID of a container, with nothing set: compiled code has a folder, and a refused one is named."""
+    tmp_path.chmod(0o755)
+    if not (child := os.fork()):
+        code: Any = 1
+        try:
+            for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", CACHE_VARIABLE):
+                os.environ.pop(name, None)
+            os.setgroups([])
+            os.setgid(0)
+            os.setuid(987_654)
+            prepare_cache()
+            code = main(["train", "digits"]) if getpass.getuser() == "uid-987654" else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert "runs: can't make a run folder there (Permission denied)" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ranks_find_bad_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 2)
+    assert main(["train", "digits"]) == 2
+    assert main(["train", "digits", "--out", "mine"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_grace_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def launch(*_: Any, grace_seconds: float, **__: Any) -> int:
+        given.append(grace_seconds)
+        return 2
+
+    monkeypatch.setattr(start, "launch", launch)
+    main(["train", "digits"])
+    main(["train", "digits", "--grace", "7.5"])
+    assert given == [25.0, 7.5]
+
+
+def test_gpus_are_counted_or_named_and_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+
+    def ranks(gpus: str | None) -> tuple[int, str | None]:
+        planned = local_ranks.plan_local_ranks(Recipe(epochs=1), gpus, None)
+        return planned.ranks, planned.environment.get("CUDA_VISIBLE_DEVICES")
+
+    assert ranks(None) == (3, None)
+    assert ranks("2") == (2, "2,5")
+    assert ranks("0,2") == (2, "2,7")
+    assert ranks("id:1") == (1, "5")
+    assert ranks("id:2,0") == (2, "7,2")
+    for wrong in ("4", "0", "1,3", "1,1", "x", "-1", "1,", "", "id:", "id:3", "id:0,0", "id:x", "1,id:2"):
+        with pytest.raises(BadInputError, match="--gpus"):
+            ranks(wrong)
+
+
+def test_bytes_that_the_locale_cannot_read_are_named_as_such() -> None:
+    with pytest.raises(BadInputError, match=r"isn't text in the locale's encoding.*LC_ALL=C.UTF-8"):
+        override({}, ["about=\udcc3\udca4"])
+
+
+def test_a_locale_without_umlauts_ends_in_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("about: ä\nepochs: 1\n", "utf-8")
+    out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, "ascii", write_through=True))
+    assert main(["train", "mine.yaml", "--help-config"]) == 0
+    assert b"(mine.yaml: \\xe4)" in out.getvalue()

@@ -1,0 +1,123 @@
+"""Promise: a secret that reaches a run is in nothing that it leaves or prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_loader import make_folder
+from tests.helpers.forked import attempt, small
+from tests.train.test_end_to_end import trainer
+from trainer import launch, rank
+from trainer.cli import main
+from trainer.config import config_hash
+from trainer.manifest import command
+from trainer.observe.console import Display, warn
+from trainer.recipe import Recipe
+
+SECRET = "hunter2hunter2"
+# Fails at the end, when all else has been written; a rank imports it at its start.
+FAULT = f"""
+import os
+if "RANK" in os.environ:
+    from trainer import attempt
+    def finish(*_):
+        api_key = "{SECRET}"
+        raise RuntimeError(f"can't push to https://me:{{api_key}}@host/x with {{dict(api_key=api_key)}}")
+    attempt.finish = finish
+"""
+
+
+def leaks(folder: Path) -> list[str]:
+    return [
+        str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
+
+
+def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
+    """In paths, in an argument, in a corrupt sample's name and in an exception."""
+    data = tmp_path / f"data?X-Amz-Signature={SECRET}"
+    make_folder(data)
+    next((data / "train").glob("*/*")).write_bytes(b"no image")
+    here = tmp_path / "here"
+    (here / "code").mkdir(parents=True)
+    (here / "code" / "sitecustomize.py").write_text(FAULT)
+    settings = ["data.name=folder", f"data.path={data}", "data.image_size=8", "data.workers=0", "epochs=1"]
+    settings += ["data.on_corrupt=quarantine", "data.corrupt_budget=0.5", "model.width=4", "max_windows=2"]
+    settings += [
+        f"about=AWS_SECRET_ACCESS_KEY={SECRET}",
+        "log.sinks=[jsonl, csv, tensorboard]",
+        "log.every=1",
+    ]
+    settings += ["data.global_batch=8", "data.micro_batch=8", "checkpoint.every=1", "data.evaluation_batch=8"]
+    words = [word for one in settings for word in ("--set", one)]
+    paths = f"{here / 'code'}:{Path(__file__).parents[2]}"
+    done = trainer(here, "train", "digits", *words, "--out", "run", PYTHONPATH=paths)
+    assert done.returncode == 1
+    assert "RuntimeError: can't push to https://***@host/x with " in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    run = here / "run"
+    (here / "code" / "sitecustomize.py").unlink()
+    assert leaks(here) == []
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["config"]["data"]["path"].endswith("data?X-Amz-Signature=***")
+    assert "--set 'about=AWS_SECRET_ACCESS_KEY=***'" in manifest["command"]
+    assert "https://***@host/x" in manifest["reason"]
+    assert "X-Amz-Signature=***" in (run / "quarantine.jsonl").read_text()
+    assert {"config.yaml", "trace.jsonl", "metrics.jsonl", "tensorboard"} <= {p.name for p in run.iterdir()}
+
+
+def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
+    data = tmp_path / "data?token=hunter2"
+    make_folder(data)
+    folder = tmp_path / "run"
+    weights = tmp_path / "first?sig=hunter2"
+    values = {"name": "folder", "path": str(data)}
+    first = attempt(weights, small(data=values))
+    assert first.code == 0, first.said
+    recipe = small(data=values, model={"init_from": str(weights / "model.safetensors")})
+    assert attempt(folder, recipe, stop_after=1).code == 75
+    assert b"hunter2" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert attempt(folder, recipe).code == 0
+    assert json.loads((folder / "manifest.json").read_text())["restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--set", f"data.path=https://{'u' * 60}:{SECRET}@host/x", "--set", "data.name=pack"],
+        ["--set", f"data.path=s3://bucket/x?token={SECRET}", "--set", "data.name=shards"],
+        ["--set", f"model.init_from=https://me:{SECRET}@host/w.safetensors"],
+        ["--set", f"optim.api_token={SECRET}"],
+        ["--set", f"optim.lr=password={SECRET}"],
+        ["--set", f"optim.lr=https://{'u' * 20}:{SECRET}{'x' * 40}@host/x"],  # cut before the @ that shows it
+        ["--token", SECRET],
+        ["--set", f"data.path=/nowhere/password={SECRET}", "--set", "data.name=folder"],
+    ],
+)
+def test_bad_input_repeats_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["train", "digits", *words])
+    except SystemExit as error:
+        code = int(str(error.code))
+    told = capsys.readouterr()
+    assert code == 2
+    assert SECRET not in told.out + told.err
+    assert told.err.count("\n") == 1
+
+
+def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
+    text = f"password={SECRET}"
+    Display(1).say(text)
+    warn(text)
+    launch.say(f"{text}\n")
+    rank._leave_word(rank.Outcome(0, 1, line=text))
+    rank._leave_word(rank.Outcome(0, 1, traceback=f"Error: {text}\n"))
+    told = capfd.readouterr()
+    assert SECRET not in told.out + told.err
+    assert (told.out + told.err).count("password=***") == 5
+    # Under a plain torchrun there is no variable; a rank still knows its own words.
+    assert command({}, ["x", "train", "--token", SECRET, "a b"]) == "trainer train --token '***' 'a b'"
+    assert command({"TRAINER_COMMAND": "as typed"}, ["x"]) == "as typed"
+    one, other = (Recipe(epochs=1, about=f"password={secret}") for secret in "ab")
+    assert config_hash(one) == config_hash(other) != config_hash(Recipe(epochs=1))

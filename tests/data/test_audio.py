@@ -1,0 +1,354 @@
+"""Promise: a cut of a recording is the same bits whatever reads it, in wav and in flac; a file that is cut
+short is found for every cut, and one of another sample rate, or that the disk can't read, isn't corrupt.
+"""
+
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.data.test_loader import CPU, read_all, source
+from trainer.data.audio import AUDIO, LABEL, AudioFolder
+from trainer.data.corrupt import Bad, OnCorrupt
+from trainer.data.loader import LoaderConfig, RingLoader
+from trainer.errors import BadInputError
+
+soundfile = pytest.importorskip("soundfile")
+
+RATE = 1000
+
+
+def ramp(frames: int, first: int = 1) -> npt.NDArray[np.int16]:
+    """A sound that says of each sample where it is."""
+    return np.arange(first, first + frames).astype(np.int16)
+
+
+def write(path: Path, sound: Any, rate: int = RATE, **how: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, sound, rate, **how)
+    return path
+
+
+def folder(
+    root: Path, seconds: float = 0.1, random_crop: bool = False, on_corrupt: OnCorrupt = "fail"
+) -> AudioFolder:
+    return AudioFolder(root, seconds, RATE, random_crop, on_corrupt)
+
+
+class Read(list[Any]):
+    """Batch of all samples, or of some: audio (n, samples), and what was replaced."""
+
+    def __init__(self, data: AudioFolder, samples: Any = None, random: float | None = None) -> None:
+        samples = np.arange(len(data)) if samples is None else np.asarray(samples)
+        out: Any = {
+            name: np.full((len(samples), *field.shape), 77, field.dtype)
+            for name, field in data.fields.items()
+        }
+        numbers = None if random is None else np.full((len(samples), 3), random, np.float32)
+        self.bad: list[Bad] = data.read(samples, numbers, out)
+        self.label = out[LABEL].tolist()
+        super().__init__(out[AUDIO].tolist())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(
+    frames=st.integers(1, 400),
+    length=st.integers(1, 300),
+    random=st.none() | st.floats(0, 1, exclude_max=True, width=32),
+    suffix=st.sampled_from(["wav", "flac"]),
+)
+def test_a_cut_is_a_part_of_the_recording(
+    tmp_path: Path, frames: int, length: int, random: float | None, suffix: str
+) -> None:
+    shutil.rmtree(tmp_path / "a", ignore_errors=True)
+    write(tmp_path / "a" / f"x.{suffix}", ramp(frames))
+    data = AudioFolder(tmp_path, length / RATE, RATE, random is not None, "fail")
+    assert data.fields[AUDIO].shape == (length,)
+    (cut,) = Read(data, random=random)
+    heard = [value for value in cut if value]
+    assert heard == list(range(heard[0], heard[0] + min(frames, length))), "one after another"
+    assert cut == heard + [0] * max(0, length - frames), "and then silence"
+    spare = max(0, frames - length)
+    assert heard[0] - 1 == (spare // 2 if random is None else int(random * (spare + 1)))
+
+
+def test_every_start_is_reached(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "x.wav", ramp(108))
+    data = folder(tmp_path, random_crop=True)
+    numbers = [*(number / 64 for number in range(64)), 1 - 2.0**-24]
+    starts = [Read(data, random=number)[0][0] for number in numbers]
+    assert sorted(set(starts)) == list(range(1, 10))
+    assert data.uniforms == 1
+    assert folder(tmp_path).uniforms == 0
+
+
+@pytest.mark.parametrize(
+    ("sound", "how", "expected"),
+    [
+        ([[3, 4], [-3, -4], [32767, 32767], [-32768, -32768]], {}, [4, -3, 32767, -32768]),
+        ([[1, 2, 6]], {}, [3]),
+        ([0.5, -1.0, 2.0, -2.0, 3 / 65536], {"subtype": "FLOAT"}, [16384, -32768, 32767, -32768, 2]),
+        ([0.25, -0.25], {"subtype": "DOUBLE"}, [8192, -8192]),
+        ([[0.5, 0.25]], {"subtype": "FLOAT"}, [12288]),
+        (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_24"}, [5, -5]),
+        (np.array([5 << 16, -(5 << 16)], np.int32), {"subtype": "PCM_32"}, [5, -5]),
+        ([256, -512], {"subtype": "PCM_U8"}, [256, -512]),
+    ],
+)  # fmt: skip
+def test_channels_and_sample_formats(tmp_path: Path, sound: Any, how: dict[str, Any], expected: Any) -> None:
+    whole = all(isinstance(value, int) for value in np.ravel(np.asarray(sound)).tolist())
+    wide = np.asarray(sound)
+    sound = wide if wide.dtype == np.int32 else wide.astype(np.int16 if whole else np.float64)
+    write(tmp_path / "a" / "x.wav", sound, **how)
+    data = AudioFolder(tmp_path, len(expected) / RATE, RATE, False, "fail")
+    assert list(Read(data)) == [expected]
+
+
+def test_flac_and_wav_are_the_same(tmp_path: Path) -> None:
+    sound = np.random.default_rng(0).integers(-32768, 32768, (20_000, 2)).astype(np.int16)
+    for suffix in ("wav", "flac"):
+        write(tmp_path / suffix / "a" / f"x.{suffix}", sound)
+    for random in (None, 0.0, 0.3, 0.99999):
+        wav, flac = (
+            Read(folder(tmp_path / s, 2.5, random is not None), random=random) for s in ("wav", "flac")
+        )
+        assert list(wav) == list(flac)
+
+
+def test_classes_subfolders_and_odd_names(tmp_path: Path) -> None:
+    names = ["cat/a\nb.wav", "cat/deep/er/x.FLAC", "dog/b c.wav", "dog/\udcff.wav"]
+    for first, name in enumerate(names, 1):
+        made = write(tmp_path / ("made.flac" if name.endswith("FLAC") else "made.wav"), ramp(100, first))
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        made.rename(tmp_path / name)
+    (tmp_path / "bird").mkdir()
+    (tmp_path / "bird" / "none.txt").write_text("not a sound")
+    data = folder(tmp_path)
+    read = Read(data)
+    assert list(data.classes) == ["bird", "cat", "dog"]
+    assert read.label == [1, 1, 2, 2]
+    assert [sound[0] for sound in read] == [1, 2, 3, 4]
+
+
+def many(root: Path) -> Path:
+    random = np.random.default_rng(2)
+    for number in range(20):
+        sound = random.integers(-9999, 9999, int(random.integers(50, 300))).astype(np.int16)
+        write(root / f"class {number % 3}" / f"{number}.{('wav', 'flac')[number % 2]}", sound)
+    (root / "class 1" / "4.wav").write_bytes(b"torn")
+    return root
+
+
+def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
+    what = source(folder(many(tmp_path), random_crop=True, on_corrupt="skip"), "cross")
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert len({batch[0] for batch in expected}) == len(batches)
+    for workers in (1, 2):
+        assert (
+            read_all(RingLoader(what, CPU, workers, LoaderConfig(start_method="fork")), batches) == expected
+        )
+    for workers in (0, 2):
+        config = LoaderConfig(start_method="fork")
+        assert read_all(RingLoader(what, CPU, workers, config), batches[4:]) == expected[4:]
+
+
+def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
+    what = source(folder(many(tmp_path), random_crop=True, on_corrupt="skip"))
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+
+
+def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+    for number in range(7):
+        write(tmp_path / str(number) / "a" / ("y.wav" if number == 4 else "x.wav"), ramp(100 + (number == 2)))
+    write(tmp_path / "1" / "a" / "x.wav", ramp(100, 5))
+    write(tmp_path / "3" / "b" / "x.wav", ramp(100))
+    (tmp_path / "5" / "a").rename(tmp_path / "5" / "c")
+    told = [folder(tmp_path / str(number)).fingerprint() for number in range(7)]
+    assert told[6] == told[0]
+    assert len(set(told)) == 6
+
+
+# Files that aren't what they should be.
+
+
+def truncated(path: Path, share: float) -> None:
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def other_thing(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def mp3(path: Path) -> None:
+    soundfile.write(path, np.zeros(20_000, np.int16), 16_000, format="MP3")
+
+
+def endless(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[21] &= 0xF0
+    content[22:26] = bytes(4)
+    path.write_bytes(content)
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) // 4, len(content), 50):
+        content[place] ^= 0x55
+    path.write_bytes(content)
+
+
+BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
+    ("wav", lambda path: truncated(path, 0.5), "is cut short"),
+    ("wav", lambda path: truncated(path, 0.999), "is cut short"),
+    ("flac", lambda path: truncated(path, 0.5), "can't be decoded|is cut short"),
+    ("flac", lambda path: truncated(path, 0.95), "can't be decoded|is cut short"),
+    ("flac", endless, "doesn't say how long it is"),
+    ("wav", lambda path: path.write_bytes(b""), "is empty"),
+    ("flac", lambda path: path.write_bytes(b""), "is empty"),
+    ("wav", lambda path: path.write_bytes(bytes(5000)), "can't be decoded"),
+    ("flac", lambda path: path.write_bytes(bytes(5000)), "can't be decoded"),
+    ("wav", lambda path: path.write_bytes(path.read_bytes()[:43]), "is cut short"),
+    ("wav", lambda path: path.write_bytes(path.read_bytes()[:20]), "is cut short"),
+    ("wav", lambda path: path.write_bytes(path.read_bytes()[:8]), "can't be decoded"),
+    ("wav", lambda path: path.write_bytes(b"\xff\xd8\xff\xe0" * 900), "can't be decoded"),
+    ("wav", mp3, "is neither wav nor flac, but MP3"),
+    ("wav", lambda path: write(path, ramp(0)), "holds no samples"),
+    ("wav", lambda path: write(path, np.full(20_000, np.nan), subtype="FLOAT"), "isn't a number"),
+    ("wav", lambda path: write(path, np.full(20_000, np.inf), subtype="DOUBLE"), "isn't a number"),
+    ("wav", lambda path: other_thing(path, os.mkfifo), "isn't a file"),
+    ("wav", lambda path: other_thing(path, os.mkdir), "isn't a file"),
+]
+
+
+def with_victim(root: Path, suffix: str) -> tuple[Path, Path]:
+    sound = np.random.default_rng(0).integers(-9999, 9999, 20_000).astype(np.int16)
+    victim = write(root / "a" / f"victim.{suffix}", sound)
+    for number in range(3):
+        write(root / "b" / f"{number}.wav", ramp(100, 100 * number + 1))
+    return root, victim
+
+
+@pytest.mark.parametrize("random", [None, 0.0, 0.5, 0.99])
+@pytest.mark.parametrize(("suffix", "harm", "reason"), BROKEN)
+def test_a_corrupt_file_is_found_for_every_cut(
+    tmp_path: Path, suffix: str, harm: Callable[[Path], object], reason: str, random: float | None
+) -> None:
+    root, victim = with_victim(tmp_path, suffix)
+    data = folder(root, random_crop=random is not None)  # listed before the harm, as files that go bad later
+    replacing = folder(root, random_crop=random is not None, on_corrupt="skip")
+    harm(victim)
+    with pytest.raises(BadInputError, match=rf"a/victim.{suffix}: .*({reason})"):
+        Read(data, random=random)
+    read = Read(replacing, [2, 0, 1], random=random)
+    assert {(bad.sample, bad.name) for bad in read.bad} == {(0, str(victim))}
+    assert all(re.search(reason, bad.reason) for bad in read.bad)
+    assert list(read)[1] in list(Read(replacing, [1, 2, 3], random=random)), "a whole sample stands in"
+    assert read.label == [1, 1, 1], "with its own label"
+    assert list(Read(replacing, [0], random=random)) == [list(read)[1]], "always the same"
+
+
+def test_damage_within_a_cut_is_found(tmp_path: Path) -> None:
+    root, victim = with_victim(tmp_path, "flac")
+    flipped(victim)
+    with pytest.raises(BadInputError, match=r"victim.flac: (can't be decoded|is cut short)"):
+        Read(AudioFolder(root, 20.0, RATE, False, "fail"), [0])
+
+
+def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, _ = with_victim(tmp_path, "wav")
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *of, **how: read(*of, **how)[:-1])
+    with pytest.raises(BadInputError, match=r"victim.wav: is cut short: 99 samples of 100"):
+        Read(folder(root), [0])
+
+
+@pytest.mark.parametrize("on_corrupt", ["fail", "skip", "quarantine"])
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda p: write(p, ramp(100), 8000), r"8000 Hz, and audio.sample_rate is 1000: .*ffmpeg .*-ar 1000"),
+        (lambda p: p.unlink(), r"can't be read \(No such file or directory\)"),
+    ],
+)
+def test_what_is_not_corruption_is_never_replaced(
+    tmp_path: Path, harm: Callable[[Path], object], message: str, on_corrupt: OnCorrupt
+) -> None:
+    root, victim = with_victim(tmp_path, "wav")
+    data = folder(root, on_corrupt=on_corrupt)
+    harm(victim)
+    with pytest.raises(BadInputError, match=f"^{victim}: .*{message}"):
+        Read(data)
+
+
+def test_a_disk_that_fails_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder can't tell; so what it refuses is read once more."""
+    root, victim = with_victim(tmp_path, "flac")
+    data = folder(root, on_corrupt="skip")
+    truncated(victim, 0.5)
+    whole = os.pread
+
+    def fail(file: int, count: int, at: int) -> bytes:
+        if at + count > 10_000:
+            raise OSError(5, "Input/output error")
+        return whole(file, count, at)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(BadInputError, match=r"victim.flac: can't be read \(Input/output error\)"):
+        Read(data)
+
+
+def pieces(*chunks: tuple[bytes, bytes], size: int | None = None) -> bytes:
+    body = b"".join(
+        struct.pack("<4sI", name, len(data)) + data + bytes(len(data) % 2) for name, data in chunks
+    )
+    return struct.pack("<4sI4s", b"RIFF", len(body) + 4 if size is None else size, b"WAVE") + body
+
+
+FORMAT = (b"fmt ", struct.pack("<HHIIHH", 1, 1, RATE, 2 * RATE, 2, 16))
+SOUND = ramp(100).tobytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pieces(FORMAT, (b"LIST", b"odd"), (b"data", SOUND)),
+        pieces(FORMAT, (b"data", SOUND), (b"LIST", b"after")),
+        pieces(FORMAT, (b"data", SOUND)) + b"rubbish",
+        pieces(FORMAT, (b"data", SOUND), size=0xFFFFFFFF).replace(b"data\xc8\0\0\0", b"data\xff\xff\xff\xff"),
+        pieces(FORMAT, (b"data", SOUND), size=9),
+    ],
+    ids=["odd chunk before", "chunk after", "rubbish after", "written to a pipe", "wrong size of it all"],
+)  # fmt: skip
+def test_what_is_only_odd_is_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.wav").write_bytes(content)
+    assert list(Read(folder(tmp_path))) == [ramp(100).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("make", "seconds", "message"),
+    [
+        (lambda _: None, 1.0, "no such folder"),
+        (lambda root: root.mkdir(), 1.0, r"no files \(.wav, .flac\) below its class folders"),
+        (lambda root: write(root / "x.wav", ramp(9)), 1.0, "no files"),
+        (lambda root: write(root / "a" / "x.wav", ramp(9)), 0.0001, "0.0001 s at 1000 Hz hold no sample"),
+    ],
+)
+def test_a_folder_that_is_wrong_is_one_line(
+    tmp_path: Path, make: Callable[[Path], object], seconds: float, message: str
+) -> None:
+    make(tmp_path / "data")
+    with pytest.raises(BadInputError, match=message):
+        folder(tmp_path / "data", seconds)

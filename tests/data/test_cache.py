@@ -1,0 +1,322 @@
+"""Promise: a remote piece is copied once, is whole and right or not there, and the cache keeps its limit."""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.remote import Web, files_below, write_pack
+from trainer.data import cache
+from trainer.data.cache import Cached, open_cached
+from trainer.data.pieces import COLUMNS, INDEX, Piece
+from trainer.errors import BadInputError
+
+SIZE = 50_000
+NAMES = ("one", "two", "three", "four", "five")
+
+
+def content(name: str) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(SIZE)
+
+
+def piece(name: str) -> Piece:
+    return Piece(name=name, bytes=SIZE, sha256=hashlib.sha256(content(name)).hexdigest())
+
+
+def place_of(folder: Path, name: str) -> Path:
+    return folder / f"{piece(name).sha256}.piece"
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setattr("trainer.data.remote._WAITS", (0.0, 0.0))
+    server = Web({f"data/{name}": content(name) for name in NAMES})
+    yield server
+    server.close()
+
+
+def read(place: Cached, name: str) -> bytes:
+    file = place.open(piece(name))
+    try:
+        return os.pread(file, SIZE + 1, 0)
+    finally:
+        os.close(file)
+
+
+def kept(folder: Path) -> set[str]:
+    return {name for name in NAMES if place_of(folder, name).exists()}
+
+
+def parts(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.part")]
+
+
+def test_a_piece_is_fetched_once_and_then_there(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    assert [read(place, "one") for _ in range(3)] == [content("one")] * 3
+    assert web.app.asked == {"/data/one": 1}
+    assert (kept(tmp_path), parts(tmp_path)) == ({"one"}, [])
+    assert str(place) == f"{web.url}/data"
+
+
+def in_forks(count: int, work: Callable[[], bool], seconds: float = 20) -> list[int | None]:
+    """Exit codes of so many processes that work at once: 0 if it was true."""
+
+    def ended() -> None:
+        os._exit(0 if work() else 1)
+
+    processes = [multiprocessing.get_context("fork").Process(target=ended) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+def test_processes_that_want_a_piece_at_once_share_one_download(web: Web, tmp_path: Path) -> None:
+    web.app.faults["one"] = iter(["slow"])
+    place = Cached(f"{web.url}/data", tmp_path, 10 * SIZE)
+    assert in_forks(4, lambda: read(place, "one") == content("one")) == [0] * 4
+    assert web.app.asked == {"/data/one": 1}
+    assert parts(tmp_path) == []
+
+
+def test_a_kill_during_a_download_leaves_nothing_that_is_taken_for_whole(web: Web, tmp_path: Path) -> None:
+    web.app.faults["one"] = iter(["slow"])
+    place = Cached(f"{web.url}/data", tmp_path, 2 * SIZE)
+    process = multiprocessing.get_context("fork").Process(target=read, args=(place, "one"))
+    process.start()
+    part = tmp_path / f"{place_of(tmp_path, 'one').name}.part"
+    deadline = time.monotonic() + 10
+    while not (part.exists() and part.stat().st_blocks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.pid
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    assert part.stat().st_size == SIZE  # the size is right, the content isn't
+    assert part.read_bytes() != content("one")
+    assert kept(tmp_path) == set()
+    assert read(place, "one") == content("one")
+    assert web.app.asked == {"/data/one": 2}
+    assert (kept(tmp_path), parts(tmp_path)) == ({"one"}, [])
+
+
+def test_what_a_killed_process_left_makes_room_first(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, 2 * SIZE)
+    read(place, "one")
+    left = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
+    left.write_bytes(bytes(SIZE))
+    read(place, "three")
+    assert (kept(tmp_path), parts(tmp_path)) == ({"one", "three"}, [])
+
+
+def test_a_leftover_of_the_same_piece_does_not_count_twice(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, SIZE)
+    (tmp_path / f"{place_of(tmp_path, 'one').name}.part").write_bytes(bytes(SIZE))
+    assert read(place, "one") == content("one")
+
+
+def test_wrong_content_is_fetched_once_more(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    web.app.faults["one"] = iter(["damage"])
+    assert read(place, "one") == content("one")
+    assert web.app.asked == {"/data/one": 2}
+
+
+@pytest.mark.parametrize("wrong", ["damage", "more"])
+def test_content_that_stays_wrong_is_told_and_not_kept(web: Web, tmp_path: Path, wrong: str) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    if wrong == "more":
+        web.files["data/one"] += b"!"
+    else:
+        web.app.faults["one"] = itertools.repeat("damage")
+    with pytest.raises(BadInputError, match=r"/data/one: isn't what its index says .* make the index again"):
+        place.open(piece("one"))
+    assert web.app.asked == {"/data/one": 2}
+    assert list(tmp_path.glob("*.piece*")) == []
+
+
+def test_the_pieces_that_were_not_used_for_longest_go(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, 3 * SIZE)
+    for name in ("one", "two", "three", "one"):
+        read(place, name)
+    held = place.open(piece("two"))
+    read(place, "four")
+    assert kept(tmp_path) == {"one", "two", "four"}
+    read(place, "one")
+    read(place, "five")
+    assert kept(tmp_path) == {"four", "one", "five"}
+    assert os.pread(held, SIZE, 0) == content("two")  # evicted, and readable as long as it is open
+    os.close(held)
+    read(place, "two")
+    assert kept(tmp_path) == {"one", "five", "two"}
+    assert web.app.asked["/data/two"] == 2
+
+
+def test_what_others_put_into_the_folder_stays(web: Web, tmp_path: Path) -> None:
+    sha = "0" * 64
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    others = [ours / "thesis.tex", ours / f"{sha}.piece.bak", ours / f"x{sha}.piece", ours / f"{sha}.index"]
+    for path in others:
+        path.write_bytes(bytes(5 * SIZE))
+    (ours / f"{'1' * 64}.piece").symlink_to(others[0])
+    (ours / f"{'2' * 64}.piece").mkdir()
+    before = set(ours.iterdir())
+    place = Cached(f"{web.url}/data", ours, SIZE)
+    for name in NAMES:
+        read(place, name)
+    assert set(ours.iterdir()) - before == {place_of(ours, "five"), ours / "trainer-cache.lock"}
+    assert before <= set(ours.iterdir())
+    assert others[0].read_bytes() == bytes(5 * SIZE)
+
+
+def test_no_limit_means_all(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    for name in NAMES:
+        read(place, name)
+    assert kept(tmp_path) == set(NAMES)
+
+
+def test_a_piece_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"cache_limit=49999B: .*/one alone has 50000B; raise it"):
+        Cached(f"{web.url}/data", tmp_path, SIZE - 1).open(piece("one"))
+    assert parts(tmp_path) == []
+
+
+def test_downloads_of_others_count_and_are_waited_for(web: Web, tmp_path: Path) -> None:
+    """Another process is fetching a piece for which room was made: the next waits until that may go."""
+    part = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
+    part.write_bytes(bytes(SIZE))
+    file = os.open(part, os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    largest = list[int]()
+
+    def finish() -> None:
+        time.sleep(0.3)
+        largest.append(sum(path.stat().st_size for path in tmp_path.glob("*.piece*")))
+        part.rename(place_of(tmp_path, "two"))
+        os.close(file)
+
+    other = threading.Thread(target=finish)
+    other.start()
+    assert read(Cached(f"{web.url}/data", tmp_path, SIZE), "one") == content("one")
+    other.join()
+    assert largest == [SIZE]
+    assert kept(tmp_path) == {"one"}
+
+
+def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> None:
+    place, limit = Cached(f"{web.url}/data", tmp_path, 2 * SIZE), 2 * SIZE
+    done = tmp_path / "done"
+
+    def work() -> bool:
+        order = itertools.islice(itertools.cycle(NAMES), os.getpid() % 5, os.getpid() % 5 + 15)
+        return all(read(place, name) == content(name) for name in order)
+
+    def watch() -> bool:
+        largest = 0
+        while not done.exists():
+            with cache._locked(tmp_path / "trainer-cache.lock"):
+                total = 0
+                for path in tmp_path.glob("*.piece*"):
+                    with contextlib.suppress(FileNotFoundError):  # an unfinished one that nobody needs
+                        total += path.stat().st_size
+            largest = max(largest, total)
+        return SIZE < largest <= limit
+
+    # A process and not a thread: what is forked while a thread has a lock would have it, too.
+    watching = multiprocessing.get_context("fork").Process(target=lambda: os._exit(not watch()))
+    watching.start()
+    codes = in_forks(3, work)
+    done.touch()
+    watching.join(10)
+    assert (codes, watching.exitcode) == ([0, 0, 0], 0)
+
+
+def test_a_file_of_another_size_is_fetched_again(web: Web, tmp_path: Path) -> None:
+    place = Cached(f"{web.url}/data", tmp_path, None)
+    read(place, "one")
+    os.truncate(place_of(tmp_path, "one"), 7)
+    assert read(place, "one") == content("one")
+
+
+@pytest.mark.parametrize(("number", "message"), [(28, "the disk is full .* free some"), (5, "can't be used")])
+def test_a_disk_that_fails_is_told(
+    web: Web, tmp_path: Path, number: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("trainer.data.remote.os.pwrite", fail)
+    with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: {message}"):
+        Cached(f"{web.url}/data", tmp_path, None).open(piece("one"))
+    assert web.app.asked.total() == 1  # the server did nothing wrong
+    assert list(tmp_path.glob("*.piece*")) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInputError, match=r"data.cache=.*/file/cache: can't be used \(Not a directory\)"):
+        open_cached("https://host/x", tmp_path / "file" / "cache", None)
+
+
+# The index.
+
+
+@pytest.fixture
+def pack(web: Web, tmp_path: Path) -> None:
+    write_pack(tmp_path / "pack", [3, 2])
+    web.files |= files_below(tmp_path)
+
+
+@pytest.mark.usefixtures("pack")
+def test_an_index_is_fetched_once_for_each_of_its_versions(web: Web, tmp_path: Path) -> None:
+    url, folder = f"{web.url}/pack", tmp_path / "cache"
+    first = open_cached(url, folder, None)
+    again = open_cached(url, folder, None)
+    assert first.fingerprint() == again.fingerprint()
+    assert (web.app.asked[f"/pack/{INDEX}"], web.app.asked[f"/pack/{COLUMNS}"]) == (2, 1)
+    old = first.read(0)
+    write_pack(tmp_path / "other", [4], seed=1)
+    web.files |= {f"pack/{name}": data for name, data in files_below(tmp_path / "other").items()}
+    other = open_cached(url, folder, None)
+    assert (len(first), len(other)) == (5, 4)
+    assert old != other.read(0)
+    assert first.read(0) == old
+    for path in folder.glob("*.piece"):
+        path.unlink()
+    with pytest.raises(BadInputError, match="isn't what its index says"):  # it is there no more
+        again.read(0)
+
+
+@pytest.mark.usefixtures("pack")
+def test_a_damaged_copy_of_an_index_is_fetched_again(web: Web, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    expected = open_cached(f"{web.url}/pack", folder, None).fingerprint()
+    (columns,) = folder.glob(f"*/{COLUMNS}")
+    columns.write_bytes(columns.read_bytes()[:-1] + b"!")
+    assert open_cached(f"{web.url}/pack", folder, None).fingerprint() == expected
+    assert web.app.asked[f"/pack/{COLUMNS}"] == 2
+
+
+@pytest.mark.usefixtures("pack")
+def test_an_index_that_is_wrong_at_the_server_is_told(web: Web, tmp_path: Path) -> None:
+    web.files[f"pack/{COLUMNS}"] += b"!"
+    with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged: .*make it again"):
+        open_cached(f"{web.url}/pack", tmp_path / "cache", None)
+    web.files[f"pack/{INDEX}"] = b"<html>log in</html>"
+    with pytest.raises(BadInputError, match=f"^{web.url}/pack: .*the index is damaged"):
+        open_cached(f"{web.url}/pack", tmp_path / "cache", None)
+    assert list((tmp_path / "cache").glob("*.index")) == []

@@ -1,0 +1,688 @@
+"""Promise: an image gives the same pixels from every format; what can't be decoded is named or replaced."""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.test_loader import CPU, read_all
+from trainer.bench.photographs import write_photographs
+from trainer.data import decode
+from trainer.data.check import Part, check_data, unreadable
+from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
+from trainer.data.crop import Box
+from trainer.data.files import Files, in_folder, in_table
+from trainer.data.images import ImageDataset
+from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.pack import PackSettings, pack
+from trainer.data.pieces import in_pieces
+from trainer.data.records import Records
+from trainer.data.shards import index_shards
+from trainer.data.sources import DataConfig, common_classes, load_images
+from trainer.errors import BadInputError
+from trainer.plan import Plan, Share
+
+SIDE = 32
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photographs")
+    write_photographs(folder, 30)
+    return folder
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytearray:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return bytearray(buffer.getvalue())
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+    ramp = np.add.outer(np.arange(size[1]) * 3, np.arange(size[0]) * 2).astype(np.uint8)
+    return Image.merge("RGB", [Image.fromarray(ramp + shift) for shift in (0, 40, 90)]).convert(mode)
+
+
+def whole(height: int, width: int) -> Box:
+    return Box(0, 0, height, width)
+
+
+def pixels(data: bytearray) -> npt.NDArray[np.uint8]:
+    return decode.cut_out(data, whole)[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("JPEG", "RGB", {"quality": 90}),
+        ("JPEG", "L", {"quality": 90}),
+        ("JPEG", "RGB", {"quality": 90, "progressive": True}),
+        ("JPEG", "CMYK", {"quality": 90}),
+        ("PNG", "RGB", {}),
+        ("PNG", "RGBA", {}),
+        ("PNG", "P", {}),
+        ("PNG", "L", {}),
+        ("PNG", "LA", {}),
+        ("PNG", "1", {}),
+        ("WEBP", "RGB", {"lossless": True}),
+        ("BMP", "RGB", {}),
+        ("GIF", "P", {}),
+        ("TIFF", "RGB", {}),
+        ("PPM", "RGB", {}),
+    ],
+)
+def test_every_kind_is_what_pillow_makes_of_it(kind: str, mode: str, options: dict[str, Any]) -> None:
+    data = encoded(picture(mode), kind, **options)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.abs(pixels(data).astype(int) - expected).max() <= (2 if kind == "JPEG" else 0)
+
+
+def test_sixteen_bits_keep_their_upper_eight() -> None:
+    deep = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+    for kind in ("PNG", "TIFF", "PPM"):
+        found = pixels(encoded(Image.fromarray(deep), kind))
+        assert np.array_equal(found, np.repeat((deep >> 8).astype(np.uint8)[..., None], 3, 2)), kind
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_the_first_frame_of_an_animation(kind: str) -> None:
+    first, second = picture(), Image.new("RGB", (40, 30), "red")
+    data = encoded(
+        first, kind, save_all=True, append_images=[second], **({"lossless": True} if kind == "WEBP" else {})
+    )
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    assert np.array_equal(pixels(data), expected)
+    assert not np.array_equal(expected, np.asarray(second))
+
+
+def test_one_pixel_is_an_image() -> None:
+    for kind in ("JPEG", "PNG", "WEBP"):
+        cut = decode.cut_out(encoded(Image.new("RGB", (1, 1), (9, 9, 9)), kind), whole)
+        assert decode.resize(cut, SIDE, SIDE).shape == (1, 3, SIDE, SIDE)
+
+
+def bomb_png() -> bytearray:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    return bytearray(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
+    )
+
+
+def bomb_jpeg() -> bytearray:
+    data = encoded(picture(), "JPEG")
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = struct.pack(">HH", 60_000, 60_000)
+    return data
+
+
+def cut_off(kind: str, share: float, **options: Any) -> bytearray:
+    data = encoded(picture(size=(200, 150)), kind, **options)
+    return data[: int(len(data) * share)]
+
+
+BAD: dict[str, Callable[[], bytearray]] = {
+    "empty": bytearray,
+    "zeros": lambda: bytearray(1000),
+    "text": lambda: bytearray(b"<html>404 not found</html>"),
+    "soi": lambda: bytearray(b"\xff\xd8\xff"),
+    "jpeg_half": lambda: cut_off("JPEG", 0.5),
+    "jpeg_nearly": lambda: cut_off("JPEG", 0.95),
+    "jpeg_header": lambda: cut_off("JPEG", 0.05),
+    "progressive_half": lambda: cut_off("JPEG", 0.5, progressive=True),
+    "png_half": lambda: cut_off("PNG", 0.5),
+    "webp_half": lambda: cut_off("WEBP", 0.5),
+    "gif_half": lambda: cut_off("GIF", 0.5),
+    "tiff_half": lambda: cut_off("TIFF", 0.5),
+    "bmp_half": lambda: cut_off("BMP", 0.5),
+    "bomb_png": bomb_png,
+    "float": lambda: encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"),
+    "bomb_jpeg": bomb_jpeg,
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_damaged_is_corrupt(name: str) -> None:
+    with pytest.raises(Corrupt) as raised:
+        decode.cut_out(BAD[name](), whole)
+    assert len(str(raised.value)) < 200
+    assert "\n" not in str(raised.value)
+
+
+def test_no_program_is_run_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL would run Ghostscript for this one, whatever its name says."""
+    ghost = tmp_path / "gs"
+    ghost.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    ghost.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines = ("%!PS-Adobe-3.0 EPSF-3.0", "%%BoundingBox: 0 0 10 10", "%%EndComments", "showpage", "%%EOF")
+    with pytest.raises(Corrupt):
+        decode.cut_out(bytearray("\n".join(lines).encode() + b"\n"), whole)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_bytes_that_flipped_never_end_otherwise() -> None:
+    random = np.random.default_rng(0)
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
+        good = encoded(picture(), kind)
+        for _ in range(40):
+            data = bytearray(good)
+            for at in random.integers(0, min(len(data), 200), 3).tolist():
+                data[at] = int(random.integers(0, 256))
+            with contextlib.suppress(Corrupt):
+                assert decode.cut_out(data, whole).dtype == torch.uint8
+
+
+def test_a_large_jpeg_is_decoded_smaller_only_where_it_pays() -> None:
+    data = encoded(picture(size=(800, 600)), "JPEG", quality=95)
+    box = Box(16, 16, 560, 640)
+    full = decode.cut_out(data, lambda *_: box, side=70)
+    small = decode.cut_out(data, lambda *_: box, side=70, scaled=True)
+    assert full.shape[2:] == (560, 640)
+    assert small.shape[2:] == (70, 80), "an eighth, because both sides are 8 times 70"
+    assert decode.cut_out(data, lambda *_: box, side=300, scaled=True).shape[2:] == (560, 640)
+    there, here = (decode.resize(image, 70, 70).float() for image in (full, small))
+    assert (there - here).abs().mean() < 2
+
+
+def numbers(count: int) -> Any:
+    return np.random.default_rng(3).random((count, 4), dtype=np.float32)
+
+
+def read(records: Records, **options: Any) -> dict[str, Any]:
+    count = len(records)
+    out: dict[str, Any] = {
+        "image": np.zeros((count, SIDE, SIDE, 3), np.uint8),
+        "label": np.zeros(count, np.int64),
+    }
+    ImageDataset(records, SIDE, random_crop=True, **options).read(np.arange(count), numbers(count), out)
+    return out
+
+
+def as_csv(folder: Path, root: Path) -> Path:
+    files = in_folder(folder)
+    rows = [f'"{os.fsdecode(files.path(n))}",{files.classes[files.labels[n]]}' for n in range(len(files))]
+    (root / "index.csv").write_text("path,label\n" + "\n".join(rows) + "\n")
+    return root / "index.csv"
+
+
+def as_parquet(folder: Path, root: Path) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    files = in_folder(folder)
+    paths = [os.fsdecode(files.path(n)) for n in range(len(files))]
+    labels = [files.classes[label] for label in files.labels]
+    parquet.write_table(pyarrow.table({"path": paths, "label": labels}), root / "index.parquet")
+    return root / "index.parquet"
+
+
+def as_shards(folder: Path, root: Path) -> Path:
+    import tarfile
+
+    files = in_folder(folder)
+    for shard, first in enumerate(range(0, len(files), 7)):
+        with tarfile.open(root / f"{shard:03d}.tar", "w") as tar:
+            for sample in range(first, min(first + 7, len(files))):
+                for suffix, data in (
+                    ("jpg", files.read(sample)),
+                    ("cls", str(files.labels[sample]).encode()),
+                ):
+                    entry = tarfile.TarInfo(f"{sample:05d}.{suffix}")
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
+    index_shards(root)
+    return root
+
+
+def opened(kind: str, folder: Path, root: Path) -> Records:
+    if kind == "folder":
+        return in_folder(folder)
+    if kind == "csv":
+        return in_table(as_csv(folder, root))
+    if kind == "parquet":
+        return in_table(as_parquet(folder, root))
+    if kind == "shards":
+        return in_pieces(as_shards(folder, root))
+    pack(in_folder(folder), root / "pack", PackSettings(64 if kind == "raw" else None, raw=kind == "raw"))
+    return in_pieces(root / "pack")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
+def test_the_same_images_in_the_same_order_from_every_format(
+    kind: str, photographs: Path, tmp_path: Path
+) -> None:
+    expected, found = read(in_folder(photographs)), read(opened(kind, photographs, tmp_path))
+    assert np.array_equal(expected["image"], found["image"])
+    assert np.array_equal(expected["label"], found["label"])
+    assert len(np.unique(expected["label"])) == 10
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "shards", "pack", "raw"])
+def test_workers_and_a_resume_change_no_bit(kind: str, photographs: Path, tmp_path: Path) -> None:
+    dataset = ImageDataset(opened(kind, photographs, tmp_path), SIDE, random_crop=True)
+    plan = Plan(len(dataset), 8, 4, 2, last="cross", seed=1)
+    source = Source(dataset, Share(plan), 5)
+    batches = source.share.batches()
+    expected = read_all(RingLoader(source, CPU, 0, LoaderConfig()), batches)
+    assert len({batch[0] for batch in expected}) == len(batches), "no two batches are the same"
+    other = "forkserver" if kind in ("csv", "raw") else "fork"  # imports torch in each: seconds
+    for workers, method in ((0, "fork"), (1, other), (2, "fork"), (4, "fork")):
+        config = LoaderConfig(start_method=method, prefetch=2)
+        assert read_all(RingLoader(source, CPU, workers, config), batches[5:]) == expected[5:], workers
+
+
+def broken_folder(root: Path, bad: int = 3) -> Path:
+    write_photographs(root, 60)
+    files = sorted(root.rglob("*.jpg"))
+    for number in range(bad):
+        file = files[7 * number + 2]
+        file.write_bytes(file.read_bytes()[:2000])
+    return root
+
+
+def test_a_folder_of_odd_files_loses_only_those_that_are_no_images(tmp_path: Path) -> None:
+    """Whatever they are called: every file is a .png."""
+    odd = {
+        f"good-{mode}": bytes(encoded(picture(mode), "TIFF"))
+        for mode in ("1", "P", "LA", "L", "CMYK", "RGBA")
+    }
+    odd["good-deep"] = bytes(encoded(Image.fromarray(np.ones((30, 40), np.uint16)), "PNG"))
+    frames = [Image.new("RGB", (40, 30), "red")]
+    odd["good-moving"] = bytes(encoded(picture(), "GIF", save_all=True, append_images=frames))
+    odd |= {f"bad-{name}": bytes(make()) for name, make in BAD.items()}
+    for name, data in odd.items():
+        file = tmp_path / name.partition("-")[0] / f"{name}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+    records = in_folder(tmp_path)
+    dataset = ImageDataset(records, SIDE, random_crop=False, on_corrupt="quarantine")
+    out = {
+        name: np.zeros((len(records), *field.shape), field.dtype) for name, field in dataset.fields.items()
+    }
+    bad = dataset.read(np.arange(len(records)), None, out)
+    assert {Path(each.name).stem for each in bad} == {name for name in odd if name.startswith("bad-")}
+    assert out["label"].tolist() == [1] * len(records), "only good ones stand in"
+
+
+def test_a_corrupt_sample_fails_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"\.jpg: not a readable image .*on_corrupt=quarantine"):
+        read(in_folder(broken_folder(tmp_path)))
+
+
+def test_what_stands_in_is_the_same_in_every_format(tmp_path: Path) -> None:
+    folder = broken_folder(tmp_path / "images")
+    expected = read(in_folder(folder), on_corrupt="skip")
+    for kind in ("csv", "shards", "pack"):
+        (tmp_path / kind).mkdir()
+        found = read(opened(kind, folder, tmp_path / kind), on_corrupt="skip")
+        assert np.array_equal(found["image"], expected["image"]), kind
+        assert np.array_equal(found["label"], expected["label"]), kind
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards", "pack", "raw"])
+def test_what_stands_in_is_always_the_same(kind: str, tmp_path: Path) -> None:
+    """For any number of workers and after a resume."""
+    (tmp_path / "work").mkdir()
+    folder = broken_folder(tmp_path / "images")
+    records = opened(kind, folder, tmp_path / "work")
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="quarantine")
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 2, last="cross", seed=1)), 4)
+    batches = source.share.batches()
+
+    def run(workers: int, batches: range, name: str) -> tuple[list[list[bytes]], list[dict[str, Any]]]:
+        file = tmp_path / name
+        quarantine = Quarantine("training", 3, file)
+        loader = RingLoader(source, CPU, workers, LoaderConfig(start_method="fork"), quarantine)
+        found = read_all(loader, batches)
+        return found, [json.loads(line) for line in file.read_text().splitlines()]
+
+    expected, lines = run(0, batches, "a")
+    assert sorted(line["sample"] for line in lines) == [2, 9, 16], "each once, in two epochs"
+    assert all(line["data"] == "training" and line["name"] and line["reason"] for line in lines)
+    assert run(2, batches[9:], "a")[0] == expected[9:]
+    assert len((tmp_path / "a").read_text().splitlines()) == 3, "what an earlier attempt wrote is known"
+
+
+def test_the_budget_ends_it(tmp_path: Path) -> None:
+    dataset = ImageDataset(in_folder(broken_folder(tmp_path)), SIDE, random_crop=True, on_corrupt="skip")
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
+    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"), Quarantine("training", 2))
+    with pytest.raises(BadInputError, match=r"3 training samples are corrupt.*allows 2"):
+        read_all(loader, source.share.batches())
+
+
+def test_starting_again_does_not_get_around_the_budget(tmp_path: Path) -> None:
+    file, found = tmp_path / "quarantine.jsonl", [Bad(n, f"{n}.jpg", "torn") for n in range(3)]
+    first, second = Quarantine("training", 2, file), Quarantine("training", 2, file)
+    first.add(found[:2])
+    with pytest.raises(BadInputError, match="3 training samples are corrupt"):
+        second.add(found[1:])
+    assert len(file.read_text().splitlines()) == 3, "two ranks write each once"
+    with pytest.raises(BadInputError, match=r"3 training samples are corrupt.*names them"):
+        Quarantine("training", 2, file)
+    Quarantine("evaluation", 0, file)
+    first.samples.clear()
+    with pytest.raises(BadInputError, match="3 training"):
+        first.add(found[:1])
+
+
+def test_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "quarantine.jsonl"
+    file.write_text('{"data": "training", "sam')
+    Quarantine("training", 5, file).add([Bad(7, "7.jpg", "torn")])
+    assert Quarantine("training", 5, file).samples == {7}
+    with pytest.raises(BadInputError, match="can't be written"):
+        Quarantine("training", 5, tmp_path / "quarantine.jsonl" / "x").add([Bad(7, "7.jpg", "torn")])
+
+
+def test_what_stands_in_goes_by_the_sample_alone() -> None:
+    """Not by the row of a batch, which is another one in each epoch."""
+
+    def stand_in(samples: list[int]) -> int:
+        filled = dict[int, int]()
+
+        def fill(row: int, sample: int) -> None:
+            if sample == 5:
+                raise Corrupt("torn")
+            filled[row] = sample
+
+        assert [bad.sample for bad in fill_rows(np.array(samples), fill, str, "skip", 100)] == [5]
+        return filled[samples.index(5)]
+
+    assert stand_in([5]) == stand_in([1, 2, 5]) == stand_in([9, 5, 3, 4])
+
+
+def test_where_nothing_can_stand_in_it_ends() -> None:
+    def fill(row: int, sample: int) -> None:
+        raise Corrupt(f"torn {row} {sample}")
+
+    with pytest.raises(BadInputError, match="32 samples that might stand in"):
+        fill_rows(np.array([5]), fill, str, "skip", 100)
+
+
+def test_an_error_of_reading_is_not_corruption(photographs: Path, tmp_path: Path) -> None:
+    """It may pass, and the run would have trained on other samples."""
+    records = opened("shards", photographs, tmp_path)
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt="skip")
+    out: dict[str, Any] = {"image": np.zeros((1, SIDE, SIDE, 3), np.uint8), "label": np.zeros(1, np.int64)}
+    (tmp_path / "002.tar").unlink()
+    with pytest.raises(BadInputError, match=r"002\.tar.*can't be read \(No such file"):
+        dataset.read(np.array([15]), numbers(1), out)
+
+
+def test_a_shard_that_vanishes_or_shrinks_in_the_middle(photographs: Path, tmp_path: Path) -> None:
+    records = opened("shards", photographs, tmp_path)
+    first = records.read(0)
+    (tmp_path / "000.tar").unlink()
+    assert records.read(0) == first, "an open file stays"
+    os.truncate(tmp_path / "001.tar", 5000)
+    with pytest.raises(BadInputError, match=r"5,000 bytes and not .* as when it was indexed"):
+        records.read(8)
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    names = [b"a b.jpg", b"line\nbreak.jpg", b"not-utf8-\xff.jpg", "ümläut.jpg".encode(), b"UPPER.JPEG"]
+    data = bytes(encoded(picture(), "JPEG"))
+    (tmp_path / "class one").mkdir()
+    for name in names:
+        Path(os.fsdecode(os.fsencode(tmp_path / "class one") + b"/" + name)).write_bytes(data)
+    records = in_folder(tmp_path)
+    assert len(records) == 5
+    assert all(records.read(sample) == data for sample in range(5))
+    records.name(2).encode()  # can be printed
+    pack(records, tmp_path / "packed", PackSettings())
+    packed = in_pieces(tmp_path / "packed")
+    assert [packed.file_name(n) for n in range(5)] == [records.file_name(n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,klass\na.jpg,1\n", "no column 'label'"),
+        ("path,label\n", "holds no rows"),
+        ("path,label\na.jpg,\n", "line 2: path or label is empty"),
+        ("", "no column 'path'"),
+        ('path,label\n"a.jpg,1\n', "line"),
+        ('"a"b,label\n', "line"),
+        ("path,label\na\0.jpg,1\n", "line 2: a path can't hold a zero byte|line contains NUL"),
+    ],
+)
+def test_a_table_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(BadInputError, match=message):
+        in_table(tmp_path / "train.csv")
+
+
+def checked(records: Records, how: Any = "fast", on_corrupt: Any = "fail", budget: int = 0) -> None:
+    dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt=on_corrupt)
+    check_data(how, False, [Part("training", dataset, budget)])
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_of_a_table_that_are_not_there_are_counted(
+    kind: str, photographs: Path, tmp_path: Path
+) -> None:
+    records = opened(kind, photographs, tmp_path)
+    checked(records)
+    lines = [b"path,label", *(records.file_name(n) + b",1" for n in range(30))]
+    lines[17] = b"a/gone.jpg,1"
+    lines[5:5] = [b'"two\nlines.jpg",1', b""]
+    table = tmp_path / "table.csv"
+    table.write_bytes(b"\n".join(lines))
+    place = f"the first: line 7: {tmp_path}/two\nlines.jpg (No such file"
+    if kind == "parquet":
+        from pyarrow import csv, parquet
+
+        options = csv.ParseOptions(newlines_in_values=True)
+        parquet.write_table(csv.read_csv(table, parse_options=options), tmp_path / "table.parquet")
+        table, place = tmp_path / "table.parquet", place.replace("line 7", "row 5")
+    with pytest.raises(BadInputError) as raised:
+        checked(in_table(table))
+    assert str(raised.value).startswith(f"2 of 31 files named in {table} can't be read; {place}")
+    checked(in_table(table), "none")
+
+
+def test_what_is_no_file_is_named_before_it_is_read(tmp_path: Path) -> None:
+    """In folders with few names, which are asked for, and with many, which are listed."""
+    for few in (3, 30):
+        root = tmp_path / str(few)
+        (root / "a" / "is.jpg").mkdir(parents=True)
+        (root / "a" / "dead.jpg").symlink_to("nowhere.jpg")
+        (root / "a" / "loop.jpg").symlink_to("loop.jpg")
+        os.mkfifo(root / "a" / "pipe.jpg")
+        for number in range(few):
+            (root / "a" / f"{number}.jpg").touch()
+        (root / "a" / "good.jpg").symlink_to("0.jpg")
+        good = [b"a/0.jpg", b"a/good.jpg", b"a/../a/1.jpg", os.fsencode(root / "a" / "2.jpg"), b"a//1.jpg"]
+        good += [b"a/%d.jpg" % number for number in range(few)]
+        bad = [
+            b"a/is.jpg",
+            b"a/dead.jpg",
+            b"a/loop.jpg",
+            b"a/pipe.jpg",
+            b"a/no.jpg",
+            b"b/0.jpg",
+            b"a/0.jpg/x",
+        ]
+        found = unreadable(os.fsencode(root), [*good, *bad, b"a/", b"a/..", b"/0.jpg"])
+        assert [number for number, _ in found] == list(range(len(good), len(good) + len(bad) + 3))
+        reasons = [reason.partition(":")[0] for _, reason in found[: len(bad)]]
+        assert reasons[:4] == ["is a folder", *["a link that leads nowhere"] * 2, "is no regular file"]
+        assert reasons[4:] == ["No such file or directory"] * 2 + ["Not a directory"]
+    with pytest.raises(
+        BadInputError, match=r"3 of 34 files below .* the first: .*dead.jpg \(a link that leads"
+    ):
+        checked(in_folder(tmp_path / "30"))
+
+
+def test_a_class_that_is_a_dead_link_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.jpg").touch()
+    for target in ("gone", "dog"):
+        (tmp_path / "dog").unlink(missing_ok=True)
+        (tmp_path / "dog").symlink_to(target)
+        with pytest.raises(BadInputError, match="/dog: a link that leads nowhere"):
+            in_folder(tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_is_asked_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [b"a/%d.jpg" % number for number in range(10)]
+    (tmp_path / "a").mkdir()
+    for name in names[1:]:
+        (tmp_path / os.fsdecode(name)).touch()
+
+    def refuse(folder: bytes) -> Any:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert [number for number, _ in unreadable(os.fsencode(tmp_path), names)] == [0]
+
+
+def test_pieces_that_are_not_there_are_counted(photographs: Path, tmp_path: Path) -> None:
+    records = opened("shards", photographs, tmp_path)
+    checked(records)
+    (tmp_path / "001.tar").unlink()
+    os.truncate(tmp_path / "003.tar", 5000)
+    message = rf"2 of 5 pieces of {tmp_path} can't be read; the first: {tmp_path}/001.tar \(No such file"
+    with pytest.raises(BadInputError, match=message):
+        checked(records)
+
+
+def test_a_full_check_decodes_each_sample_and_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = in_folder(broken_folder(tmp_path))
+    checked(records)
+    with pytest.raises(
+        BadInputError, match=r"3 of 60 training samples can't be used; the first: .*\.jpg: not a"
+    ):
+        checked(records, "full")
+    with pytest.raises(
+        BadInputError, match=r"3 of 60 .* are corrupt, and data.corrupt_budget allows 2; .*\.jpg"
+    ):
+        checked(records, "full", "quarantine", 2)
+    capfd.readouterr()
+    checked(records, "full", "skip", 3)
+    assert "3 of 60 training samples are corrupt" in capfd.readouterr().err
+
+
+def labelled(classes: str, labels: list[int]) -> Files:
+    return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "message"),
+    [
+        (("ab", [0, 0]), ("ab", [0, 1]), "class 'b' has no samples in train, and 1 in val"),
+        (("abc", [0, 0]), ("abc", [0, 0]), r"class 'b' \(and 1 more\) has no samples in train, and 0 in val"),
+        (("ab", [0, 1]), ("abc", [0, 1, 2]), "class 'c' is in val only"),
+        (("abcd", [0, 1, 2, 3]), ("ab", [0, 1]), r"class 'c' \(and 1 more\) is in train only"),
+        (("012", [0, 2]), ("0123", [0, 3]), "class '3' has no samples in train, and 1 in val"),
+        (("012", [0, 2]), ("012", [0, 1]), "class '1' has no samples in train, and 1 in val"),
+    ],
+)
+def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        common_classes("data", labelled(*train), labelled(*val), gaps=True)
+
+
+def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:
+    parts = labelled("0123", [0, 2, 3]), labelled("012", [0, 2])
+    assert common_classes("data", *parts, gaps=True) == tuple("0123")
+    with pytest.raises(BadInputError, match="class '1' has no samples in train, and 0 in val"):
+        common_classes("data", *parts, gaps=False)
+    for part in ("train", "val"):
+        (tmp_path / f"{part}.csv").write_text("path,label\na.jpg,0\na.jpg,2\n")
+    data = load_images(DataConfig(name="table", path=tmp_path), 0)
+    assert data.notes == ("1 of 3 classes have no samples; the first is '1'",)
+
+
+def test_labels_are_names_or_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("path,label\nx.jpg,3\ny.jpg,0\n")
+    numbers_, names = in_table(tmp_path / "a.csv"), tmp_path / "b.csv"
+    assert (list(numbers_.classes), numbers_.labels.tolist()) == (["0", "1", "2", "3"], [3, 0])
+    names.write_text("label,path\ndog,x.jpg\ncat,y.jpg\n")
+    assert (list(in_table(names).classes), in_table(names).labels.tolist()) == (["cat", "dog"], [1, 0])
+
+
+def test_classes_are_numbered_alike_in_every_format(tmp_path: Path) -> None:
+    for name in map(str, range(12)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "x.jpg").write_bytes(bytes(encoded(picture(), "JPEG")))
+    folder = in_folder(tmp_path / "images")
+    table = in_table(as_csv(tmp_path / "images", tmp_path))
+    assert list(folder.classes) == list(table.classes) == list(map(str, range(12)))
+    assert folder.labels.tolist() == table.labels.tolist() == list(range(12))
+
+
+def test_dates_are_names_and_excels_mark_is_no_column(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(b"\xef\xbb\xbfpath,label\nx.jpg,20240201\ny.jpg,20240131\nz.jpg,007\n")
+    assert list(in_table(file).classes) == ["007", "20240131", "20240201"]
+    file.write_bytes(b"path,label\nx.jpg,caf\xe9\n")
+    json.dumps(in_table(file).classes).encode()
+
+
+def test_what_is_no_file_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    os.mkfifo(tmp_path / "a" / "x.jpg")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    records = in_folder(tmp_path)
+    assert len(records) <= 2
+    records.fingerprint()
+    with pytest.raises(BadInputError, match="isn't a file"):
+        records.read(0)
+
+
+def test_a_closed_loader_leaves_nothing_open(photographs: Path, tmp_path: Path) -> None:
+    def opened_files() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened_files()
+    for _ in range(2):
+        records = in_pieces(as_shards(photographs, tmp_path))
+        source = Source(ImageDataset(records, SIDE, True), Share(Plan(30, 4, 4, 1, last="cross", seed=1)), 4)
+        loader = RingLoader(source, CPU, 0, LoaderConfig())
+        next(loader(range(2)))
+        loader.close()
+    del records, source, loader
+    assert opened_files() <= before
+
+
+class Locked(ImageDataset):
+    """A data set of somebody's that can't be sent."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__(records, SIDE, random_crop=True)
+        import threading
+
+        self.guard = threading.Lock()
+
+
+def test_what_can_not_be_sent_to_a_worker_is_named(photographs: Path) -> None:
+    dataset = Locked(in_folder(photographs))
+    source = Source(dataset, Share(Plan(len(dataset), 4, 4, 1, last="cross", seed=1)), 4)
+    with pytest.raises(BadInputError, match=r"Locked\.guard \(lock\) can't be sent"):
+        RingLoader(source, CPU, 1, LoaderConfig(start_method="forkserver"))
+    loader = RingLoader(source, CPU, 1, LoaderConfig(start_method="fork"))
+    assert len(read_all(loader, range(2))) == 2

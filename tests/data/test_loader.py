@@ -1,0 +1,465 @@
+"""Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.toys import make_recipe
+from trainer.data.crop import central_cut, random_cut
+from trainer.data.dataset import Arrays, Field
+from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
+from trainer.data.ring import Ring
+from trainer.data.sources import DataConfig, load_images
+from trainer.data.workers import begin_worker
+from trainer.errors import BadInputError
+from trainer.evaluate import evaluate
+from trainer.keyed_rng import Float32, Ints
+from trainer.parallel import World
+from trainer.plan import Plan, Share
+from trainer.rank import dead_worker
+from trainer.run import assemble, make_task
+from trainer.step import train_window
+
+CPU = torch.device("cpu")
+
+
+class Numbers:
+    """A data set that isn't in memory: what it returns tells sample and random numbers."""
+
+    def __init__(self, samples: int, fail_at: int = -1) -> None:
+        self.samples = samples
+        self.fail_at = fail_at
+        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
+        self.units = 9
+        self.uniforms = 2
+        self.arrays: Arrays | None = None
+        self.in_process = False
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def fingerprint(self) -> str:
+        return f"{self.samples} samples"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        if self.fail_at in samples:
+            raise BadInputError(f"sample {self.fail_at}: torn")
+        assert random is not None
+        out["x"][:, 0] = samples
+        out["x"][:, 1:] = random[:, :2]
+        out["units"][...] = samples % 9 + 1
+
+
+def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
+    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
+    return Source(dataset, Share(plan), uniforms)
+
+
+def frozen(batch: Batch) -> list[bytes]:
+    tensors = [*batch.fields.values(), batch.weight, batch.uniform]
+    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
+        bytes(str(batch.units), "ascii")
+    ]
+
+
+def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
+    try:
+        return [frozen(batch) for batch in loader(batches)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
+def test_the_number_of_workers_changes_nothing(last: str) -> None:
+    what = source(Numbers(45), last)
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert len(expected) == len(batches)
+    # Each worker that is started here imports torch: all the settings once, then one of them.
+    for workers, prefetch in ((1, 1), (2, 3), (4, 2)) if last == "cross" else ((2, 3),):
+        assert read_all(RingLoader(what, CPU, workers, LoaderConfig(prefetch=prefetch)), batches) == expected
+    middle = batches[3:]
+    assert read_all(RingLoader(what, CPU, 2, LoaderConfig()), middle) == expected[3:]
+
+
+def test_workers_that_are_not_forked_get_the_memory() -> None:
+    what = source(Numbers(20))
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+
+
+@pytest.mark.parametrize("last", ["cross", "weighted"])
+def test_residence_changes_nothing(last: str) -> None:
+    images = load_images(DataConfig(), seed=0)
+    what = source(images.train, last, micro_batch=32)
+    batches = what.share.batches()[:40]
+    resident = make_loader(what, CPU, LoaderConfig(), cpu_workers=2)
+    assert isinstance(resident, ResidentLoader)
+    travelling = make_loader(what, CPU, LoaderConfig(resident=False, workers=2), cpu_workers=0)
+    assert isinstance(travelling, RingLoader)
+    assert read_all(resident, batches) == read_all(travelling, batches)
+
+
+def test_a_loader_can_be_run_again() -> None:
+    what = source(Numbers(20))
+    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    try:
+        first = [frozen(batch) for batch in loader(what.share.batches())]
+        assert [frozen(batch) for batch in loader(what.share.batches())] == first
+    finally:
+        loader.close()
+
+
+def test_no_worker_outlives_close() -> None:
+    before = {child.pid for child in multiprocessing.active_children()}
+    what = source(Numbers(200))
+    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    running = loader(what.share.batches())
+    next(running)
+    assert len({child.pid for child in multiprocessing.active_children()} - before) == 2
+    loader.close()
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
+def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
+    before = {child.pid for child in multiprocessing.active_children()}
+    loader = RingLoader(what, CPU, 1, LoaderConfig())
+    (worker,) = (child for child in multiprocessing.active_children() if child.pid not in before)
+    return loader, worker
+
+
+def test_a_worker_that_was_killed_is_one_line() -> None:
+    what = source(Numbers(20))
+    loader, worker = worker_of(what)
+    assert worker.pid is not None
+    with pytest.raises(RuntimeError) as raised:  # wherever this process is then
+        os.kill(worker.pid, signal.SIGKILL)
+        while True:
+            list(loader(what.share.batches()))
+    # By the signal, if torch's handler could raise where it ran; else torch only finds the worker gone.
+    told = f"its loader worker (pid {worker.pid}) "
+    hows = ("was killed by SIGKILL (out of memory? see dmesg)", "ended unexpectedly")
+    assert dead_worker(raised.value) in [told + how for how in hows]
+    try:
+        loader.close()
+    except RuntimeError:  # it says so again
+        loader.close()
+
+
+def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
+    """As of scancel: the rank needs its workers up to the step after which it saves a checkpoint."""
+    what = source(Numbers(200))
+    loader, worker = worker_of(what)
+    assert worker.pid is not None
+    expected = [frozen(batch) for batch in loader(what.share.batches())]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert [frozen(batch) for batch in loader(what.share.batches())] == expected
+    worker.terminate()  # as torch does where a worker hangs
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    grey = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    Image.fromarray(grey).save(root / "train" / "cat" / "deep.png")
+    shutil.copyfile(root / "train" / "cat" / "0.png", os.fsencode(root / "train" / "cat") + b"/x\xff.png")
+    images = load_images(DataConfig(name="folder", path=root, image_size=16), 0)
+    out: dict[str, Any] = {"image": np.empty((14, 16, 16, 3), np.uint8), "label": np.empty(14, np.int64)}
+    images.train.read(np.arange(14), np.full((14, 4), 0.5, np.float32), out)
+    assert out["label"].tolist() == [0] * 8 + [1] * 6
+
+
+def test_units_count_what_has_weight() -> None:
+    what = source(Numbers(5))
+    for batch in RingLoader(what, CPU, 0, LoaderConfig())(what.share.batches()):
+        assert batch.weight is not None
+        assert batch.units == int((batch.fields["units"] * batch.weight).sum())
+
+
+def test_a_batch_in_use_is_not_overwritten() -> None:
+    """With the fewest slots and fast workers: each batch is compared long after the next were asked for."""
+    what = source(Numbers(400))
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=1))
+    running = loader(batches)
+    before = next(running)
+    try:
+        for number, batch in enumerate(running, 1):
+            if number % 10 == 0:
+                torch.randn(200, 200) @ torch.randn(200, 200)
+            assert frozen(before) == expected[number - 1]
+            before = batch
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_data_is_one_line(workers: int) -> None:
+    what = source(Numbers(20, fail_at=7))
+    with pytest.raises(BadInputError, match=r"^sample 7: torn$"):
+        read_all(RingLoader(what, CPU, workers, LoaderConfig()), what.share.batches())
+
+
+def test_unpacking_keeps_shapes_types_and_values() -> None:
+    fields = {
+        "a": Field((2, 3), np.dtype(np.uint8)),
+        "b": Field((2,), np.dtype(np.int64)),
+        "c": Field((2, 1), np.dtype(np.float32)),
+    }
+    ring = Ring(fields, slots=3, inherited=True)
+    out = ring.arrays(4)
+    out["a"][...] = np.arange(6).reshape(2, 3)
+    out["b"][...] = (1 << 40, -1)
+    out["c"][...] = 0.5
+    tensors = ring.unpack(ring.slot(4).clone())
+    assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].tolist() == [1 << 40, -1]
+    assert tensors["c"].dtype == torch.float32
+
+
+_TINY_SHM = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77
+exec "$0" -c '
+import torch
+from tests.data.test_loader import Numbers, CPU, read_all, source
+from trainer.data.loader import LoaderConfig, RingLoader
+class Wide(Numbers):
+    def __init__(self):
+        super().__init__(64)
+        from trainer.data.dataset import Field
+        import numpy as np
+        self.fields["big"] = Field((1 << 20,), np.dtype(np.uint8))
+    def read(self, samples, random, out):
+        super().read(samples, random, out)
+        out["big"][...] = samples[:, None] % 256
+what = source(Wide())
+batches = what.share.batches()
+print(len(read_all(RingLoader(what, CPU, 2, LoaderConfig(prefetch=4)), batches)))
+'
+"""
+
+
+def test_it_works_where_dev_shm_is_tiny() -> None:
+    """40 MB of batches under way, in a mount namespace whose /dev/shm holds 64 KiB."""
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("mounting a small /dev/shm needs root on Linux")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", _TINY_SHM, sys.executable],
+        capture_output=True, text=True, check=False, cwd=root, timeout=120,
+    )  # fmt: skip
+    if done.returncode in (1, 77) and "mount" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "32"
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    theirs, ours = load_digits(), load_images(DataConfig(), 0)
+    parts: list[Any] = [ours.train.arrays, ours.evaluation.arrays]
+    images = np.concatenate([part["image"][..., 0] for part in parts]) / 15
+    labels = np.concatenate([part["label"] for part in parts])
+    assert (len(parts[0]["label"]), len(parts[1]["label"])) == (1437, 360)
+    both = [sorted(map(repr, zip(i.reshape(-1, 64).astype(int).tolist(), j.tolist(), strict=True)))
+            for i, j in ((images, labels), (theirs.images, theirs.target))]  # fmt: skip
+    assert both[0] == both[1]
+
+
+def make_folder(root: Path) -> Path:
+    random = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 3)):
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    config = DataConfig(name="folder", path=make_folder(tmp_path), image_size=16)
+    images = load_images(config, seed=0)
+    assert images.classes == ("cat", "dog")
+    assert (len(images.train), len(images.evaluation)) == (12, 6)
+    what = source(images.train, uniforms=5)
+    batches = what.share.batches()
+    expected = read_all(make_loader(what, CPU, LoaderConfig(workers=0), 0), batches)
+    assert read_all(make_loader(what, CPU, LoaderConfig(workers=2), 0), batches) == expected
+    assert len({tuple(batch[:1]) for batch in expected}) == len(expected), "every cut is another one"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
+    recipe = make_recipe(
+        epochs=3,
+        data={
+            "name": "folder", "path": make_folder(tmp_path), "image_size": 16,
+            "global_batch": 4, "micro_batch": 2,
+            "augment": "flip", "workers": workers, "evaluation_batch": 4,
+        },
+        model={"name": "small_resnet", "width": 8},
+    )  # fmt: skip
+    task = make_task(recipe)
+    parts = assemble(recipe, task, World(0, 1, 0, CPU, None), workers)
+    batches = parts.loader(parts.training.share.batches())
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+    figures = evaluate(
+        task,
+        parts.training.model,
+        parts.evaluation_loader,
+        parts.evaluation_share,
+        World(0, 1, 0, CPU, None),
+        recipe.precision,
+    )
+    parts.loader.close()
+    parts.evaluation_loader.close()
+    assert np.isfinite(figures["loss"])
+    assert figures["accuracy"] * 6 == pytest.approx(round(figures["accuracy"] * 6))
+
+
+def test_an_evaluation_image_is_cut_and_resized_as_pillow_does(tmp_path: Path) -> None:
+    gradient = np.zeros((64, 96, 3), np.uint8)
+    gradient[..., 0] = np.arange(96) * 2
+    gradient[..., 1] = np.arange(64)[:, None] * 3
+    for part in ("train", "val"):
+        (tmp_path / part / "only").mkdir(parents=True)
+        Image.fromarray(gradient).save(tmp_path / part / "only" / "x.png")
+    images = load_images(DataConfig(name="folder", path=tmp_path, image_size=28), 0)
+    out: dict[str, Any] = {"image": np.empty((1, 28, 28, 3), np.uint8), "label": np.empty(1, np.int64)}
+    images.evaluation.read(np.array([0]), None, out)
+    box = central_cut(64, 96)
+    cut = Image.fromarray(gradient).crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    expected = np.asarray(cut.resize((28, 28), Image.Resampling.BILINEAR))
+    assert abs(out["image"][0].astype(int) - expected).max() <= 1
+
+
+def test_random_cuts_stay_inside_and_reach_everywhere() -> None:
+    random = np.random.default_rng(1).random((2000, 4))
+    boxes = [random_cut(40, 70, *row) for row in random.tolist()]
+    assert all(b.top >= 0 and b.left >= 0 and b.height >= 1 and b.width >= 1 for b in boxes)
+    assert max(b.top + b.height for b in boxes) == 40
+    assert max(b.left + b.width for b in boxes) == 70
+    areas = np.array([b.height * b.width for b in boxes]) / 2800
+    assert areas.min() < 0.12
+    assert areas.max() > 0.8
+    assert random_cut(40, 70, 0.999999, 0.5, 0.999999, 0.999999).height <= 40
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: None, "no such folder"),
+        (lambda root: (root / "train").mkdir(parents=True), "no files"),
+        (lambda root: (make_folder(root) / "val" / "bird").mkdir(), "class 'bird' is in val only"),
+    ],
+)
+def test_a_folder_that_is_wrong_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    change(tmp_path / "data")
+    with pytest.raises(BadInputError, match=message):
+        load_images(DataConfig(name="folder", path=tmp_path / "data"), 0)
+
+
+def test_a_truncated_image_is_named(tmp_path: Path) -> None:
+    root = make_folder(tmp_path)
+    victim = root / "train" / "cat" / "3.png"
+    victim.write_bytes(victim.read_bytes()[:300])
+    what = source(load_images(DataConfig(name="folder", path=root, image_size=16), 0).train, uniforms=4)
+    with pytest.raises(BadInputError, match=r"cat/3.png: not a readable image"):
+        read_all(RingLoader(what, CPU, 2, LoaderConfig()), what.share.batches())
+
+
+class Slow(Numbers):
+    """Takes 20 ms for a batch."""
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        time.sleep(0.02)
+        super().read(samples, random, out)
+
+
+class Busy(Numbers):
+    """Computes for 20 ms of CPU time for a batch."""
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        super().read(samples, random, out)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_workers_do_with_their_time_is_told(workers: int) -> None:
+    figures = {}
+    for kind, dataset in (("blocked", Slow(40)), ("cpu", Busy(40))):
+        loader = RingLoader(source(dataset), CPU, workers, LoaderConfig())
+        for _ in loader(range(5)):
+            pass
+        figures[kind] = loader.take_work()
+        assert loader.take_work() == {}
+        loader.close()
+    assert figures["blocked"]["loader/workers"] == workers
+    assert figures["blocked"]["loader/blocked"] > 0.8
+    # The rest is what other processes take of the CPU.
+    assert figures["cpu"]["loader/blocked"] < 0.1
+    assert figures["cpu"]["loader/cpu"] + figures["cpu"]["loader/starved"] > 0.9
+    assert figures["cpu"]["loader/cpu"] > 0.3
+    assert figures["blocked"]["loader/seconds_per_sample"] == pytest.approx(0.02 / 4, rel=0.3)
+
+
+def _rank_with_a_worker(pipe: Any) -> None:
+    """Starts a process as a loader does, says which, and waits to be killed."""
+    context = multiprocessing.get_context("fork")
+    context.Process(target=_worker, args=(os.getpid(), pipe)).start()
+    time.sleep(60)
+
+
+def _worker(parent: int, pipe: Any) -> None:
+    begin_worker(parent, 0)
+    pipe.send(os.getpid())
+    time.sleep(60)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie, which some containers' first process leaves lying."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends children with their parent")
+def test_a_worker_ends_with_its_rank() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=_rank_with_a_worker, args=(theirs,))
+    rank.start()
+    worker = ours.recv()
+    rank.kill()
+    deadline = time.monotonic() + 10
+    while runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not runs(worker)
+    # One whose parent was gone before it could say so ends by itself.
+    late = multiprocessing.get_context("fork").Process(target=begin_worker, args=(-1, 0))
+    late.start()
+    late.join(10)
+    assert late.exitcode == 1

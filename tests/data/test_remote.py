@@ -1,0 +1,247 @@
+"""Promise: a server that is slow, fails or lies costs time or gives one line, and no secret is shown."""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.remote import S3, Web
+from trainer.config import override, read_recipe, validated
+from trainer.data import remote
+from trainer.data.remote import Sink, WrongContentError, fetch, join
+from trainer.data.shared import anonymous_file
+from trainer.errors import BadInputError
+from trainer.recipe import Recipe
+from trainer.sizes import parse_size, size_text
+
+Server = Web | S3
+DATA = os.urandom(100_000)
+NAME = "some #ä%20.bin"
+
+
+@pytest.fixture(scope="module", params=[Web, S3], ids=["https", "s3"])
+def started(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server: Server = request.param({f"at/{NAME}": DATA, "at/empty": b""})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    started.app.asked.clear()
+    started.app.faults.clear()
+    monkeypatch.setattr(remote, "_PART", 30_000)
+    return started
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that would have been waited."""
+    waited, sleep = list[float](), asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    return waited
+
+
+def got(server: Server, name: str = NAME, size: int | None = len(DATA)) -> bytes:
+    file = anonymous_file()
+    try:
+        sink = Sink(file, size)
+        fetch(join(f"{server.url}/at/", name), sink)
+        return os.pread(file, sink.done + 1, 0)
+    finally:
+        os.close(file)
+
+
+@pytest.mark.parametrize("size", [len(DATA), None])
+def test_a_file_comes_whole_whatever_its_name(server: Server, size: int | None) -> None:
+    assert got(server, size=size) == DATA
+    assert server.app.asked.total() == (4 if isinstance(server, S3) and size else 1)
+    assert got(server, "empty", size and 0) == b""
+
+
+def test_errors_that_may_pass_are_waited_for(server: Server, waits: list[float]) -> None:
+    server.app.faults[NAME] = iter(["503", "500", "truncate", "429", "408"])
+    assert got(server) == DATA
+    if isinstance(server, Web):
+        assert waits == [0.5, 1, 2, 4, 8]
+        assert server.app.asked.total() == 6
+    else:  # four parts at once, and only those that failed again
+        assert server.app.asked.total() == 4 + 5
+    server.app.faults[NAME] = iter(["503", "truncate"])
+    assert got(server, size=None) == DATA
+
+
+def test_one_that_always_fails_is_named_with_what_to_check(server: Server, waits: list[float]) -> None:
+    server.app.faults[NAME] = itertools.repeat("503")
+    with pytest.raises(BadInputError) as caught:
+        got(server, size=20_000)
+    assert waits == [0.5, 1, 2, 4, 8]
+    assert server.app.asked.total() == 6
+    assert str(caught.value).startswith(join(f"{server.url}/at", NAME))
+    assert "HTTP 503, after 6 tries; check the address" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("403", r"HTTP 403 \(access denied\); check the address and the cred"),
+                           ("401", "HTTP 401 .*AWS_ACCESS_KEY_ID"), ("400", "HTTP 400; check")],
+)  # fmt: skip
+def test_a_refusal_is_told_at_once(server: Server, fault: str, message: str, waits: list[float]) -> None:
+    server.app.faults[NAME] = iter([fault])
+    with pytest.raises(BadInputError, match=message):
+        got(server, size=20_000)
+    assert (waits, server.app.asked.total()) == ([], 1)
+
+
+@pytest.mark.parametrize("size", [7, None])
+def test_what_is_not_there_is_told_at_once(server: Server, size: int | None, waits: list[float]) -> None:
+    with pytest.raises(
+        BadInputError, match=r"at/nothing: HTTP 404 \(not found\); check .*`trainer data pack"
+    ):
+        got(server, "nothing", size)
+    assert (waits, server.app.asked.total()) == ([], 1)
+
+
+def test_a_length_that_differs_from_the_index_is_found(server: Server, waits: list[float]) -> None:
+    with pytest.raises(BadInputError, match=r"ended after 100,000|is shorter than its index says"):
+        got(server, size=len(DATA) + 50_000)
+    with pytest.raises(BadInputError, match="ended after 100,000"):
+        got(server, size=len(DATA) + 10_000)
+    if isinstance(server, Web):
+        with pytest.raises(WrongContentError):
+            got(server, size=len(DATA) - 1)
+    assert set(waits) <= set(remote._WAITS)
+
+
+@pytest.mark.parametrize(("fault", "silence", "slowest"), [("hang", 0.2, 1e9), ("drip", 0.3, 1e6)])
+def test_a_silent_or_crawling_server_holds_nobody_for_ever(
+    server: Server, fault: str, silence: float, slowest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_WAITS", (0.0,))
+    monkeypatch.setattr(remote, "_SILENCE", silence)
+    monkeypatch.setattr(remote, "_SLOWEST", slowest)
+    server.app.faults[NAME] = itertools.repeat(fault)
+    began = time.monotonic()
+    with pytest.raises(BadInputError, match=r"(no answer in time|can't be reached \(ReadT.*), after 2 tries"):
+        got(server, size=20_000)
+    assert time.monotonic() - began < 2.5
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
+    with pytest.raises(BadInputError, match=r"http://127.0.0.1:9/x: can't be reached \(.*\), after 3 tries"):
+        fetch("http://127.0.0.1:9/x", Sink(-1))
+
+
+@pytest.mark.usefixtures("waits")
+def test_where_a_server_leads_to_is_not_shown() -> None:
+    web = Web({"a": b"", "gone": b""})
+    web.app.faults |= {"a": itertools.repeat("lead away"), "gone": iter(["403", *["503"] * 6])}
+    try:
+        for message in ("HTTP 403", "HTTP 503, after 6 tries"):
+            with pytest.raises(BadInputError, match=message) as caught:
+                fetch(f"{web.url}/a", Sink(-1))
+            assert "secret" not in str(caught.value)
+            assert caught.value.__cause__ is None
+            assert caught.value.__suppress_context__
+    finally:
+        web.close()
+
+
+def test_no_thread_is_left_behind_which_a_fork_would_cut_short(server: Server) -> None:
+    before = threading.enumerate()
+    got(server)
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert [thread for thread in left if "process_request" not in thread.name] == []  # the server's
+
+
+def test_it_works_in_a_notebook_which_has_a_loop_of_its_own(server: Server) -> None:
+    async def cell() -> bytes:
+        return got(server)
+
+    assert asyncio.run(cell()) == DATA
+
+
+def test_without_credentials_the_line_says_where_they_come_from(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(server, Web):
+        return
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    with pytest.raises(BadInputError, match=r"NoCredentialsError.*FSSPEC_S3_ANON=true"):
+        got(server)
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})  # what that variable sets
+    assert got(server) == DATA
+
+
+SECRET = "s3cr3t"
+URLS = [
+    (["data.path=s3://bucket/x"], "data.cache is needed"),
+    (["data.path=s3://bucket/x", "data.cache=c", "data.name=folder"], "data.name=folder reads files of this"),
+    (["data.path=/data", "data.cache=c"], "for a data.path that is a URL"),
+    (["data.path=/data", "data.cache_limit=1GB"], "for a data.path that is a URL"),
+    ([f"data.path=s3://me:{SECRET}@bucket/x", "data.cache=c"], "AWS_SECRET_ACCESS_KEY or ~/.aws"),
+    ([f"data.path=https://me:{SECRET}@host/x", "data.cache=c"], "user or password"),
+    ([f"data.path=https://{SECRET}@host/x", "data.cache=c"], "user or password"),
+    ([f"data.path=s3://me:{SECRET}/y@bucket/x", "data.cache=c"], "user"),
+    ([f"data.path=https://me:{SECRET}/y@host/x", "data.cache=c"], "not a URL"),
+    ([f"data.path=https://host/x?X-Amz-Signature={SECRET}", "data.cache=c"], "a URL with ? or #"),
+    (["data.path=gs://bucket/x", "data.cache=c"], "give s3://BUCKET/PATH or https://HOST/PATH"),
+    (["data.path=s3://", "data.cache=c"], "give s3://BUCKET/PATH"),
+    (
+        ["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=much"],
+        "data.cache_limit=much: give a numb",
+    ),
+    (
+        ["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=200"],
+        "data.cache_limit=200: give a number",
+    ),
+    (["data.path=s3://bucket/x", "data.cache=c", "data.cache_limit=0GB"], "give a size above 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), URLS)
+def test_what_does_not_go_together_is_one_line_without_secrets(settings: list[str], message: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        validated(Recipe, override(read_recipe("digits"), ["data.name=pack", *settings]), "digits")
+    assert message in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_url_stays_as_it_is() -> None:
+    settings = ["data.name=pack", "data.path=s3://bucket//x y", "data.cache=c", "data.cache_limit=1.5 TiB"]
+    recipe = validated(Recipe, override(read_recipe("digits"), settings), "digits")
+    assert recipe.data.path == "s3://bucket//x y"
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("200GB", 200 * 10**9), ("1.5TiB", 3 << 39), ("7 b", 7), ("0.5kB", 500)]
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1GBB", "1e9GB", "5ib", "1,5GB", "9" * 400 + "GB", "²GB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 200GB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [1, 99_999, 100_000, 123_456_789, 10**12, 5 * 10**17])
+def test_a_size_that_is_told_is_enough_and_not_much_more(size: int) -> None:
+    assert size <= parse_size(size_text(size)) <= size * 1.01

@@ -1,0 +1,220 @@
+"""Promise: behind S3 the batches are the same, and with a small cache a piece comes once an epoch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.test_loader import CPU, frozen
+from tests.helpers.remote import S3, asked_for, files_below, write_pack
+from trainer.data import cache
+from trainer.data.cache import CachedPieces
+from trainer.data.corrupt import Quarantine
+from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.pieces import About
+from trainer.data.sources import DataConfig, load_images, order_of
+from trainer.errors import BadInputError
+from trainer.plan import Plan, Share
+from trainer.recipe import Recipe
+from trainer.run import data_of, make_plan, make_task
+
+PIECES = [24] * 8
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    write_pack(folder / "train", PIECES)
+    write_pack(folder / "val", [9, 3], seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def about(pack: Path) -> About:
+    return About.model_validate_json((pack / "train" / "index.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def started(pack: Path) -> Iterator[S3]:
+    server = S3({f"some/where/{name}": data for name, data in files_below(pack).items()})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(started: S3) -> S3:
+    started.app.asked.clear()
+    return started
+
+
+def config(**changes: Any) -> DataConfig:
+    return DataConfig.model_validate({"name": "pack", "image_size": 8, "micro_batch": 4, **changes})
+
+
+def remote(s3: S3, folder: Path, **changes: Any) -> DataConfig:
+    return config(path=f"{s3.url}/some/where/", cache=folder, **changes)
+
+
+def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 3) -> Iterator[list[bytes]]:
+    data = load_images(what, 0).train
+    pieces, together = order_of(data)
+    plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, pieces=pieces, together=together)
+    loading = LoaderConfig(start_method=method, prefetch=2)
+    loader = RingLoader(Source(data, Share(plan), 4), CPU, workers, loading, Quarantine("training", 0))
+    try:
+        for batch in loader(Share(plan).batches()):
+            yield frozen(batch)
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, "fork"), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
+)
+def test_batches_are_those_of_the_local_folder(
+    s3: S3, pack: Path, about: About, tmp_path: Path, workers: int, method: str
+) -> None:
+    epochs = 1 if method == "spawn" else 2
+    expected = list(batches(config(path=pack), 0, epochs=epochs))
+    assert list(batches(remote(s3, tmp_path, cache_limit="1MB"), workers, method, epochs)) == expected
+    assert asked_for(s3.app, about) == [1] * len(PIECES)
+    list(batches(remote(s3, tmp_path), 0, epochs=1))
+    assert asked_for(s3.app, about) == [1] * len(PIECES)
+
+
+def limit_for(about: About, together: int) -> int:
+    return 2 * together * max(piece.bytes for piece in about.pieces)
+
+
+def test_with_a_small_cache_each_piece_comes_once_an_epoch(s3: S3, about: About, tmp_path: Path) -> None:
+    epochs, together = 4, 2
+    limit = limit_for(about, together)
+    what = remote(s3, tmp_path, cache_limit=f"{limit}B")
+    assert order_of(load_images(what, 0).train) == (tuple(PIECES), together)
+    largest = 0
+    for _ in batches(what, 2, epochs=epochs):
+        with cache._locked(tmp_path / "trainer-cache.lock"):  # nobody makes room while this counts
+            largest = max(largest, sum(path.stat().st_size for path in tmp_path.glob("*.piece")))
+    asked = asked_for(s3.app, about)
+    assert max(asked) <= epochs
+    # At each border between epochs some of the last two windows' pieces may still be there.
+    assert epochs * len(PIECES) - 2 * together * (epochs - 1) <= sum(asked) <= epochs * len(PIECES)
+    assert limit / 2 < largest <= limit
+
+
+def test_batches_in_windows_are_the_same_with_any_number_of_workers(
+    s3: S3, about: About, tmp_path: Path
+) -> None:
+    what = remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B")
+    expected = list(batches(what, 0))
+    assert list(batches(what, 2)) == expected
+    assert list(batches(remote(s3, tmp_path), 0)) != expected
+
+
+def test_a_piece_that_vanishes_is_fetched_again(s3: S3, pack: Path, about: About, tmp_path: Path) -> None:
+    read = list[list[bytes]]()
+    for batch in batches(remote(s3, tmp_path), 0, epochs=2):
+        read.append(batch)
+        if len(read) == 48:  # an epoch: all are there, and open
+            for path in tmp_path.glob("*.piece"):
+                path.unlink()
+    assert read == list(batches(config(path=pack), 0, epochs=2))
+    # Who has it open goes on with it; the next run fetches.
+    list(batches(remote(s3, tmp_path), 0, epochs=1))
+    assert asked_for(s3.app, about) == [2] * len(PIECES)
+
+
+def test_an_evicted_piece_does_not_take_up_the_disk(s3: S3, about: About, tmp_path: Path) -> None:
+    """A process closes what was evicted when it opens the next."""
+    data = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
+    records: Any = data
+    pieces = records.records
+    assert isinstance(pieces, CachedPieces)
+    for sample in range(0, sum(PIECES), 24):
+        pieces.read(sample)
+    assert len(pieces._files) <= 3
+    assert sum(os.fstat(file).st_nlink == 0 for file in pieces._files.values()) <= 1
+
+
+def test_a_limit_below_two_pieces_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
+    smallest = limit_for(about, 1)
+    with pytest.raises(BadInputError, match=f"={smallest - 1}B is too low: .* set {smallest}B"):
+        load_images(remote(s3, tmp_path, cache_limit=f"{smallest - 1}B"), 0)
+    load_images(remote(s3, tmp_path, cache_limit=f"{smallest}B"), 0)
+
+
+def test_as_many_pieces_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
+    for together in (1, 2, 3):
+        for more in (0, 2 * max(piece.bytes for piece in about.pieces) - 1):
+            limit = limit_for(about, together) + more
+            images = load_images(remote(s3, tmp_path, cache_limit=f"{limit}B"), 0)
+            assert order_of(images.train)[1] == together
+            assert order_of(images.evaluation) == ((), 0)
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.piece"))
+    assert total == 0  # only indices were fetched
+
+
+def test_samples_that_are_numbered_across_pieces_need_all_of_them(tmp_path: Path) -> None:
+    from trainer.data.cache import Cached, pieces_together
+    from trainer.data.shared import Columns
+
+    about = write_pack(tmp_path / "train", [3, 3])
+    columns = Columns.hold({"piece": np.array([0, 1, 0, 1, 0, 1], np.int32)})
+    pieces = CachedPieces(about, columns, Cached("https://host/x", tmp_path, None))
+    total = sum(piece.bytes for piece in about.pieces)
+    assert pieces_together(total, [pieces]) == 0
+    about.pieces.append(about.pieces[0])
+    with pytest.raises(BadInputError, match="https://host/x: its samples are numbered across its pieces"):
+        pieces_together(total, [pieces])
+
+
+def recipe(data: DataConfig) -> Recipe:
+    return Recipe.model_validate({"epochs": 2, "data": data.model_dump()})
+
+
+def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
+    s3: S3, pack: Path, about: About, tmp_path: Path
+) -> None:
+    orders = []
+    for data in (
+        config(path=pack),
+        remote(s3, tmp_path),
+        remote(s3, tmp_path, cache_limit="1GB"),
+        remote(s3, tmp_path, cache_limit=f"{limit_for(about, 2)}B"),
+    ):
+        task = make_task(recipe(data))
+        orders.append(data_of(task))
+        assert bool(make_plan(recipe(data), task).together) == ("pieces" in orders[-1]["order"])
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[3] == {**orders[0], "order": "shuffled within 2 pieces"}
+
+
+@pytest.mark.slow
+def test_a_run_behind_s3_ends_with_the_weights_of_a_local_one(s3: S3, pack: Path, tmp_path: Path) -> None:
+    words = ["data.name=pack", "data.image_size=8", "data.global_batch=16", "data.micro_batch=8", "epochs=2"]
+    words += ["data.augment=none", "data.workers=1", "parallel.threads=1", "model.width=4"]
+
+    def train(out: str, *more: str) -> Path:
+        settings = [word for setting in (*words, *more) for word in ("--set", setting)]
+        command = [sys.executable, "-m", "trainer", "train", "digits", "--out", out, *settings]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return tmp_path / out
+
+    local = train("local", f"data.path={pack}")
+    away = train("away", f"data.path={s3.url}/some/where", "data.cache=cache")
+    for weights in ("model.safetensors", "ema.safetensors"):
+        if (local / weights).exists():
+            assert (away / weights).read_bytes() == (local / weights).read_bytes()
+    assert json.loads((away / "manifest.json").read_text())["status"] == "finished"
+    assert torch.cuda.is_available() or list((tmp_path / "cache").glob("*.piece"))

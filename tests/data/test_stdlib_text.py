@@ -1,0 +1,164 @@
+"""Promise: the embedded text is the same on every host with this Python; a short run on it learns, and goes
+on after a cut with the same bits; the compressors are measured on what the model is.
+"""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.toys import make_recipe
+from trainer.attempt import _go_on
+from trainer.bench.compression import apart, bench_compression, by_gzip, by_xz, stream, together
+from trainer.checkpoint.store import newest_good, write
+from trainer.cli import main
+from trainer.config import read_recipe
+from trainer.data.documents import StreamDataset
+from trainer.data.stdlib import END, is_held_out, read_modules, stdlib_text
+from trainer.errors import BadInputError
+from trainer.parallel import World
+from trainer.recipe import Recipe
+from trainer.run import assemble, make_task
+from trainer.state import tensors_of
+from trainer.step import train_window
+
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
+
+
+def a_library(root: Path, modules: int = 60) -> Path:
+    for number in range(modules):
+        file = root / f"package{number % 3}" / f"module{number}.py"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(f"x = {number}\n")
+    for name in ("test/a.py", "site-packages/b.py", "encodings/cp1.py", "package1/tests/c.py", "notes.txt"):
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).write_text("y = 1\n")
+    (root / "package1" / "nul.py").write_bytes(b"a\0b")
+    (root / "package1" / "empty.py").write_bytes(b"")
+    return root
+
+
+def test_which_modules_there_are(tmp_path: Path) -> None:
+    modules = read_modules(a_library(tmp_path / "one"))
+    assert len(modules) == 60
+    assert list(modules) == sorted(modules)
+    assert modules["package1/module1.py"] == b"x = 1\n"
+    again = read_modules(a_library(tmp_path / "two"))
+    assert again == modules, "whatever folder it lies in"
+    held = {name for name in modules if is_held_out(name)}
+    more = read_modules(a_library(tmp_path / "two", 80))
+    assert {name for name in more if is_held_out(name)} & modules.keys() == held, "by the name alone"
+
+
+def test_an_empty_library_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="holds 0 modules as source text, too few"):
+        read_modules(tmp_path)
+
+
+def test_the_text_is_all_of_the_modules() -> None:
+    modules = read_modules()
+    learned, held = stdlib_text()
+    for text, is_held in ((learned, False), (held, True)):
+        documents = text.tokens.tobytes().split(bytes([END]))
+        assert documents.pop() == b""
+        assert documents == [content for name, content in modules.items() if is_held_out(name) is is_held]
+    share = len(held.tokens) / (len(learned.tokens) + len(held.tokens))
+    assert 0.01 < share < 0.15
+    assert len(learned.tokens) > 4e6
+    other = StreamDataset(np.append(held.tokens, np.uint8(7)), 256, whole=True)
+    assert other.fingerprint() != StreamDataset(held.tokens, 256, whole=True).fingerprint()
+
+
+def short_recipe(**keys: Any) -> Recipe:
+    values = read_recipe("gpt-stdlib")
+    values["data"] |= {"global_batch": 8, "micro_batch": 4}
+    values["language"] |= {"layers": 2, "width": 64, "sequence_length": 128}
+    return make_recipe(**values | {"max_windows": 30, "ema": {"decay": 0.9}} | keys)
+
+
+@pytest.mark.compat
+def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = short_recipe()
+    task = make_task(recipe)
+
+    def windows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, bytes]]:
+        t = (parts := assemble(recipe, task, ALONE, 0)).training
+        if first:
+            found, _ = newest_good(folder)
+            assert _go_on(t, found, ALONE).window == first
+        t.replica.train()
+        batches, losses = parts.loader(t.share.batches(first)), []
+        for window in range(first, last):
+            before = float(t.loss)
+            train_window(t, batches, window)
+            losses.append(float(t.loss) - before)
+        tensors = tensors_of(t)
+        state = {
+            "row": 0, "losses": [float(t.loss)], "seconds": 0.0, "samples": 0, "figures": {}, "best": None,
+        }  # fmt: skip
+        write(folder, last, tensors, state)
+        saved = {f"{kind}/{name}": tensor for kind, part in tensors.items() for name, tensor in part.items()}
+        return losses, {name: tensor.detach().numpy().tobytes() for name, tensor in saved.items()}
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    losses, whole = windows(tmp_path / "whole", 0, 30)
+    assert losses[0] == pytest.approx(np.log(256), abs=0.3)
+    assert np.mean(losses[-5:]) < 3.0
+    windows(tmp_path / "cut", 0, 17)
+    _, cut = windows(tmp_path / "cut", 17, 30)
+    assert cut == whole
+
+
+@pytest.mark.slow
+def test_the_recipe_reaches_its_figure(tmp_path: Path) -> None:
+    """Below 2.3 bits per byte; in five minutes on two quiet cores, which isn't tested."""
+    assert main(["train", "gpt-stdlib", "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "manifest.json").read_text())["summary"]
+    assert summary["bits_per_byte"] < 2.3
+    assert bench_compression(tmp_path / "run", 2.3) == 0
+
+
+def test_the_compressors_are_those_of_the_tools() -> None:
+    documents = [b"import os\n" * 40, b"def f(x):\n    return x\n" * 9]
+    assert by_gzip(documents[0]) == len(gzip.compress(documents[0], 9))
+    assert by_xz(documents[0]) == len(lzma.compress(documents[0], preset=9 | lzma.PRESET_EXTREME))
+    size = sum(map(len, documents))
+    assert apart(by_gzip, documents) == 8 * (by_gzip(documents[0]) + by_gzip(documents[1])) / size
+    text = documents[0] + b"\0" + documents[1] + b"\0"
+    assert stream(documents) == text
+    assert together(by_xz, documents) == 8 * by_xz(text) / len(text)
+    known = together(by_xz, documents, known=text)
+    assert known < together(by_xz, documents) / 2, "what is known costs little"
+
+
+def test_the_bench_compares_a_run_with_the_same_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = read_modules(a_library(tmp_path / "library"))
+    monkeypatch.setattr("trainer.data.stdlib.read_modules", lambda: library)
+    monkeypatch.setattr("trainer.bench.compression.read_modules", lambda: library)
+    recipe = short_recipe()
+    task = make_task(recipe)
+    manifest = {
+        "config": recipe.model_dump(mode="json"), "threads": 1, "device": {"kind": "cpu"}, "world_size": 1,
+        "status": "finished", "summary": {"bits_per_byte": 2.5},
+        "fingerprint": {"evaluation data": task.evaluation_data.fingerprint()},
+    }  # fmt: skip
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(manifest))
+    assert bench_compression(tmp_path, 2.6) == 0
+    assert "| gzip -9 |" in capsys.readouterr().out
+    assert bench_compression(tmp_path, 2.4) == 1
+    assert "MISSED" in capsys.readouterr().out
+    file.write_text(json.dumps(manifest | {"status": "stopped"}))
+    with pytest.raises(BadInputError, match="no finished run"):
+        bench_compression(tmp_path, 2.4)
+    file.write_text(json.dumps(manifest | {"fingerprint": {"evaluation data": "another"}}))
+    with pytest.raises(BadInputError, match="library of another Python"):
+        bench_compression(tmp_path, 2.4)

@@ -1,0 +1,374 @@
+"""Promise: what `trainer data tokenize` writes is what the tokenizer says of each document as a whole, and is
+never half-written; what can't be tokenized is one line.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.data.test_tokens import rows
+from tests.helpers.forked import replace
+from trainer.data import encoders, tokenize as module
+from trainer.data.tokenize import add_parser, list_files, tokenize
+from trainer.data.tokens import TokenDataset, read_about, verify_tokens
+from trainer.errors import BadInputError
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of 400 tokens, and settings for sentences that must not matter."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    made.enable_truncation(5)
+    made.enable_padding(length=7)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def ids_of(bpe: Path, text: str) -> list[int]:
+    """What the library says of a text as a whole."""
+    made = tokenizers.Tokenizer.from_file(str(bpe))
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = True
+    return list(made.encode(text, add_special_tokens=False).ids)
+
+
+def folder_of(root: Path, texts: dict[str, bytes]) -> Path:
+    for name, text in texts.items():
+        path = os.path.join(os.fsencode(root / "text"), os.fsencode(name))  # noqa: PTH118
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+        Path(os.fsdecode(path)).write_bytes(text)
+    return root / "text"
+
+
+def test_bytes_of_a_folder(tmp_path: Path) -> None:
+    texts = {
+        "b.txt": b"bb\xff",
+        "a/z.txt": b"z",
+        "a.txt": b"",
+        "x\udcff.txt": b"\0",
+        ".git/x": b"no",
+        ".y": b"n",
+    }
+    target = tmp_path / "made" / "here" / "train.bin"
+    tokenize(folder_of(tmp_path, texts), target, "bytes")
+    expected = [256, *b"z", 256, *b"bb\xff", 256, 0, 256]
+    assert np.fromfile(target, np.uint16).tolist() == expected
+    about = verify_tokens(target, lambda _: None)
+    assert (about.tokens, about.documents, about.vocabulary, about.end_of_document) == (9, 4, 257, 256)
+    assert (about.tokenizer, about.tokenizer_sha256, about.source[:8]) == ("bytes", None, "4 files ")
+    assert sorted(path.name for path in target.parent.iterdir()) == ["train.bin", "train.bin.json"]
+    data = TokenDataset(target, 4)
+    assert data.vocabulary == 257
+    assert [row.tolist() for row in rows(data)] == [expected[:5], expected[4:]]
+
+
+def test_the_source_is_told_by_its_names_and_content(tmp_path: Path) -> None:
+    sources = [
+        {"a": b"x", "b": b""},
+        {"a": b"", "b": b"x"},
+        {"a": b"x", "c": b""},
+        {"a": b"x"},
+        {"a": b"x", "b": b""},
+    ]
+    told = []
+    for number, texts in enumerate(sources):
+        target = tmp_path / f"{number}.bin"
+        tokenize(folder_of(tmp_path / str(number), texts), target, "bytes")
+        about = read_about(target)
+        assert about is not None
+        told.append(about.source)
+    assert len(set(told)) == 4
+    assert told[0] == told[4]
+
+
+def test_files_can_be_chosen(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a.py": b"1", "b.txt": b"2", "c/d.py": b"3"})
+    target = tmp_path / "t.bin"
+    tokenize(folder, target, "bytes", pattern="**/*.py")
+    assert np.fromfile(target, np.uint16).tolist() == [49, 256, 51, 256]
+    tokenize(folder / "b.txt", target, "bytes", force=True)
+    assert np.fromfile(target, np.uint16).tolist() == [50, 256]
+
+
+PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]
+WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(texts=st.lists(WORDS, min_size=1, max_size=4), piece=st.sampled_from([1, 5, 40]))
+def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], piece: int) -> None:
+    """Pieces of a few characters, read from the disk in threes: as the library does the whole text."""
+    folder = tmp_path / "text"
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    for number, text in enumerate(texts):
+        (folder / str(number)).write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoders, "PIECE", piece)
+        patch.setattr(encoders, "_AROUND", 20)
+        patch.setattr(encoders, "_BATCH_CHARACTERS", 30)
+        patch.setattr(module, "_CHUNK", 3)
+        tokenize(folder, tmp_path / "t.bin", f"bpe:{bpe}", force=True)
+    end = tokenizers.Tokenizer.from_file(str(bpe)).token_to_id("<|endoftext|>")
+    expected = [token for text in texts for token in [*ids_of(bpe, text), end]]
+    assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist() == expected
+
+
+def test_a_long_text_is_cut(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at every place where it is cut the tokens are those of the whole text."""
+    text = Path(__file__).read_text()
+    (tmp_path / "long.txt").write_text(text)
+    monkeypatch.setattr(encoders, "PIECE", 1000)
+    cuts = list[tuple[str, bool]]()
+    original = encoders._pieces
+
+    def noted(*arguments: Any) -> Iterator[tuple[str, bool]]:
+        for piece in original(*arguments):
+            cuts.append(piece)
+            yield piece
+
+    monkeypatch.setattr(encoders, "_pieces", noted)
+    tokenize(tmp_path / "long.txt", tmp_path / "t.bin", f"bpe:{bpe}")
+    assert len(cuts) > 5
+    assert all(1000 <= len(piece) < 6000 for piece, last in cuts if not last)
+    assert np.fromfile(tmp_path / "t.bin", np.uint16).tolist()[:-1] == ids_of(bpe, text)
+    about = read_about(tmp_path / "t.bin")
+    assert about is not None
+    assert (about.vocabulary, about.tokenizer) == (400, "bpe:tokenizer.json")
+
+
+def test_a_tokenizer_that_minds_cuts_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that puts a blank before each text it is given: whole, or refused where that is too much."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "▁": 2, "</s>": 3, "?": 4}, "?"))
+    made.normalizer = tokenizers.normalizers.Prepend("▁")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.save(str(tmp_path / "t.json"))
+    (tmp_path / "x.txt").write_text("a\nb\n" * 500)
+    monkeypatch.setattr(encoders, "PIECE", 50)
+    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", f"bpe:{tmp_path / 't.json'}")
+    read = np.fromfile(tmp_path / "t.bin", np.uint16).tolist()
+    assert (read.count(2), read[-1]) == (1, 3)
+    monkeypatch.setattr(encoders, "_LONGEST", 1000)
+    with pytest.raises(BadInputError, match=r"x.txt: .*without an end of a line at which it may be cut"):
+        tokenize(tmp_path / "x.txt", tmp_path / "t.bin", f"bpe:{tmp_path / 't.json'}", force=True)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65535, "uint16"), (65536, "uint32")])
+def test_the_dtype_fits_the_vocabulary(tmp_path: Path, largest: int, dtype: str) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": largest, "end": 1, "?": 0}, "?"))
+    made.save(str(tmp_path / "t.json"))
+    (tmp_path / "x.txt").write_text("a")
+    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", f"bpe:{tmp_path / 't.json'}", end="end")
+    about = read_about(tmp_path / "t.bin")
+    assert about is not None
+    assert (about.dtype, about.vocabulary) == (dtype, largest + 1)
+    assert np.fromfile(tmp_path / "t.bin", dtype).tolist() == [largest, 1]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(bytes(40 << 20))
+    tracemalloc.start()
+    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20
+    assert (tmp_path / "t.bin").stat().st_size == 2 * (40 << 20) + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "missing"}, "missing: no such text file or folder"),
+        ({"source": "empty"}, r"empty: no files that match \*\*/\*"),
+        ({"pattern": "*.md"}, r"text: no files that match \*.md"),
+        ({"pattern": ""}, "--files : "),
+        ({"pattern": "/etc/*"}, "--files /etc/"),
+        ({"tokenizer": "words"}, "--tokenizer words: use bytes, or bpe:FILE"),
+        ({"tokenizer": "bpe:"}, "--tokenizer bpe:: use bytes"),
+        ({"tokenizer": "bpe:none.json"}, "none.json: can't be read"),
+        ({"tokenizer": "bpe:text/a.txt"}, "text/a.txt: not a tokenizer.json"),
+        ({"tokenizer": "bpe:text/latin"}, "text/latin: not a tokenizer.json"),
+        ({"tokenizer": "bytes", "end": "x"}, "--end belongs to bpe:FILE"),
+        ({"tokenizer": "bpe:BPE", "end": "nope"}, "tokenizer.json: knows no nope; name the token"),
+        ({"tokenizer": "bpe:NONE"}, "none.json: knows no usual end token; name the token"),
+        ({"tokenizer": "bpe:TWO"}, "two.json: knows <.endoftext.> and </s>; name the token"),
+        ({"tokenizer": "bpe:BPE"}, r"latin: not UTF-8 \(byte 0xe9 at 1500003\); convert it"),
+        ({"source": "cut", "tokenizer": "bpe:BPE"}, r"cut: not UTF-8 \(byte 0xc3 at 2\)"),
+        ({"target": "text/t.bin"}, "t.bin: lies in what is to be tokenized"),
+        ({"source": "text/a.txt", "target": "text/a.txt", "force": True}, "a.txt: lies in what is"),
+        ({"target": "old.bin"}, "old.bin: is there already"),
+        ({"target": "half.bin"}, "half.bin.json: is there already"),
+        ({"target": "empty", "force": True}, "empty: is there already"),
+        ({"target": "old.bin/x.bin"}, "x.bin: can't be written"),
+        ({"source": "links"}, "links/dead: isn't a file"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_one_line(
+    tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path, {"a.txt": b"a", "latin": "ü".encode() * 750_000 + b"caf\xe9s"[:3] + b"\xe9s"})
+    for name in ("empty", "links"):
+        Path(name).mkdir()
+    Path("links/dead").symlink_to("nowhere")
+    Path("cut").write_bytes(b"ab\xc3")
+    for name in ("old.bin", "half.bin.json"):
+        Path(name).write_text("old")
+    none = json.loads(bpe.read_text())
+    added = none.pop("added_tokens")
+    none["model"]["vocab"] = {t: i for t, i in none["model"]["vocab"].items() if t != "<|endoftext|>"}
+    Path("none.json").unlink(missing_ok=True)
+    Path("nothing").mkdir()
+    Path("nothing/none.json").write_text(json.dumps(none | {"added_tokens": []}))
+    two = [*added, added[0] | {"id": 400, "content": "</s>"}]
+    Path("nothing/two.json").write_text(json.dumps(json.loads(bpe.read_text()) | {"added_tokens": two}))
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    call: dict[str, Any] = {"source": "text", "target": "t.bin", "tokenizer": "bytes"} | arguments
+    for short, path in (("BPE", bpe), ("NONE", "nothing/none.json"), ("TWO", "nothing/two.json")):
+        call["tokenizer"] = call["tokenizer"].replace(short, str(path))
+    call |= {"source": Path(call["source"]), "target": Path(call["target"])}
+    with pytest.raises(BadInputError, match=message) as caught:
+        tokenize(**call)
+    assert "\n" not in str(caught.value)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    assert Path("old.bin").read_text() == "old"
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.txt").write_bytes(b"new")
+    (tmp_path / "t.bin").write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(BadInputError, match=r"t.bin: can't be written \(No space left on device\)"):
+        tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.bin", "x.txt"]
+    assert (tmp_path / "t.bin").read_text() == "old"
+
+
+def _killed(folder: Path, after: str) -> None:
+    if after == "chunk":
+        original = module._chunks
+
+        def chunks(*arguments: Any) -> Iterator[bytes]:
+            for chunk in original(*arguments):
+                yield chunk
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        replace(module, "_chunks", chunks)
+    else:
+
+        def once(path: Path, to: Path) -> None:
+            path.rename(to)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        replace(module, "rename", once)
+    tokenize(folder / "new.txt", folder / "t.bin", "bytes", force=True)
+
+
+@pytest.mark.parametrize(("after", "there"), [("chunk", b"old"), ("rename", b"new")])
+def test_a_kill_leaves_a_whole_file(tmp_path: Path, after: str, there: bytes) -> None:
+    for name in ("old", "new"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    target = tmp_path / "t.bin"
+    tokenize(tmp_path / "old.txt", target, "bytes")
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, after))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert np.fromfile(target, np.uint16).tolist() == [*there, 256]
+    if after == "chunk":
+        verify_tokens(target, lambda _: None)
+    else:  # without its JSON file it isn't misread
+        with pytest.raises(BadInputError, match="give the dtype"):
+            TokenDataset(target, 2)
+    (tmp_path / "t.bin.partial").write_bytes(bytes(1000))  # more than comes now
+    tokenize(tmp_path / "new.txt", target, "bytes", force=True)
+    verify_tokens(target, lambda _: None)
+    assert sorted(path.name for path in tmp_path.glob("t.*")) == ["t.bin", "t.bin.json"]
+
+
+def test_two_do_not_write_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("x")
+    with module._replacing(tmp_path / "t.bin") as file:
+        file.write(b"mine")
+        with pytest.raises(BadInputError, match=r"t.bin: another process is writing it"):
+            tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes")
+    assert (tmp_path / "t.bin").read_bytes() == b"mine"
+
+
+def test_what_was_changed_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("hello")
+    target = tmp_path / "t.bin"
+    tokenize(tmp_path / "x.txt", target, "bytes")
+    verify_tokens(target, lambda _: None)
+    content = bytearray(target.read_bytes())
+    content[4] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(BadInputError, match=r"t.bin: its content isn't what t.bin.json says"):
+        verify_tokens(target, lambda _: None)
+    (tmp_path / "t.bin.json").unlink()
+    with pytest.raises(BadInputError, match=r"no t.bin.json beside it"):
+        verify_tokens(target, lambda _: None)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    (tmp_path / "x.txt").write_text("hello")
+    options = parser.parse_args(
+        ["tokenize", str(tmp_path / "x.txt"), str(tmp_path / "t.bin"), "--tokenizer", "bytes"]
+    )
+    assert options.run(options) == 0
+    assert "t.bin: 6 tokens (uint16) of 1 files, vocabulary 257" in capsys.readouterr().out
+    with pytest.raises(BadInputError, match=r"--force replaces|or --force"):
+        options.run(options)
+    options.force = True
+    assert options.run(options) == 0
+
+
+def test_lines_tell_how_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)
+    (tmp_path / "x.txt").write_bytes(bytes(3 << 20))
+    said = list[str]()
+    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes", say=said.append)
+    assert [line.strip() for line in said[:3]] == ["1 of 3 MB", "2 of 3 MB", "3 of 3 MB"]
+
+
+def test_the_parser_is_quick_to_import() -> None:
+    code = (
+        "import sys, trainer.data.tokenize\n"
+        "print(sorted({'numpy', 'torch', 'pydantic', 'tokenizers', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"b": b"", "B": b"", "a-": b"", "a/x": b"", "é": b"", "10": b"", "9": b""})
+    names = [str(file.relative_to(folder)) for file in list_files(folder, "**/*")]
+    assert names == ["10", "9", "B", "a-", "a/x", "b", "é"]

@@ -1,0 +1,225 @@
+"""Promise: every token is a target once an epoch; workers, start method and resume change nothing; a bad file
+is one line.
+"""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.data.test_loader import CPU, read_all, source
+from trainer.data.loader import LoaderConfig, RingLoader
+from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
+from trainer.errors import BadInputError
+
+
+def token_file(folder: Path, tokens: Any, dtype: str = "uint16") -> Path:
+    path = folder / "train.bin"
+    np.asarray(tokens, dtype).tofile(path)
+    return path
+
+
+def rows(data: TokenDataset, samples: Any = None) -> Any:
+    samples = np.arange(len(data)) if samples is None else np.asarray(samples)
+    field = data.fields[TOKENS]
+    out: Any = np.full((len(samples), *field.shape), 7, field.dtype)
+    data.read(samples, None, {TOKENS: out})
+    return out
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    count=st.integers(2, 200),
+    length=st.integers(1, 60),
+    dtype=st.sampled_from(["uint16", "uint32"]),
+    data=st.data(),
+)
+def test_each_token_is_a_target_once(
+    tmp_path: Path, count: int, length: int, dtype: str, data: st.DataObject
+) -> None:
+    length = min(length, count - 1)
+    tokens = np.arange(count) * 300 + 11
+    dataset = TokenDataset(token_file(tmp_path, tokens, dtype), length, dtype)
+    read = rows(dataset)
+    assert read.dtype == dtype
+    assert dataset.units == length
+    assert read[:, 1:].ravel().tolist() == tokens[1 : len(dataset) * length + 1].tolist()
+    assert read[:, 0].tolist() == tokens[: len(dataset) * length : length].tolist()
+    assert count - 1 - len(dataset) * length < length, "no whole sample is left out"
+    some = data.draw(st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=9))
+    assert (rows(dataset, some) == read[some]).all()
+
+
+def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 16, 1000)
+    what = source(TokenDataset(token_file(tmp_path, tokens), 16, "uint16"), "cross", uniforms=0)
+    batches = what.share.batches()
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert len({batch[0] for batch in expected}) == len(batches)
+    for workers in (1, 2):
+        config = LoaderConfig(start_method="fork")
+        assert read_all(RingLoader(what, CPU, workers, config), batches) == expected
+    for workers in (0, 2):
+        config = LoaderConfig(start_method="fork")
+        assert read_all(RingLoader(what, CPU, workers, config), batches[7:]) == expected[7:]
+
+
+def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 32, 1000)
+    what = source(TokenDataset(token_file(tmp_path, tokens, "uint32"), 16, "uint32"), uniforms=0)
+    batches = what.share.batches()[3:9]
+    expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+
+
+def test_the_name_is_sent_and_not_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = token_file(tmp_path, np.arange(60_000))
+    monkeypatch.chdir(tmp_path)
+    data = TokenDataset(Path("train.bin"), 8, "uint16")
+    sent = pickle.dumps(data)
+    assert len(sent) < 2000
+    monkeypatch.chdir("/")
+    assert (rows(pickle.loads(sent)) == rows(data)).all()
+    path.rename(tmp_path / "old.bin")
+    token_file(tmp_path, np.arange(60_000))
+    with pytest.raises(BadInputError, match=r"train.bin: was changed or replaced while in use"):
+        rows(pickle.loads(sent))
+
+
+def test_a_file_cut_short_under_it_is_one_line(tmp_path: Path) -> None:
+    """With a mapping this would be the end of the process."""
+    path = token_file(tmp_path, np.arange(60_000))
+    data = TokenDataset(path, 8, "uint16")
+    os.truncate(path, 50_001)
+    assert rows(data, [0])[0].tolist() == list(range(9))
+    for sample in (25_000 // 8, len(data) - 1):
+        with pytest.raises(BadInputError, match=r"train.bin: ends at byte \d+: it got shorter"):
+            rows(data, [0, sample])
+
+
+def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TokenDataset(token_file(tmp_path, np.arange(1000)), 50, "uint16")
+    expected, whole = rows(data), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:7]], at))
+    assert (rows(data) == expected).all()
+
+
+def test_a_disk_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TokenDataset(token_file(tmp_path, np.arange(1000)), 50, "uint16")
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pread", fail)
+    for read in (data.fingerprint, lambda: rows(data)):
+        with pytest.raises(BadInputError, match=r"train.bin: can't be read \(Input/output error\)"):
+            read()
+
+
+def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 100, 400)
+    (tmp_path / "other").mkdir()
+    print_of = TokenDataset(token_file(tmp_path, tokens), 16, "uint16").fingerprint()
+    assert TokenDataset(token_file(tmp_path / "other", tokens), 16, "uint16").fingerprint() == print_of
+    assert print_of.startswith("24 samples ")
+    others = {
+        TokenDataset(token_file(tmp_path, tokens), 15, "uint16").fingerprint(),
+        TokenDataset(token_file(tmp_path, tokens), 8, "uint32").fingerprint(),
+        TokenDataset(token_file(tmp_path, [*tokens, 0]), 16, "uint16").fingerprint(),
+        *(
+            TokenDataset(token_file(tmp_path, tokens + (np.arange(400) == i)), 16, "uint16").fingerprint()
+            for i in (0, 200, 399)
+        ),
+    }
+    assert len(others - {print_of}) == 6
+    long, longer = (TokenDataset(token_file(tmp_path, tokens), n, "uint16") for n in (210, 220))
+    assert len(long) == len(longer) == 1
+    assert long.fingerprint() != longer.fingerprint()
+
+
+def test_inputs_and_targets() -> None:
+    tokens = torch.tensor([[1, 2, 65535], [4, 5, 6]]).to(torch.uint16)
+    x, y = inputs_and_targets(tokens)
+    assert (x.tolist(), y.tolist()) == ([[1, 2], [4, 5]], [[2, 65535], [5, 6]])
+    for part in (x, y):
+        assert part.dtype == torch.int64
+        assert part.is_contiguous()
+
+
+def facts(**change: Any) -> bytes:
+    whole = {
+        "dtype": "uint16", "vocabulary": 100, "tokens": 50, "documents": 1, "end_of_document": 99,
+        "tokenizer": "x", "tokenizer_sha256": None, "source": "1 files 0", "sha256": "0",
+    }  # fmt: skip
+    return json.dumps({name: value for name, value in (whole | change).items() if value != "-"}).encode()
+
+
+FIFTY = np.arange(50, dtype=np.uint16).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "beside", "dtype", "message"),
+    [
+        (b"", None, "uint16", "train.bin: 0 tokens are too few"),
+        (b"123", None, "uint16", "3 bytes are no whole number of uint16 tokens"),
+        (b"123456", None, "uint32", "6 bytes are no whole number of uint32 tokens"),
+        (FIFTY[:16], None, "uint16", "8 tokens are too few for a sample of 8"),
+        (FIFTY, None, None, "uint16 or uint32.* no train.bin.json .*trainer data tokenize"),
+        (FIFTY, None, "int16", "dtype int16: token files hold uint16 or uint32"),
+        (FIFTY, facts(), "uint32", "train.bin.json says uint16, not uint32"),
+        (FIFTY[:-2], facts(), None, "98 bytes, but train.bin.json says 50 tokens of uint16"),
+        (FIFTY + b"1", facts(), None, "101 bytes, but train.bin.json says 50 tokens of uint16"),
+        (FIFTY, b"", None, r"train.bin.json: not JSON \(line 1"),
+        (FIFTY, b"\xff\xfe", None, "train.bin.json: not JSON"),
+        (FIFTY, b"[]", None, "train.bin.json: all of it"),
+        (FIFTY, facts(tokens="-"), None, "train.bin.json: tokens: Field required"),
+        (FIFTY, facts(tokens="50"), None, "train.bin.json: tokens: "),
+        (FIFTY, facts(dtype="int8"), None, "train.bin.json: dtype: "),
+        (FIFTY, facts(vocabulary=0), None, "train.bin.json: vocabulary: "),
+        (FIFTY, b"[" * 100_000, None, "train.bin.json: nested too deeply"),
+        (None, None, "uint16", "train.bin: can't be opened"),
+        ("folder", None, "uint16", "train.bin: isn't a file"),
+        ("fifo", None, "uint16", "train.bin: isn't a file"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    tmp_path: Path, content: Any, beside: bytes | None, dtype: str | None, message: str
+) -> None:
+    path = tmp_path / "train.bin"
+    if content == "folder":
+        path.mkdir()
+    elif content == "fifo":
+        os.mkfifo(path)
+    elif content is not None:
+        path.write_bytes(content)
+    if beside is not None:
+        (tmp_path / "train.bin.json").write_bytes(beside)
+    with pytest.raises(BadInputError, match=message) as caught:
+        TokenDataset(path, 8, dtype)
+    assert str(path) in str(caught.value) or dtype == "int16"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sample_has_a_length(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="0 tokens in a sample"):
+        TokenDataset(token_file(tmp_path, range(9)), 0, "uint16")
+
+
+def test_a_token_beyond_the_vocabulary_is_one_line(tmp_path: Path) -> None:
+    """On a GPU it would be an assertion in some kernel, and the end of the process."""
+    tokens = np.arange(50)
+    tokens[30] = 100
+    path = token_file(tmp_path, tokens)
+    (tmp_path / "train.bin.json").write_bytes(facts())
+    data = TokenDataset(path, 7)
+    assert data.vocabulary == 100
+    assert rows(data, [0]).max() == 7
+    with pytest.raises(BadInputError, match="sample 4 holds token 100, but the vocabulary is 100"):
+        rows(data)

@@ -1,0 +1,362 @@
+"""Promise: a rank that hangs is named, with its phase and its window, and the job ends with code 76."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import forked
+from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recipe_of, slow
+from trainer import pulse, rank
+from trainer.checkpoint import store
+from trainer.errors import EXIT_FAILED, EXIT_HANG
+from trainer.hang import Seen, Watch, judge
+from trainer.parallel import ParallelConfig, World
+
+ROOT = Path(__file__).parents[2]
+# What all its tests wait for is started once: in one process, also where tests run in several.
+pytestmark = pytest.mark.xdist_group("hang")
+HANG_S = 1.5
+JOBS: dict[str, Callable[[], Job]] = {}
+AT_ONCE = 4  # they mostly wait
+
+HANGS = {
+    "data": Hang(1, "data", 3),
+    "forward": Hang(0, "forward", 4),
+    "backward": Hang(1, "backward", 1),
+    "communication": Hang(1, "communication", 16),
+    "update": Hang(0, "update", 7),
+    "evaluation": Hang(1, "evaluation", 8),
+    "logging": Hang(0, "logging", 2),
+    "checkpoint": Hang(0, "checkpoint", 10),
+    "stopped": Hang(0, "stopped", 5),
+    "stopped-1": Hang(1, "stopped", 5),
+}
+
+
+def _job(
+    name: str, size: int, *faults: Callable[[int], object], seconds: float = 60.0, **sections: Any
+) -> None:
+    hang_s = sections.pop("hang_s", HANG_S)
+    JOBS[name] = lambda: Job(size, recipe_of(hang_s, **sections), *faults, seconds=seconds)
+
+
+def _slow_disk(_rank: int) -> None:
+    until: Any = store._until
+
+    def slowly(*arguments: Any) -> Iterator[Any]:
+        for part in until(*arguments):
+            time.sleep(0.03)
+            yield part
+
+    forked.replace(store, "_until", slowly)
+
+
+def _stuck_disk(_rank: int) -> None:
+    forked.replace(store, "commit", lambda *_: time.sleep(1000))
+
+
+for _name, _where in HANGS.items():
+    _job(_name, 2, hang(_where))
+_job("tree", 2, hang(Hang(1, "backward", 3)), parallel={"reduction": "tree"})
+_job("worker", 2, hang(Hang(1, "data", 9)), data={"workers": 1})
+_job("recorded", 2, hang(Hang(1, "forward", 5)))
+_job("alone", 1, hang(Hang(0, "forward", 6)))
+_job("network", 2, hang(Hang(0, "communication", 3)), hang(Hang(1, "communication", 3)))
+_job("stuck-disk", 1, _stuck_disk)
+_job("off", 1, hang(Hang(0, "forward", 1)), hang_s=0, seconds=2 * HANG_S + 1)
+# Two forward passes of 1 s in a window: rank 0 waits longer than HANG_S, rank 1 makes progress all the time.
+_job("slow", 2, slow(1, 1.0, lambda window: window in (3, 4)))
+_job("slow-disk", 1, _slow_disk, max_windows=3, checkpoint={"every": 1})
+
+
+@pytest.fixture(scope="module")
+def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
+    """How the jobs end of those tests that were selected: some at a time."""
+    words = {word for item in request.session.items for word in re.split(r"[\[\]]", item.name)}
+    waiting = [name for name in JOBS if name in words or f"test_{name.replace('-', '_')}" in words]
+    running: dict[str, Job] = {}
+    ended: dict[str, Ending] = {}
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            name = waiting.pop(0)
+            running[name] = JOBS[name]()
+        for name in [name for name, job in running.items() if job.over()]:
+            ended[name] = running.pop(name).end()
+        time.sleep(0.02)
+    return ended
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_named(endings: dict[str, Ending], name: str) -> None:
+    ending, where = endings[name], HANGS[name]
+    assert is_named(ending, where), ending
+    waits = rf"; rank {1 - where.rank} waits in [a-z]+, window {where.window}(?! waits)"
+    if where.phase not in ("checkpoint", "logging", "update"):  # there the other goes on for a while
+        assert re.search(waits, ending.text), ending
+    # The culprit says where it is; one that was stopped can't.
+    assert ("in sleep_forever" in ending.text) == (where.phase != "stopped"), ending
+    assert f"rank {where.rank} is here:" in ending.text or where.phase == "stopped"
+
+
+def test_every_phase_is_tried() -> None:
+    assert {where.phase for where in HANGS.values()} == set(PHASES)
+
+
+@pytest.mark.parametrize("phase", pulse.PHASES)
+def test_each_phase_comes_with_what_to_check(phase: str) -> None:
+    verdict = judge([Seen(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
+    assert verdict is not None
+    assert f"hangs in {phase}, window 3; check the " in verdict.line.replace("check whether", "check the")
+
+
+def test_tree(endings: dict[str, Ending]) -> None:
+    assert is_named(endings["tree"], Hang(1, "backward", 3)), endings["tree"]
+    assert "; rank 0 waits in communication, window 3;" in endings["tree"].text
+
+
+def test_worker(endings: dict[str, Ending]) -> None:
+    assert is_named(endings["worker"], Hang(1, "data", 9)), endings["worker"]
+    assert "the loader's workers" in endings["worker"].text
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="gloo records from torch 2.8 on"
+)
+def test_recorded() -> None:
+    """With torch's flight recorder the verdict says which collective is waited for.
+
+    In a process of its own: the recorder reads its variable once.
+    """
+    code = "from tests.distributed.test_hang import JOBS; print(JOBS['recorded']().end().text)"
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert re.search(
+        r"rank 1 hangs in forward, window 5; rank 0 waits .*; collective \d+, all_reduce of [\d]+ Float: "
+        "rank 0 entered it, rank 1 did not",
+        ended.stdout,
+    ), ended.stdout
+
+
+def test_alone(endings: dict[str, Ending]) -> None:
+    assert is_named(endings["alone"], Hang(0, "forward", 6)), endings["alone"]
+    assert "in sleep_forever" in endings["alone"].text
+
+
+def test_network(endings: dict[str, Ending]) -> None:
+    """Where no rank is behind the others, none is blamed."""
+    code, text, _ = endings["network"]
+    assert code == EXIT_HANG
+    assert "all 2 ranks wait in communication, window 3, and none is behind the others; check the net" in text
+
+
+def test_stuck_disk(endings: dict[str, Ending]) -> None:
+    """It shows when the next checkpoint waits for the one before."""
+    assert is_named(endings["stuck-disk"], Hang(0, "checkpoint", 10)), endings["stuck-disk"]
+
+
+def test_off(endings: dict[str, Ending]) -> None:
+    assert endings["off"].code == EXIT_FAILED
+    assert "no word" in endings["off"].text
+
+
+@pytest.mark.parametrize("name", ["slow", "slow-disk"])
+def test_slow_is_no_hang(endings: dict[str, Ending], name: str) -> None:
+    code, text, seconds = endings[name]
+    assert (code, text) == (0, "")
+    assert seconds > 2 * HANG_S
+
+
+def test_a_job_that_was_suspended_goes_on() -> None:
+    """It made no progress for long, but nor did the clock of its watch."""
+    job = Job(1, recipe_of(HANG_S, max_windows=2), slow(0, 0.5))
+    while not (job.folder / "metrics.jsonl").exists() and not job.over():
+        time.sleep(0.02)
+    time.sleep(1.0)  # it is in a forward pass then
+    job.send(signal.SIGSTOP)
+    time.sleep(2 * HANG_S)
+    job.send(signal.SIGCONT)
+    assert job.end()[:2] == (0, "")
+
+
+INJECTED = """
+import os, sys
+if os.environ.get("RANK") == "1":
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            if name == "trainer.loop":  # the last of the modules that is imported with it: step is there
+                from trainer import step
+                original = step.train_window
+                def stuck(training, batches, window):
+                    if window == 20:
+                        import time
+                        training.optimizer.step = lambda: time.sleep(1000)
+                    original(training, batches, window)
+                step.train_window = stuck
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INJECTED)
+    words = "train digits --ranks 2 --set data.micro_batch=32 --set parallel.hang_s=2 --set log.sinks=[jsonl]"
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", *words.split(), "--out", str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ended.returncode == EXIT_HANG, ended.stderr
+    head, *rest = ended.stderr.splitlines()
+    assert head.startswith("trainer: no progress for 2 s: rank 1 hangs in update, window 21; rank 0 waits in")
+    assert rest[0] == "rank 1 is here:"
+    assert "time.sleep(1000)" in rest[-1] or "sitecustomize.py" in rest[-1]
+
+
+# --- who is blamed ---
+
+
+def _seen(count: int, idle: float = 40.0, silence: float = 1.0, phase: str = "communication") -> Seen:
+    return Seen(0, count, 13, phase, idle, silence)
+
+
+def _judged(*states: Seen) -> str:
+    numbered = [replace(state, rank=number) for number, state in enumerate(states)]
+    verdict = judge(numbered, 30.0, 6.0)
+    return verdict.line.partition("; check")[0] if verdict else ""
+
+
+def test_many_ranks_are_a_short_line() -> None:
+    states = [_seen(200)] * 1000 + [_seen(120, phase="data")]
+    assert _judged(*states) == (
+        "no progress for 30 s: rank 1000 hangs in data, window 13; "
+        "1000 others wait in communication, window 13"
+    )
+    assert _judged(*states[-1:] * 5, *states[:2]).startswith(
+        "no progress for 30 s: ranks 0, 1 and 3 more hang in data, window 13; 2 others wait in"
+    )
+    moved = replace(states[0], window=14)
+    assert _judged(moved, moved, *states[-2:]).endswith(
+        "; 3 others wait, most of them in communication, window 14"
+    )
+
+
+def test_all_in_one_place_that_is_no_collective_hang_there() -> None:
+    data = _seen(120, phase="data")
+    assert _judged(data, data) == "no progress for 30 s: ranks 0 and 1 hang in data, window 13"
+
+
+def test_nobody_is_blamed_too_early() -> None:
+    waits, hangs = _seen(200), _seen(120, phase="data")
+    assert _judged(waits, replace(hangs, idle=29.0)) == ""
+    assert _judged(replace(waits, idle=1.0), hangs) != ""
+    # A word that is late may come from a rank that is stopped: until it is sure, nobody is blamed.
+    assert _judged(waits, hangs, replace(waits, silence=20.0)) == ""
+
+
+def test_a_silent_rank_is_blamed_wherever_it_is() -> None:
+    """Stopped in a collective it may have made more marks than those that wait for it there."""
+    stopped = replace(_seen(201, idle=0.0), silence=31.0)
+    assert _judged(_seen(200), stopped, _seen(200)).startswith(
+        "no progress for 30 s: rank 1 gave no sign of life since communication, window 13; 2 others wait in"
+    )
+
+
+def test_ranks_that_are_done_or_failed() -> None:
+    done, failed = _seen(100, 0.0, 99.0, "done"), _seen(150, 0.0, 99.0, "failed")
+    assert _judged(done, _seen(120, phase="checkpoint")).startswith(
+        "no progress for 30 s: rank 1 hangs in check"
+    )
+    verdict = judge([failed, _seen(120)], 30.0, 6.0)
+    assert verdict is not None
+    assert (verdict.code, verdict.line) == (EXIT_FAILED, "rank 0 failed, and the others wait in vain")
+
+
+def test_hosts_are_told_where_there_are_several() -> None:
+    states = [replace(_seen(200), host="a"), replace(_seen(120, phase="data"), host="b")]
+    assert " s: rank 1 on b hangs in data" in _judged(*states)
+
+
+def test_a_window_that_compiles_has_more_time() -> None:
+    watched = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=30, timeout_s=200))
+    watched._compiling_until = 3
+    limits = {}
+    for window, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
+        pulse.PULSE.window, pulse.PULSE.phase = window, phase  # type: ignore[assignment]
+        limits[window, phase] = watched._limit()
+    assert limits == {
+        (3, "forward"): 300,
+        (3, "communication"): 150,  # before the collective's own time is over
+        (4, "forward"): 30,
+        (16, "end"): 300,
+    }
+    pulse.PULSE.reset()
+    assert Watch(watched._world, ParallelConfig(hang_s=300, timeout_s=200))._limit() == 1000
+
+
+def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = rank.Outcome(0, EXIT_HANG, "rank 0 hangs", "rank 0 is here:\n  File\n", for_all=True)
+    rank._leave_word(outcome)
+    assert capsys.readouterr().err == "trainer: rank 0 hangs\nrank 0 is here:\n  File\n"
+    stuck = rank.Outcome(1, EXIT_HANG, "rank 0 hangs", time=0.0, for_all=True, consequence=True)
+    killed = rank.Outcome(2, EXIT_FAILED, "was killed")
+    wanted = "trainer: rank 0 hangs\nrank 0 is here:\n  File\n"
+    assert rank.explain([stuck, outcome, killed], 3) == wanted
+    assert rank.job_code([stuck, outcome, killed]) == EXIT_HANG
+
+
+def _leaves(pipe: Connection) -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+    child.start()
+    pipe.send(child.pid)
+    rank.leave_now(EXIT_HANG, "")
+
+
+def test_a_rank_that_leaves_ends_what_it_started() -> None:
+    """A loader worker that hangs would stay for ever."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_leaves, args=(theirs,))
+    process.start()
+    child = ours.recv()
+    process.join(10)
+    assert process.exitcode == EXIT_HANG
+    end = time.monotonic() + 5
+    stat = Path(f"/proc/{child}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_mark_is_cheap() -> None:
+    """0.05 us measured; a step makes about seven."""
+    best = 1.0
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(1000):
+            pulse.mark("data")
+        best = min(best, (time.perf_counter() - began) / 1000)
+    pulse.PULSE.reset()
+    assert best < 1e-6

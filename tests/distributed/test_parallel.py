@@ -1,0 +1,287 @@
+"""Promise: what DDP is told changes how gradients travel, not what they are; BatchNorm can span ranks."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import distributed as dist, nn
+
+from tests.distributed.test_ranks import DIGITS, train_digits
+from tests.helpers.toys import make_recipe
+from tests.helpers.world import Ranks
+from trainer.batchnorm import WindowStatistics
+from trainer.errors import BadInputError
+from trainer.parallel import ParallelConfig, World, replicate
+from trainer.run import check_request, make_task
+from trainer.sync_batchnorm import synchronise_batchnorm
+
+pytestmark = pytest.mark.compat
+
+CPU = torch.device("cpu")
+
+
+def reduced_gradients(world: World, compress: Literal["none", "bf16"]) -> list[torch.Tensor]:
+    """Gradients of a linear layer whose right value is the sum of what each rank contributes."""
+    assert world.group is not None
+    model = nn.Linear(64, 64)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    replica = replicate(model, world.group, ParallelConfig(compress=compress), CPU)
+    torch.manual_seed(world.rank)
+    x = torch.randn(8, 64)
+    replica(x).square().sum().backward()  # zero: the weights are
+    target = torch.randn(8, 64)
+    model.zero_grad(set_to_none=False)
+    (replica(x) * target).sum().backward()
+    own = target.T @ x
+    return [model.weight.grad.clone() if model.weight.grad is not None else torch.empty(0), own]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_compressed_gradients_are_the_sum_of_rounded_ones(ranks: Ranks, size: int) -> None:
+    """Half the bytes: each rank's share is rounded to bfloat16, and so is the sum; nothing is divided."""
+    exact = ranks.run(size, reduced_gradients, "none")
+    rounded = ranks.run(size, reduced_gradients, "bf16")
+    right = torch.stack([own for _, own in exact]).sum(0)
+    assert torch.allclose(exact[0][0], right, atol=1e-4)
+    assert torch.equal(rounded[0][0], rounded[1][0])
+    assert torch.equal(rounded[0][0], rounded[0][0].bfloat16().float()), "not what travelled in bfloat16"
+    error = (rounded[0][0] - right).abs().max() / right.abs().max()
+    assert 1e-6 < float(error) < size * 2**-8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rtol"),
+    [({"compress": "bf16"}, 3e-2), ({"find_unused_parameters": True}, 1e-4), ({"bucket_mb": 1}, 1e-4)],
+)
+def test_training_is_the_same(ranks: Ranks, parallel: dict[str, Any], rtol: float) -> None:
+    plain = ranks.run(2, train_digits, DIGITS, 0)
+    other = ranks.run(2, train_digits, DIGITS | {"parallel": {"threads": 1, **parallel}}, 0)
+    for (losses, _, _), (expected, _, _) in zip(other, plain, strict=True):
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=rtol)
+    for name, tensor in other[1][2].items():
+        assert torch.equal(tensor, other[0][2][name]), f"{name} differs between ranks"
+
+
+def test_a_static_graph_trains_the_same_without_accumulation(ranks: Ranks) -> None:
+    values = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 32}}
+    plain = ranks.run(2, train_digits, values, 0)
+    static = ranks.run(2, train_digits, values | {"parallel": {"threads": 1, "static_graph": True}}, 0)
+    assert static[0][0] == pytest.approx(plain[0][0], rel=1e-5)
+
+
+def test_a_static_graph_with_accumulation_is_refused() -> None:
+    recipe = make_recipe(**DIGITS, parallel={"threads": 1, "static_graph": True})
+    with pytest.raises(BadInputError, match=r"accumulation \(here 2 micro-batches a step\)"):
+        check_request(recipe, make_task(recipe), 2)
+    check_request(recipe, make_task(recipe), 4)
+
+
+def told(world: World) -> tuple[bool, bool, bool]:
+    config = ParallelConfig(static_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a newer torch, about an argument's name
+        replica: Any = replicate(nn.Linear(2, 2), world.group, config, CPU)
+    return replica.static_graph, replica.find_unused_parameters, replica.broadcast_buffers
+
+
+def test_ddp_is_told(ranks: Ranks) -> None:
+    assert ranks.run(2, told) == [(True, False, False)] * 2
+    with pytest.raises(ValueError, match="set one"):
+        ParallelConfig(static_graph=True, find_unused_parameters=True)
+
+
+class Forked(nn.Module):
+    """Uses only one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+def steps_of_forked(world: World, find: bool) -> str:
+    config = ParallelConfig(find_unused_parameters=find)
+    replica = replicate(Forked(), world.group, config, CPU)
+    try:
+        for _ in range(3):
+            replica(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_unused_parameters_are_looked_for_when_asked(ranks: Ranks) -> None:
+    assert ranks.run(2, steps_of_forked, True) == ["", ""]
+    assert all("find_unused_parameters" in error for error in ranks.run(2, steps_of_forked, False))
+
+
+def synchronised(world: World, shape: tuple[int, ...], windows: int) -> dict[str, Any]:
+    """Output, gradients and running statistics of synchronised layers on one rank."""
+    torch.manual_seed(1)
+    layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
+    nn.init.normal_(layer.weight)
+    assert world.group is not None
+    assert synchronise_batchnorm(layer, world.group) == 1
+    statistics = WindowStatistics(layer, world.group)
+    per_rank = shape[0] // world.size
+    for _ in range(windows):
+        everyones = torch.randn(shape, dtype=torch.float64)
+        weights = torch.randn(shape, dtype=torch.float64)
+        mine = everyones[world.rank * per_rank :][:per_rank].clone().requires_grad_()
+        output = layer(mine)
+        layer.zero_grad()
+        (output * weights[world.rank * per_rank :][:per_rank]).sum().backward()
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
+    assert mine.grad is not None
+    parameters = [p.grad for p in layer.parameters() if p.grad is not None]
+    return {
+        "output": output.detach(),
+        "input": mine.grad,
+        "parameters": parameters,
+        "state": layer.state_dict(),
+    }
+
+
+def alone(shape: tuple[int, ...], windows: int) -> dict[str, Any]:
+    """torch's own BatchNorm on all of the samples."""
+    torch.manual_seed(1)
+    layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
+    nn.init.normal_(layer.weight)
+    for _ in range(windows):
+        x = torch.randn(shape, dtype=torch.float64)
+        weights = torch.randn(shape, dtype=torch.float64)
+        x.requires_grad_()
+        output = layer(x)
+        layer.zero_grad()
+        (output * weights).sum().backward()
+    assert x.grad is not None
+    parameters = [p.grad for p in layer.parameters() if p.grad is not None]
+    state = layer.state_dict()
+    return {"output": output.detach(), "input": x.grad, "parameters": parameters, "state": state}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("shape", [(8, 3), (8, 3, 4, 5)])
+def test_synchronised_batchnorm_is_batchnorm_of_all_ranks_samples(
+    ranks: Ranks, size: int, shape: tuple[int, ...]
+) -> None:
+    answers = ranks.run(size, synchronised, shape, 3)
+    right = alone(shape, 3)
+    for part in ("output", "input"):
+        assert torch.allclose(torch.cat([answer[part] for answer in answers]), right[part], atol=1e-12)
+    for number, gradient in enumerate(right["parameters"]):
+        together = torch.stack([answer["parameters"][number] for answer in answers]).sum(0)
+        assert torch.allclose(together, gradient, atol=1e-12)
+    for answer in answers:
+        assert answer["state"].keys() == right["state"].keys()
+        for name, tensor in right["state"].items():
+            assert torch.allclose(answer["state"][name], tensor, atol=1e-12), name
+
+
+def low_precision(world: World, low: torch.dtype) -> list[torch.Tensor]:
+    assert world.group is not None
+    layer = nn.BatchNorm1d(3)
+    synchronise_batchnorm(layer, world.group)
+    torch.manual_seed(world.rank)
+    x = (torch.randn(64, 3) * 100 + 1000).to(low)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(x)
+    assert layer.running_mean is not None
+    return [x.float(), output.detach(), layer.running_mean]
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_statistics_of_low_precision_input_are_in_fp32(ranks: Ranks, low: torch.dtype) -> None:
+    answers = ranks.run(2, low_precision, low)
+    x = torch.cat([x for x, _, _ in answers])
+    for own, output, mean in answers:
+        assert output.dtype == low
+        right = (own - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+        assert torch.allclose(output.float(), right, atol=0.02)
+        assert torch.allclose(mean, 0.1 * x.mean(0), rtol=1e-5)
+
+
+def synchronised_training(world: World, values: dict[str, Any]) -> Any:
+    losses, figures, weights = train_digits(world, values, 0)
+    return losses, figures, weights
+
+
+@pytest.mark.parametrize("memory", [{}, {"checkpointing": "blocks"}])
+def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, memory: dict[str, Any]) -> None:
+    """That is what separate statistics don't do: there a shard is normalised by itself."""
+    parallel = {"threads": 1, "sync_batchnorm": True}
+    small = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 32}, "parallel": parallel, "memory": memory}
+    whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 64}}
+    together = ranks.run(2, synchronised_training, small)
+    (expected, _, weights), *_ = ranks.run(1, synchronised_training, whole)
+    losses = torch.tensor([losses for losses, _, _ in together]).sum(0)
+    assert torch.allclose(losses, torch.tensor(expected), rtol=1e-4)
+    separate = ranks.run(2, synchronised_training, small | {"parallel": {"threads": 1}})
+    different = torch.tensor([losses for losses, _, _ in separate]).sum(0)
+    assert not torch.allclose(different, torch.tensor(expected), rtol=1e-4)
+    for name, tensor in together[0][2].items():
+        assert torch.equal(tensor, together[1][2][name]), name
+        assert torch.allclose(tensor, weights[name], rtol=1e-2, atol=2e-3), name
+
+
+def copied(world: World) -> bool:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    assert world.group is not None
+    synchronise_batchnorm(model, world.group)
+    twin = copy.deepcopy(model)
+    twin.load_state_dict({**twin.state_dict(), "0.weight": torch.tensor([2.0, 2.0])})
+    twin.eval()
+    return bool((twin(torch.ones(1, 2)) > 1.5).all())
+
+
+def test_a_copy_uses_its_own_weights(ranks: Ranks) -> None:
+    assert ranks.run(2, copied) == [True, True]
+
+
+LEAVING = """
+import sys
+from functools import partial
+import torch
+from torch import distributed as dist
+from trainer import parallel
+
+def together():
+    with parallel.joined_world("cpu", 60) as world:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=world.control)
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+join = dist.init_process_group
+for attempt in range(100):
+    corner = dist.PrefixStore(str(attempt), store)
+    dist.init_process_group = partial(join, store=corner, rank=rank, world_size=2)
+    together()
+    parallel._gloo.clear()  # what the end of the process does
+"""
+
+
+def test_leaving_the_others_never_hangs() -> None:
+    """torch 2.5 did after a few dozen times, with Python's lock held: once would show nothing."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
+        for rank in ("0", "1")
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,198 @@
+"""Promise: worlds of 1, 2 and 4 real processes train the same, and every rank ends with the same weights."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toys import make_recipe
+from tests.helpers.world import SIZES, Ranks
+from trainer.errors import BadInputError
+from trainer.evaluate import evaluate
+from trainer.loop import train
+from trainer.observe.log import Meter
+from trainer.parallel import World, check_agreement
+from trainer.run import assemble, make_task
+from trainer.step import take_figures, train_window
+
+DIGITS: dict[str, Any] = {
+    "epochs": 1,
+    "max_windows": 6,
+    "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
+    "model": {"width": 8},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
+}
+
+
+def train_digits(
+    world: World, recipe_values: dict[str, Any], workers: int
+) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor]]:
+    """Losses of each window, the evaluation, and the weights, on one rank."""
+    recipe = make_recipe(**recipe_values)
+    task = make_task(recipe)
+    parts = assemble(recipe, task, world, workers)
+    training = parts.training
+    batches = parts.loader(training.share.batches())
+    losses = []
+    for window in range(training.share.plan.windows):
+        before = training.loss.clone()
+        train_window(training, batches, window)
+        losses.append(float(training.loss - before))
+    share = parts.evaluation_share
+    with nullcontext() if training.average is None else training.average.in_place():
+        figures = evaluate(task, training.model, parts.evaluation_loader, share, world, recipe.precision)
+    parts.loader.close()
+    return losses, figures, {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("resident", [True, False])
+def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
+    values = DIGITS | {
+        "model": {"width": 8, "norm": norm},
+        "data": DIGITS["data"] | {"resident": resident},
+    }
+    by_size = {size: ranks.run(size, train_digits, values, 0) for size in SIZES}
+    alone_losses, alone_figures, alone_weights = by_size[1][0]
+    for answers in by_size.values():
+        losses = torch.tensor([losses for losses, _, _ in answers], dtype=torch.float64).sum(0)
+        assert torch.allclose(losses, torch.tensor(alone_losses, dtype=torch.float64), rtol=1e-4)
+        for _, figures, weights in answers:
+            assert figures == answers[0][1]
+            assert figures["accuracy"] == pytest.approx(alone_figures["accuracy"], abs=0.01)
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, answers[0][2][name]), f"{name} differs between ranks"
+                assert torch.allclose(tensor, alone_weights[name], rtol=1e-2, atol=2e-3), name
+
+
+def evaluate_untrained(world: World, batch: int, padded: bool) -> dict[str, float]:
+    data = DIGITS["data"] | {"evaluation_batch": batch, "resident": padded}
+    recipe = make_recipe(**DIGITS | {"data": data})
+    task = make_task(recipe)
+    parts = assemble(recipe, task, world, workers=0)
+    return evaluate(
+        task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+    )
+
+
+def sgd_without_clipping(world: World) -> list[float]:
+    values = DIGITS | {"optim": {"name": "sgd", "lr": 0.05}, "model": {"width": 8, "norm": "group"}}
+    return train_digits(world, values, 0)[0]
+
+
+def test_no_factor_of_the_world_size_is_in_the_gradient(ranks: Ranks) -> None:
+    """AdamW and clipping would hide one; plain SGD follows it at once."""
+    alone = torch.tensor(ranks.run(1, sgd_without_clipping)[0])
+    for size in (2, 4):
+        together = torch.tensor(ranks.run(size, sgd_without_clipping)).sum(0)
+        assert torch.allclose(together, alone, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rtol"),
+    [
+        ({"memory": {"checkpointing": "blocks"}}, 1e-4),
+        ({"precision": {"mode": "fp16"}}, 2e-2),
+        ({"precision": {"mode": "bf16"}}, 2e-2),
+        ({"model": {"width": 8, "dropout": 0.3, "channels_last": True}}, 1e-4),
+    ],
+    ids=["checkpointing", "fp16", "bf16", "channels_last"],
+)
+def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks, parts: dict[str, Any], rtol: float) -> None:
+    alone = torch.tensor(ranks.run(1, train_digits, DIGITS | parts, 0)[0][0])
+    answers = ranks.run(2, train_digits, DIGITS | parts, 0)
+    together = torch.tensor([losses for losses, _, _ in answers]).sum(0)
+    assert torch.allclose(together, alone, rtol=rtol)
+    for name, tensor in answers[1][2].items():
+        assert torch.equal(tensor, answers[0][2][name]), name
+
+
+def logged_rows(world: World) -> list[Any]:
+    recipe = make_recipe(**DIGITS | {"log": {"every": 2}})
+    parts = assemble(recipe, make_task(recipe), world, workers=0)
+    t = parts.training
+    rows: list[Any] = []
+    meter = Meter(t.share.plan, world.device, [rows.append], lambda: take_figures(t))
+    windows = range(t.share.plan.windows)
+    train(
+        t, parts.loader(t.share.batches()), windows, meter, 2, lambda _: False, lambda _: None, lambda _: None
+    )
+    return [(row["window"], row["loss"], row["gradient_norm"]) for row in rows]
+
+
+def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:
+    (alone,) = ranks.run(1, logged_rows)
+    for size in (2, 4):
+        answers = ranks.run(size, logged_rows)
+        assert all(answer == answers[0] for answer in answers)
+        assert torch.allclose(torch.tensor(answers[0]), torch.tensor(alone), rtol=1e-3)
+
+
+def disagree(world: World) -> str:
+    try:
+        check_agreement(f"data of {world.rank // 2}", world)
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_data_are_told(ranks: Ranks) -> None:
+    assert ranks.run(2, disagree) == ["", ""]
+    answers = ranks.run(4, disagree)
+    assert "rank 0 and rank 2 have different" in answers[0]
+    assert "rank 2 and rank 0 have different" in answers[2]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 50, 360, 1000])
+def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks, batch: int) -> None:
+    answers = [answer for size in SIZES for answer in ranks.run(size, evaluate_untrained, batch, batch > 50)]
+    assert all(answer == answers[0] for answer in answers)
+    # Counted once each: accuracy over 360 images, computed without the trainer.
+    recipe = make_recipe(**DIGITS)
+    task = make_task(recipe)
+    parts = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0)
+    images: Any = task.evaluation_data.arrays
+    pixels = (torch.from_numpy(images["image"]).permute(0, 3, 1, 2).float() / 255 - 0.287) / 0.354
+    with torch.inference_mode():
+        logits = parts.training.model.eval()(pixels)
+    label = torch.from_numpy(images["label"])
+    assert answers[0]["accuracy"] == float((logits.argmax(1) == label).sum()) / 360
+    assert answers[0]["loss"] == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits, label)), rel=1e-5
+    )
+
+
+def test_the_number_of_workers_changes_no_bit_of_the_training() -> None:
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    results = []
+    for workers in (0, 1, 2, 4):
+        values = DIGITS | {"data": DIGITS["data"] | {"resident": False, "workers": workers}}
+        results.append(train_digits(world, values, 0))
+    for losses, figures, weights in results[1:]:
+        assert losses == results[0][0]
+        assert figures == results[0][1]
+        assert all(torch.equal(tensor, results[0][2][name]) for name, tensor in weights.items())
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    dropout = DIGITS | {"model": {"width": 8, "dropout": 0.5}}
+    first, again = train_digits(world, dropout, 0), train_digits(world, dropout, 0)
+    assert first[0] == again[0]
+    assert train_digits(world, dropout | {"seed": 1}, 0)[0] != first[0]
+
+
+def dropout_patterns(world: World) -> list[float]:
+    """Losses of a model that is all dropout: they tell the random numbers of each shard."""
+    values = DIGITS | {"model": {"width": 8, "dropout": 0.9}, "optim": {"lr": 1e-12}}
+    return train_digits(world, values, 0)[0]
+
+
+def test_dropout_is_keyed_by_window_and_shard_not_by_rank(ranks: Ranks) -> None:
+    alone = torch.tensor(ranks.run(1, dropout_patterns)[0])
+    for size in (2, 4):
+        together = torch.tensor(ranks.run(size, dropout_patterns)).sum(0)
+        assert torch.allclose(together, alone, rtol=1e-5)
+    assert len(set(alone.tolist())) == len(alone)

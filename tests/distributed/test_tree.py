@@ -1,0 +1,392 @@
+"""Promise: with parallel.reduction=tree the number of ranks changes not one bit."""
+
+import operator
+import re
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import distributed as dist, nn
+
+from tests.chaos import Tally
+from tests.distributed.test_ranks import DIGITS, train_digits
+from tests.helpers.topologies import topologies
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.world import SIZES, Ranks
+from trainer import agreement, attempt
+from trainer.errors import BadInputError
+from trainer.parallel import World
+from trainer.run import assemble, check_request
+from trainer.step import take_figures, train_window
+from trainer.tree import Sums, Tournament, TreeReduction, shares_a_tree
+
+KINDS: dict[str, dict[str, Any]] = {
+    "batchnorm": {"model": {"width": 8, "norm": "batch"}},
+    "groupnorm and dropout": {"model": {"width": 8, "norm": "group", "dropout": 0.3}},
+    "bf16": {"precision": {"mode": "bf16"}, "model": {"width": 8, "channels_last": True}},
+    "fp16": {"precision": {"mode": "fp16", "initial_scale": 2.0**24, "growth_interval": 2}},
+    "muon": {"optim": {"name": "muon", "lr": 0.01, "clip": 1.0}},
+    "checkpointing": {"memory": {"checkpointing": "blocks"}},
+    "mixup": {"regularization": {"mixup": 0.3}},
+}
+
+
+def one(*values: float) -> Sums:
+    return Sums([torch.tensor(values[:1])], torch.tensor(values[1:], dtype=torch.float64))
+
+
+def by_tree(values: list[float]) -> float:
+    """The definition, written as a recursion: the left branch is the largest power of two that is smaller."""
+    if len(values) == 1:
+        return values[0]
+    left = 1 << (len(values) - 1).bit_length() - 1
+    return by_tree(values[:left]) + by_tree(values[left:])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=70))
+def test_a_tournament_adds_by_the_tree(values: list[float]) -> None:
+    tournament = Tournament()
+    for _ in range(2):  # it starts anew
+        for value in values:
+            tournament.add(one(0.0, value))
+        assert float(tournament.total().figures) == by_tree(values)
+
+
+@given(st.data())
+def test_any_ranks_that_share_a_tree_make_the_same_sum(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 12))
+    each = 2 ** data.draw(st.integers(0, 4))
+    values = [[data.draw(st.floats(-1e6, 1e6)) for _ in range(each)] for _ in range(ranks)]
+    assert shares_a_tree(ranks * each, ranks)
+    assert by_tree([by_tree(of_rank) for of_rank in values]) == by_tree(reduce(operator.add, values))
+
+
+def test_who_shares_a_tree() -> None:
+    assert [ranks for ranks in (1, 2, 3, 4, 6, 12) if shares_a_tree(12, ranks)] == [1, 3, 6, 12]
+    assert [ranks for ranks in (1, 2, 4, 8) if shares_a_tree(8, ranks)] == [1, 2, 4, 8]
+
+
+def test_few_sums_are_kept() -> None:
+    tournament = Tournament()
+    for _ in range(64):
+        tournament.add(one(1.0))
+        assert len(tournament._branches) <= 7
+
+
+def reduce_random(world: World, shards: int, bucket_mb: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Sums of random gradients, of shapes that no number of ranks divides."""
+    tree = TreeReduction(world.group, bucket_mb)
+    each = shards // world.size
+    for shard in range(world.rank * each, (world.rank + 1) * each):
+        random = torch.Generator().manual_seed(shard)
+        shapes = [(3, 5), (1,), (7, 3, 3, 3), (300_000,)]
+        gradients = [torch.randn(shape, generator=random) for shape in shapes]
+        gradients[2] = gradients[2].contiguous(memory_format=torch.channels_last)
+        tree.add_shard(gradients, torch.randn(3, generator=random, dtype=torch.float64))
+    sums = tree.end_window()
+    return sums.gradients, sums.figures
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("bucket_mb", [1, 25])
+def test_real_ranks_make_the_same_sums(ranks: Ranks, bucket_mb: int) -> None:
+    wanted = reduce_random(World(0, 1, 0, torch.device("cpu"), None), 8, 25)
+    for size in SIZES:
+        for gradients, figures in ranks.run(size, reduce_random, 8, bucket_mb):
+            assert torch.equal(figures, wanted[1])
+            assert all(map(torch.equal, gradients, wanted[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
+    values = {**DIGITS, "model": {"width": 8}, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
+    values["max_windows"] = 5
+    wanted = ranks.run(1, train_digits, values, 0)[0]
+    for size in SIZES[1:]:
+        for losses, figures, weights in ranks.run(size, train_digits, values, 0):
+            assert losses == wanted[0]
+            assert figures == wanted[1]
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, wanted[2][name]), f"{name} differs with {size} ranks"
+    values["parallel"]["reduction"] = "all_reduce"
+    for name, tensor in ranks.run(1, train_digits, values, 0)[0][2].items():
+        assert torch.allclose(tensor, wanted[2][name], rtol=1e-2, atol=1e-2), f"{name} is something else"
+
+
+def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor]]:
+    """Loss and weights after windows whose valid tokens are known late, of which the last is padded."""
+    recipe = make_recipe(
+        data={"global_batch": 8, "micro_batch": 1},
+        window={"last": "weighted"},
+        optim={"lr": 0.1, "clip": 0.5},
+        parallel={"threads": 1, "reduction": reduction},
+    )
+    training_parts = assemble(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)
+    t = training_parts.training
+    batches = training_parts.loader(t.share.batches())
+    for window in range(t.share.plan.windows):
+        train_window(t, batches, window)
+    return float(take_figures(t)["loss"]), [p.detach().clone() for p in t.parameters]
+
+
+def test_valid_tokens_and_padding(ranks: Ranks) -> None:
+    wanted, weights = ranks.run(1, train_tokens, "tree")[0]
+    for size in SIZES:
+        for loss, own in ranks.run(size, train_tokens, "tree"):
+            assert loss == wanted
+            assert all(map(torch.equal, own, weights))
+    plain, _ = ranks.run(1, train_tokens, "all_reduce")[0]
+    assert plain == pytest.approx(wanted, rel=1e-5)  # it is the same loss
+
+
+class Idle(nn.Module):
+    """Has a weight that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 4, dtype=torch.float64)
+        self.idle = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result
+
+
+class Sometimes(nn.Module):
+    """Has a weight that takes part only in shards whose first number is large, and one that never does."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+        self.used, self.idle = (nn.Linear(3, 4, dtype=torch.float64) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5, momentum=None, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        if float(x.flatten()[0]) > self.above:
+            result = result + self.idle(self.norm(x))
+        return result
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self(x)
+        return result
+
+
+def trained_sometimes(world: World, above: float, reduction: str, **parallel: Any) -> dict[str, torch.Tensor]:
+    task = TokenTask(32, ragged=False)
+    task.model = lambda: Sometimes(above)  # type: ignore[method-assign]
+    recipe = make_recipe(
+        epochs=2,
+        data={"global_batch": 8, "micro_batch": 2},
+        optim={"lr": 0.01, "weight_decay": 0.1},
+        parallel={"threads": 1, "reduction": reduction, **parallel},
+    )
+    parts = assemble(recipe, task, world, workers=0)
+    batches = parts.loader(parts.training.share.batches())
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+    return {name: tensor.clone() for name, tensor in parts.training.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("above", [-9.0, 0.3, 9.0])
+def test_what_a_shard_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
+    """In some shards, in all or in none; weight decay would tell a gradient of zero from none."""
+    wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
+    plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
+    for size in SIZES[1:]:
+        for answer in ranks.run(size, trained_sometimes, above, "tree"):
+            for name, tensor in wanted.items():
+                assert torch.equal(tensor, answer[name]), f"{name} differs with {size} ranks"
+    for name, tensor in wanted.items():
+        assert torch.allclose(tensor, plain[name], rtol=1e-9), name
+
+
+class Running(nn.Module):
+    """Keeps statistics that BatchNorm knows nothing of, in place, by assignment, and as integers."""
+
+    mean: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4, dtype=torch.float64))
+        self.instance = nn.InstanceNorm1d(5, track_running_stats=True, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            self.seen += 1
+        result: torch.Tensor = self.linear(self.instance(x) - self.mean)
+        return result
+
+
+def trained_running(world: World, reduction: str) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Sometimes", lambda _: Running())
+        return trained_sometimes(world, 0.0, reduction)
+
+
+def test_other_running_statistics_are_the_same_on_any_ranks(ranks: Ranks) -> None:
+    wanted = ranks.run(1, trained_running, "tree")[0]
+    assert int(wanted["seen"]) == 8, "it counts steps"
+    assert float(wanted["mean"].abs().min()) > 0
+    for size in SIZES[1:]:
+        for answer in ranks.run(size, trained_running, "tree"):
+            assert all(torch.equal(tensor, answer[name]) for name, tensor in wanted.items())
+    for answer in ranks.run(2, trained_running, "all_reduce"):
+        assert all(torch.allclose(tensor, answer[name], rtol=1e-9) for name, tensor in wanted.items())
+
+
+def test_a_task_may_call_a_method_of_its_model(ranks: Ranks) -> None:
+    wanted = ranks.run(2, trained_sometimes, -9.0, "all_reduce")
+    for answer, other in zip(ranks.run(2, trained_by_a_method), wanted, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in answer.items())
+
+
+def trained_by_a_method(world: World) -> dict[str, torch.Tensor]:
+    class Encoding(TokenTask):
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            return super().loss(model.encode, batch)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TokenTask", Encoding)
+        return trained_sometimes(world, -9.0, "all_reduce")
+
+
+def refusal(world: World) -> str:
+    try:
+        trained_sometimes(world, 9.0, "all_reduce")
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_without_a_gradient_are_named(ranks: Ranks) -> None:
+    for answer in ranks.run(2, refusal):
+        assert "idle.weight, idle.bias" in answer
+        assert "parallel.find_unused_parameters=true" in answer
+
+
+def reduce_mixed(world: World) -> list[torch.Tensor]:
+    tree = TreeReduction(world.group, 25)
+    for shard in range(world.rank * 4 // world.size, (world.rank + 1) * 4 // world.size):
+        random = torch.Generator().manual_seed(shard)
+        kinds = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
+        gradients = [torch.randn(99, generator=random).to(kind) for kind in kinds]
+        tree.add_shard(gradients, torch.ones(1, dtype=torch.float64))
+    return tree.end_window().gradients
+
+
+def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> None:
+    wanted = ranks.run(1, reduce_mixed)[0]
+    for size in SIZES[1:]:
+        for sums in ranks.run(size, reduce_mixed):
+            assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(sums, wanted, strict=True))
+
+
+def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TokenTask(16)
+    monkeypatch.setattr(task, "model", Idle)
+    recipe = make_recipe(
+        data={"global_batch": 8, "micro_batch": 2},
+        optim={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+        parallel={"threads": 1, "reduction": "tree"},
+    )
+    parts = assemble_alone(recipe, task)
+    model = parts.training.model
+    before = [p.detach().clone() for p in model.parameters()]
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [True, True, False, False]
+
+
+def starts_apart(world: World) -> torch.Tensor:
+    """A weight after assembly, where the ranks' models were not the same."""
+    recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch": 8, "micro_batch": 1})
+    task = TokenTask(16)
+    model = task.model()
+    first = next(model.parameters())
+    first.data = first.data.t().contiguous().t().fill_(float(world.rank + 1))
+    task.model = lambda: model  # type: ignore[method-assign]
+    parts = assemble(recipe, task, world, workers=0)
+    return next(parts.training.model.parameters()).detach().clone()
+
+
+def test_all_ranks_take_the_first_ones_weights(ranks: Ranks) -> None:
+    assert all(float(weight.mean()) == 1.0 for weight in ranks.run(2, starts_apart))
+
+
+def bytes_received(world: World, elements: int) -> int:
+    """Bytes that this rank receives while a bucket is summed."""
+    received = 0
+    originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
+
+    def counted(name: str) -> Any:
+        def call(into: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+            nonlocal received
+            received += into.nbytes - into.nbytes // world.size
+            return originals[name](into, source, **options)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    tree = TreeReduction(world.group, 25)
+    tree.add_shard([torch.ones(elements)], torch.ones(0, dtype=torch.float64))
+    tree.end_window()
+    for name, original in originals.items():
+        setattr(dist, name, original)
+    return received
+
+
+def test_as_many_bytes_as_a_ring_needs(ranks: Ranks) -> None:
+    for size in SIZES[1:]:
+        assert ranks.run(size, bytes_received, 1024)[0] == 2 * (size - 1) * 4096 // size
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names"),
+    [
+        ({"compress": "bf16"}, "parallel.compress"),
+        ({"static_graph": True}, "parallel.static_graph"),
+        ({"sync_batchnorm": True}, "parallel.sync_batchnorm"),
+        ({"find_unused_parameters": True}, "parallel.find_unused_parameters"),
+    ],
+)
+def test_what_a_tree_does_not_go_with_is_refused(parallel: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        make_recipe(parallel={"reduction": "tree", **parallel})
+
+
+def test_ranks_that_split_no_tree_are_refused() -> None:
+    recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch": 12, "micro_batch": 1})
+    task = TokenTask(24)
+    for fitting in (1, 3, 6, 12):
+        check_request(recipe, task, fitting)
+    with pytest.raises(BadInputError, match="no power of two"):
+        check_request(recipe, task, 2)
+
+
+def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few histories; `make chaos` does a hundred."""
+    monkeypatch.setattr(agreement, "_SECONDS_BETWEEN", agreement._SECONDS_BETWEEN)  # it is set there
+    tally = Tally()
+    told = topologies(3, 1, tally)
+    assert tally.failures == []
+    assert tally.counts["identical"] == 3
+    changes = re.search(r"(\d+) changes", told)
+    assert changes is not None and int(changes[1]) > 0, told
+
+
+def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
+    tree = make_recipe(parallel={"reduction": "tree"})
+    for ranks_here in (1, 2, 4):
+        threads, (note,) = attempt._threads(tree, None, "auto", ranks_here, torch.device("cpu"))
+        assert threads == 1
+        assert "parallel.threads" in note
+    set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
+    assert attempt._threads(set_by_hand, None, "auto", 1, torch.device("cpu")) == (3, [])

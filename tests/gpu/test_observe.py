@@ -1,0 +1,95 @@
+"""Promise, on a GPU: what is told of it is true; tests/observe/test_machine.py does it without one."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.memory import used_memory
+from trainer.observe.machine import Machine
+from trainer.observe.memory import MIB, PhasePeaks, memory_figures, memory_tracker
+from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.observe.profile import TRACE, Profile
+from trainer.pulse import mark
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+GPU = torch.device("cuda", 0)
+
+
+def test_nvml_sees_the_work() -> None:
+    machine = Machine(True)
+    matrix = torch.randn(4096, 4096, device=GPU)
+    began = time.monotonic()
+    while time.monotonic() - began < 3:
+        matrix = (matrix @ matrix).clamp(-1, 1)
+        torch.cuda.synchronize()
+    machine.close()
+    found = machine.take()
+    assert float(found["gpu/utilisation"]) > 0.5
+    assert 0 < float(found["gpu/memory_bytes"]) < float(found["gpu/memory_total_bytes"])
+    power = float(found["gpu/power_w"])
+    assert 0 < power <= 1.2 * float(found["gpu/power_limit_w"])
+    assert power * 1.5 < float(found["energy/joules"]) < power * 6
+    assert 0 < float(found["gpu/temperature_c"]) < 120
+
+
+def test_trackers_and_phases() -> None:
+    peaks = PhasePeaks(GPU)
+    with memory_tracker("all", GPU, None) as tracked:
+        peaks.enter("forward")
+        block = torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
+        del block
+        peaks.enter("backward")
+        kept = torch.empty(8 * MIB, dtype=torch.uint8, device=GPU)
+        peaks.leave()
+    assert tracked.after - tracked.before == kept.nbytes == 8 * MIB
+    assert tracked.peak - tracked.before == 64 * MIB
+    found = peaks.take()
+    assert found["memory/peak/forward"] - found["memory/peak/backward"] == 56 * MIB
+    assert used_memory(GPU) >= tracked.peak
+    assert memory_figures(GPU)["memory/peak_bytes"] == used_memory(GPU)
+
+
+def test_running_out_is_explained(tmp_path: Path) -> None:
+    model = nn.Linear(1024, 1024, device=GPU)
+    optimizer = torch.optim.SGD(model.parameters())
+    activations = torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
+    try:
+        torch.empty(1 << 45, dtype=torch.uint8, device=GPU)
+    except RuntimeError as error:
+        assert is_out_of_memory(error)
+        text = explain_oom(error, GPU, tmp_path, held_by(model, optimizer), micro_batch=8)
+    assert activations.nbytes == 256 * MIB
+    assert "33,554,432 MiB more were wanted" in text
+    assert "activations and temporaries 0.2" in text
+    assert "CUDA" in (tmp_path / "memory_summary.txt").read_text()
+    assert (tmp_path / "memory_snapshot.pickle").stat().st_size > 100
+
+
+def test_a_profile_has_kernels_and_the_devices_time(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 3)).to(GPU)
+    profile = Profile(tmp_path, model, GPU, skip=2, warm_up=1, active=3)
+    for window in range(8):
+        mark("forward")
+        loss = model(torch.randn(16, 3, 64, 64, device=GPU)).mean()
+        mark("backward")
+        loss.backward()
+        mark("host")
+        profile.window_done(window + 1)
+    text = profile.close()
+    rows = {row.split("  ")[0]: row.split() for row in text.splitlines()}
+    assert "device ms" in text
+    assert float(rows["2 (Conv2d)"][-1]) > 0  # backward
+    # By the device's clock: what modules take fits into what operators take.
+    events = json.loads(gzip.decompress((tmp_path / TRACE).read_bytes()))["traceEvents"]
+    kernels = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e3
+    assert (
+        sum(float(rows[name][-3]) for name in rows if name.endswith(("(Conv2d)", "(ReLU)"))) < kernels * 1.01
+    )

@@ -1,0 +1,194 @@
+"""Promise, on a GPU: no host synchronisation in the loop, and the same results as on the CPU."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toys import make_recipe
+from trainer.checkpoint.store import newest_good, write
+from trainer.compiling import missing_for_compiling
+from trainer.data.loader import Batch, Source, make_loader
+from trainer.loop import train
+from trainer.observe.log import Meter
+from trainer.observe.trace import Trace, fingerprints_of
+from trainer.parallel import World
+from trainer.recipe import Recipe
+from trainer.run import assemble, make_task
+from trainer.state import load_tensors, tensors_of
+from trainer.step import Training, take_figures, train_window
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+DIGITS: dict[str, Any] = {
+    "max_windows": 30,
+    "epochs": 2,
+    "data": {"global_batch": 64, "micro_batch": 16, "augment": "affine"},
+    "model": {"width": 16, "dropout": 0.1},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
+    "log": {"every": 5},
+}
+
+
+def make_batches(t: Training, recipe: Recipe) -> Iterator[Batch]:
+    """Batches on the device, of a run of one rank."""
+    source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
+    return make_loader(source, torch.device("cuda", 0), recipe.data, 0)(t.share.batches())
+
+
+def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float]:
+    recipe = make_recipe(**{**DIGITS, **sections})
+    parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=2)
+    t = parts.training
+    rows: list[Any] = []
+    traced: list[Any] = []
+    trace = Trace(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
+    meter = Meter(t.share.plan, device, [rows.append], lambda: take_figures(t), trace)
+    batches = parts.loader(t.share.batches())
+
+    def strict_after_warm_up(done: int) -> None:
+        if strict and done == 10:
+            torch.cuda.set_sync_debug_mode("error")
+
+    try:
+        train(
+            t,
+            batches,
+            range(t.share.plan.windows),
+            meter,
+            recipe.log.every,
+            lambda _: False,
+            lambda _: None,
+            strict_after_warm_up,
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        parts.loader.close()
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_loop_never_waits_for_the_gpu(mode: str, resident: bool) -> None:
+    data = DIGITS["data"] | {"resident": resident, "workers": "auto" if resident else 2}
+    losses = losses_on(torch.device("cuda", 0), strict=True, precision={"mode": mode}, data=data)
+    assert len(losses) == 6
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_checkpointing_and_accumulation_never_wait_either() -> None:
+    data = DIGITS["data"] | {"micro_batch": 8}
+    losses = losses_on(torch.device("cuda", 0), strict=True, memory={"checkpointing": "blocks"}, data=data)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"name": "muon", "lr": 0.02, "layer_decay": 0.7}},
+        {"optim": {"name": "muon", "lr": 0.02}, "precision": {"mode": "fp16"}},
+        {"optim": {"name": "sgd", "lr": 0.02, "schedule": "wsd"}, "ema": {"decay": 0.9, "every": 2}},
+        {"regularization": {"mixup": 0.2, "cutmix": 1.0, "stochastic_depth": 0.2}},
+        {"precision": {"mode": "bf16", "keep_fp32": ["head", "*.norm*"]}},
+        {"precision": {"mode": "fp16", "debug": True}},
+        {"memory": {"checkpointing": "budget", "budget_gib": 0.001}},
+    ],
+    ids=["muon", "muon-fp16", "wsd", "mixing", "keep_fp32", "debug", "budget"],
+)
+def test_no_part_of_the_recipe_waits_either(sections: dict[str, Any]) -> None:
+    losses = losses_on(torch.device("cuda", 0), strict=True, **sections)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None:
+    averages = []
+    for on_cpu in (False, True):
+        recipe = make_recipe(
+            **DIGITS | {"ema": {"decay": 0.9, "every": 3, "on_cpu": on_cpu}, "precision": {"mode": precision}}
+        )
+        world = World(0, 1, 0, torch.device("cuda", 0), None)
+        t = assemble(recipe, make_task(recipe), world, workers=0).training
+        assert t.average is not None
+        batches = make_batches(t, recipe)
+        for window in range(30):
+            train_window(t, batches, window)
+        kept_on = next(iter(t.average.tensors.values())).device.type
+        assert kept_on == ("cpu" if on_cpu else "cuda")
+        with t.average.in_place():
+            averages.append([p.detach().cpu() for p in t.model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*averages, strict=True))
+
+
+@pytest.mark.skipif(
+    missing_for_compiling(torch.device("cuda", 0)) is not None, reason="nothing to compile with"
+)
+@pytest.mark.parametrize("micro_batch", [64, 16])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch: int) -> None:
+    """With accumulation, too, where a replayed graph must not overwrite the gradients of the shard before."""
+    sections: dict[str, Any] = {
+        "data": DIGITS["data"] | {"micro_batch": micro_batch},
+        "model": {"width": 16},
+    }
+    torch._dynamo.reset()
+    eager = losses_on(torch.device("cuda", 0), strict=False, **sections)
+    compiled = losses_on(torch.device("cuda", 0), strict=False, compile={"mode": mode}, **sections)
+    assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("cut", [1, 13, 29])
+def test_a_deterministic_run_that_was_cut_ends_with_the_same_bits(
+    mode: str, cut: int, tmp_path: Path
+) -> None:
+    sections = DIGITS | {"deterministic": True, "precision": {"mode": mode}, "parallel": {"threads": 1}}
+    sections["regularization"] = {"mixup": 0.2, "stochastic_depth": 0.1}
+    recipe = make_recipe(**sections)
+
+    def fresh() -> Training:
+        return assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cuda", 0), None), 0).training
+
+    def windows(t: Training, numbers: range) -> None:
+        source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
+        loader = make_loader(source, torch.device("cuda", 0), recipe.data, 2)
+        batches = loader(t.share.batches(numbers.start))
+        for window in numbers:
+            train_window(t, batches, window)
+        loader.close()
+
+    whole, first, second = fresh(), fresh(), fresh()
+    windows(whole, range(30))
+    windows(first, range(cut))
+    write(tmp_path, cut, tensors_of(first), {})
+    found, skipped = newest_good(tmp_path)
+    assert found is not None
+    assert not skipped
+    load_tensors(second, cut, found.tensors)
+    windows(second, range(cut, 30))
+    ends = [tensors_of(t) for t in (whole, second)]
+    for file, tensors in ends[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, ends[1][file][name]), f"{file}: {name}"
+
+
+def test_gpu_and_cpu_agree() -> None:
+    plain: dict[str, Any] = {"model": {"width": 16}}
+    on_gpu = losses_on(torch.device("cuda", 0), strict=False, **plain)
+    assert on_gpu == pytest.approx(losses_on(torch.device("cpu"), strict=False, **plain), rel=1e-2)
+
+
+def test_fingerprints_are_those_of_the_cpu() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 70, 5), torch.nn.BatchNorm2d(70), torch.nn.Linear(300, 301)
+    )
+    there = fingerprints_of(model.cuda())().tolist()
+    assert there == fingerprints_of(model.cpu())().tolist()
+    assert len(set(there)) > 5

@@ -1,0 +1,54 @@
+"""Runs the loops of `trainer bench overhead` under callgrind: `counted_steps.py LIBRARY FROM TO`.
+
+LIBRARY is `callgrind_marks.c`, compiled: it tells valgrind from which step to which it should count.
+"""
+
+import ctypes
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from tests.helpers.counting import tiny_windows
+from trainer import explain
+from trainer.bench import overhead
+
+
+def marking(library: str, first: int, last: int) -> Callable[[int], None]:
+    """Called with each step's number, it begins to count at `first` and writes the count down at `last`."""
+    marks = ctypes.CDLL(library)
+
+    def at(step: int) -> None:
+        if step == first:
+            marks.begin()
+        elif step == last:
+            marks.end()
+
+    return at
+
+
+def main() -> None:
+    library, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    at, steps = marking(library, first, last), last + 50
+    # What goes by the clock, and so comes more or less often on another machine, is left out.
+    setattr(explain, "_PAUSE_S", math.inf)  # noqa: B010
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_windows(Path(folder), steps, at)
+
+    def cos(angle: float) -> float:  # of the learning rate, once a step
+        at(round(angle * steps / math.pi))
+        return math.cos(angle)
+
+    ours = SimpleNamespace(cos=cos, pi=math.pi)
+    with mock.patch.dict(overhead.by_hand.__globals__, math=ours):
+        overhead.by_hand(overhead.TinyTask(), overhead.tiny_recipe(steps).optim, steps)
+
+
+if __name__ == "__main__":
+    main()

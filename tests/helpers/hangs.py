@@ -1,0 +1,282 @@
+"""Runs of one, two or four ranks in which one hangs, in forked processes; how the job ended.
+
+A hang is put where a real one would be: into the reading of a sample, the model, the optimiser, a collective,
+the disk. It knows its window from the training loop and not from the marks that are under test.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from tests.helpers.forked import replace, small
+from trainer import between_windows, loop, rank, step
+from trainer.attempt import train_rank
+from trainer.data import loader
+from trainer.errors import EXIT_HANG
+from trainer.observe.log import Meter
+from trainer.recipe import Recipe
+from trainer.tasks.classification import Classification
+
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "communication",
+    "update",
+    "evaluation",
+    "logging",
+    "checkpoint",
+    "stopped",
+)
+
+
+class Hang(NamedTuple):
+    """Which rank hangs, where, and in which window (counted from 1); "stopped": by SIGSTOP, at any place."""
+
+    rank: int
+    phase: str
+    window: int
+
+
+class Ending(NamedTuple):
+    """How a job ended: its exit code, what the user reads, and the seconds it took."""
+
+    code: int
+    text: str
+    seconds: float
+
+
+def recipe_of(hang_s: float, **sections: Any) -> Recipe:
+    """Eight windows a pass, two passes; checkpoints at 5, 10 and 15, evaluation at 8 and 16."""
+    parallel = {"threads": 1, "hang_s": hang_s, "timeout_s": 60, **sections.pop("parallel", {})}
+    data = {"name": "synthetic", "image_size": 8, "samples": 64, "classes": 4, "global_batch": 8}
+    data |= {"micro_batch": 2, "workers": 0, "resident": False, **sections.pop("data", {})}
+    return small(parallel=parallel, data=data, optim={"clip": 1.0}, **sections)
+
+
+class Job:
+    """Forked ranks that train. Does what the launcher does: kills those that stay when one has failed."""
+
+    def __init__(
+        self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 60.0
+    ) -> None:
+        """Starts them; each fault is called with a rank's number before that rank trains."""
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._root = tempfile.TemporaryDirectory(prefix="hang-")
+        self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")
+        self.folder.mkdir()
+        self._words.mkdir()
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds
+        self.ranks = [
+            multiprocessing.get_context("fork").Process(
+                target=_rank, args=(number, size, port, self.folder, self._words, recipe, faults)
+            )
+            for number in range(size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def send(self, number: int) -> None:
+        """Sends every rank a signal."""
+        for process in self.ranks:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+    def over(self) -> bool:
+        """Whether all have ended, or their time is up."""
+        if any(process.exitcode for process in self.ranks):
+            self._deadline = min(self._deadline, time.monotonic() + 1.0)
+        return time.monotonic() > self._deadline or not any(process.is_alive() for process in self.ranks)
+
+    def end(self) -> Ending:
+        """Waits for them; how the job ended."""
+        while not self.over():
+            time.sleep(0.02)
+        took, late = time.monotonic() - self._began, [process.is_alive() for process in self.ranks]
+        for process in self.ranks:
+            with contextlib.suppress(OSError):  # what it started, too
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
+        outcomes = []
+        for number, process in enumerate(self.ranks):
+            try:
+                outcomes.append(rank.read_outcome(self._words, number))
+            except FileNotFoundError:
+                outcomes.append(
+                    rank.Outcome(number, 1, f"no word, {process.exitcode}", consequence=late[number])
+                )
+        self._root.cleanup()
+        return Ending(rank.job_code(outcomes), rank.explain(outcomes, len(outcomes)), took)
+
+
+def _rank(
+    number: int,
+    size: int,
+    port: int,
+    folder: Path,
+    words: Path,
+    recipe: Recipe,
+    faults: tuple[Callable[[int], object], ...],
+) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
+    threading.excepthook = threading.__excepthook__
+    os.setsid()  # the launcher kills a rank's session
+    os.environ.update(
+        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ[rank.FOLDER_VARIABLE] = str(words)
+    for fault in faults:
+        fault(number)
+    os._exit(rank.run_rank(lambda: train_rank(recipe, "small", folder)))
+
+
+def sleep_forever() -> None:
+    while True:
+        time.sleep(60)
+
+
+def hang(where: Hang) -> Callable[[int], object]:
+    """A fault for `Job`: this rank does not go on there."""
+
+    def put(number: int) -> None:
+        if number == where.rank:
+            _put(where, _tracked_window())
+
+    return put
+
+
+def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
+    """A fault for `Job`: this rank's forward passes take so long, in windows that `at` chooses."""
+
+    def put(this: int) -> None:
+        if this == number:
+            window, loss = _tracked_window(), Classification.loss
+
+            def slower(*arguments: Any) -> torch.Tensor:
+                for _ in range(round(seconds / 0.05) if at(window()) else 0):
+                    time.sleep(0.05)  # pieces: a long sleep is over when a stopped process goes on
+                return loss(*arguments)
+
+            replace(Classification, "loss", slower)
+
+    return put
+
+
+def _tracked_window() -> Callable[[], int]:
+    at, train_window = [0], step.train_window
+
+    def tracked(training: Any, batches: Any, window: int) -> None:
+        at[0] = window + 1
+        train_window(training, batches, window)
+
+    replace(loop, "train_window", tracked)
+    return lambda: at[0]
+
+
+def _put(where: Hang, window: Callable[[], int]) -> None:
+    if where.phase == "data":
+        fill = loader._Filler._fill
+
+        def filled(self: Any, batch: int, *arguments: Any) -> Any:
+            share = self._source.share
+            if share.plan.shuffle and batch // share.accumulation + 1 == where.window:
+                sleep_forever()
+            return fill(self, batch, *arguments)
+
+        replace(loader._Filler, "_fill", filled)
+        return
+    if where.phase == "backward":
+        loss = Classification.loss
+
+        def hooked(*arguments: Any) -> torch.Tensor:
+            result = loss(*arguments)
+            if window() == where.window:
+                result.register_hook(lambda _: sleep_forever())
+            return result
+
+        replace(Classification, "loss", hooked)
+        return
+    places: Mapping[str, tuple[object, str]] = {
+        "forward": (Classification, "loss"),
+        "stopped": (Classification, "loss"),
+        "communication": (dist, "all_reduce"),
+        "update": (step, "clip_gradients"),
+        "evaluation": (Classification, "measure"),
+        "logging": (Meter, "stage"),
+        # Only rank 0 stages a checkpoint; the others give it their losses.
+        "checkpoint": (between_windows, "stage" if where.rank == 0 else "sum_over_ranks"),
+    }
+    thing, name = places[where.phase]
+    original = getattr(thing, name)
+
+    def stuck(*arguments: Any, **named: Any) -> Any:
+        if window() == where.window:
+            if where.phase != "stopped":
+                sleep_forever()
+            time.sleep(0.5)  # until it has said where it is
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*arguments, **named)
+
+    replace(thing, name, stuck)
+
+
+def is_named(ending: Ending, where: Hang) -> bool:
+    """Whether the job ended with 76 and a line that names this hang, and nothing else."""
+    what = f"rank {where.rank} hangs in {where.phase}, window {where.window};"
+    if where.phase == "stopped":
+        what = f"rank {where.rank} gave no sign of life since forward, window {where.window};"
+    line = ending.text.partition("\n")[0]
+    return ending.code == EXIT_HANG and line.startswith("trainer: no progress for ") and f" s: {what}" in line
+
+
+def random_hangs(random_: random.Random) -> Iterator[tuple[int, Hang, dict[str, Any]]]:
+    """World sizes, hangs, and what else the recipe says."""
+    windows: dict[str, Sequence[int]] = {
+        "evaluation": (8, 16),
+        "logging": range(2, 17, 2),
+        "checkpoint": (5, 10, 15),
+    }
+    for phase in itertools.cycle(PHASES):
+        size = random_.choice((2, 4) if phase in ("communication", "stopped") else (1, 2, 4))
+        window = random_.choice(windows.get(phase, range(1, 17)))
+        sections: dict[str, Any] = {"data": {"workers": random_.choice((0, 0, 2))}}
+        if phase not in ("communication", "checkpoint"):  # these hang in what a tree doesn't do
+            sections["parallel"] = {"reduction": random_.choice(("all_reduce", "tree"))}
+        yield size, Hang(random_.randrange(size), phase, window), sections
+
+
+def hangs(count: int, seed: int, hang_s: float = 2.0) -> list[str]:
+    """Lets so many jobs hang at random; prints each, and returns those that were not named."""
+    missed = []
+    chosen = random_hangs(random.Random(seed))
+    for number in range(count):
+        size, where, sections = next(chosen)
+        ending = Job(size, recipe_of(hang_s, **sections), hang(where)).end()
+        told = f"{size} ranks, {where}, {sections}: {ending.seconds:.1f} s, code {ending.code}"
+        print(f"hang {number}: {told}", flush=True)
+        if not is_named(ending, where):
+            missed.append(f"{told}: {ending.text}")
+    return missed

@@ -1,0 +1,191 @@
+"""A rank for tests/launch/test_launch.py: `worker FOLDER WHAT...` does WHAT, or `0=WHAT 1=WHAT` by rank.
+
+It leaves `FOLDER/ready-RANK` (its pid) once it can take signals, a line in `FOLDER/signals-RANK` for each one
+that it takes, and a line in `FOLDER/starts-RANK` for each start.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import trainer
+from trainer import preempt
+from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.rank import leave_now, run_rank
+
+FOLDER = Path(sys.argv[1])
+RANK = os.environ["RANK"]
+
+
+def _record_signals() -> None:
+    for number in preempt.SIGNALS:
+        handler = signal.getsignal(number)
+        assert callable(handler)
+
+        def note(number: int, frame: FrameType | None, then: Callable[..., object] = handler) -> None:
+            with (FOLDER / f"signals-{RANK}").open("a") as file:
+                file.write(f"{signal.Signals(number).name}\n")
+            then(number, frame)
+
+        signal.signal(number, note)
+
+
+def _wait_for_a_request() -> signal.Signals:
+    while (number := preempt.requested()) is None:
+        time.sleep(0.01)
+    return number
+
+
+def _obey() -> int:
+    _wait_for_a_request()
+    time.sleep(1.0)  # time for a signal that should not come twice
+    return EXIT_REQUEUE
+
+
+def _obey_three() -> int:
+    while len(set((FOLDER / f"signals-{RANK}").read_text().split()) if preempt.requested() else ()) < 3:
+        time.sleep(0.01)
+    return _obey()
+
+
+def _stop() -> None:
+    raise preempt.Stopped(_wait_for_a_request())
+
+
+def _raise() -> None:
+    (FOLDER / "raised").touch()
+    raise ValueError(f"rank {RANK} is broken")
+
+
+def _bad() -> None:
+    raise BadInputError(f"lr: -1 is\n negative; {'make it positive'}")
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _once() -> None:
+    if len((FOLDER / f"starts-{RANK}").read_text().split()) == 1:
+        _raise()
+
+
+def _hang() -> None:
+    threading.Timer(0.1, leave_now, (EXIT_HANG, "no step for 600 s")).start()
+    time.sleep(1000)
+
+
+def _hang_in_exit() -> None:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+
+
+def _collective(broken: bool) -> None:
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    distributed.barrier()
+    try:
+        if broken:
+            _raise()
+        distributed.all_reduce(torch.zeros(1))
+    finally:  # as a context manager would: the others notice before this rank has left word
+        distributed.destroy_process_group()
+        time.sleep(0.3 if broken else 0.0)
+
+
+def _agree() -> int:
+    """As a run does: all stop when one is asked to."""
+    import torch
+    from torch import distributed
+
+    if os.environ["WORLD_SIZE"] != "1":
+        distributed.init_process_group("gloo")
+    while True:
+        asked = torch.tensor([float(preempt.requested() is not None)])
+        if os.environ["WORLD_SIZE"] != "1":
+            distributed.all_reduce(asked)
+        with (FOLDER / "worlds").open("a") as file:
+            file.write(f"{os.environ['WORLD_SIZE']}\n" if RANK == "0" else "")
+        if asked:
+            return EXIT_REQUEUE
+        time.sleep(0.05)
+
+
+def _terminate_a_fork() -> int:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
+    time.sleep(0.2)
+    child.terminate()
+    child.join(5)
+    return 0 if child.exitcode == -signal.SIGTERM else 1
+
+
+def _leave_a_child() -> None:
+    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (FOLDER / "child").write_text(str(child.pid))
+
+
+def _tell() -> int:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "COLOUR")
+    told = {"arguments": sys.argv[3:], **{name: os.environ.get(name) for name in names}}
+    (FOLDER / f"told-{RANK}").write_text(json.dumps(told))
+    if RANK == "1":
+        return EXIT_REQUEUE
+    time.sleep(1.0)  # time for a signal that should not come
+    return 0
+
+
+def _tell_paths() -> None:
+    """Where it imports from, and what of the launch the programs that it starts would see."""
+    leaked = [name for name in os.environ if name.startswith("TRAINER_LAUNCH") or name == "PYTHONSAFEPATH"]
+    told = [trainer.__file__, sys.path, leaked, __spec__.name]
+    (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
+
+
+WHAT: dict[str, Callable[[], int | None]] = {
+    "agree": _agree,
+    "bad": _bad,
+    "collective": lambda: _collective(broken=False),
+    "crash": _crash,
+    "done": lambda: None,
+    "fail-in-collective": lambda: _collective(broken=True),
+    "hang": _hang,
+    "hang-in-exit": _hang_in_exit,
+    "leave-a-child": _leave_a_child,
+    "obey": _obey,
+    "obey-three": _obey_three,
+    "once": _once,
+    "raise": _raise,
+    "requeue": lambda: EXIT_REQUEUE,
+    "sleep": lambda: time.sleep(1000),
+    "stop": _stop,
+    "tell": _tell,
+    "tell-paths": _tell_paths,
+    "terminate-a-fork": _terminate_a_fork,
+}
+
+
+def main() -> int | None:
+    _record_signals()
+    (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
+    with (FOLDER / f"starts-{RANK}").open("a") as file:
+        file.write("start\n")
+    by_rank = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+    return WHAT[by_rank.get(RANK, sys.argv[2])]()
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "never-register":
+        (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
+        time.sleep(1000)
+    sys.exit(run_rank(main))

@@ -1,0 +1,25 @@
+"""A run that has learned the digits a little, in a few seconds."""
+
+from pathlib import Path
+
+from tests.helpers.forked import attempt
+from trainer.recipe import Recipe
+
+_RECIPE = {
+    "epochs": 4,
+    "evaluate_every": 0,
+    "data": {"name": "digits", "global_batch": 64, "micro_batch": 64, "workers": 0},
+    "model": {"name": "small_resnet", "width": 16, "blocks": [1, 1]},
+    "optim": {"lr": 0.006},
+    "ema": {"decay": 0.95},
+    "parallel": {"threads": 1},
+    "log": {"sinks": ["jsonl"]},
+    "checkpoint": {"every": 0, "minutes": 0, "best": False},
+}
+
+
+def train_digits(folder: Path, stop_after: int | None = None) -> Path:
+    """Trains into a folder; with `stop_after` it stops there, with a checkpoint. Returns the folder."""
+    done = attempt(folder, Recipe.model_validate(_RECIPE), stop_after=stop_after)
+    assert done.code == (75 if stop_after else 0), done.said
+    return folder

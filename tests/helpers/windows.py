@@ -1,0 +1,58 @@
+"""A few windows of a run in this process, and a packaged recipe on little data: what tests of tasks share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.helpers.toys import assemble_alone
+from trainer.config import override, read_recipe
+from trainer.evaluate import evaluate
+from trainer.parallel import World
+from trainer.recipe import Recipe
+from trainer.run import check_request, make_task
+from trainer.state import load_tensors, tensors_of
+from trainer.step import train_window
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def train_some(
+    recipe: Recipe, task: Any, windows: range, state: State | None = None
+) -> tuple[State, list[float]]:
+    """Trains some windows of a run, from a saved state; gives the state after them, and the losses."""
+    training, loader = (parts := assemble_alone(recipe, task)).training, parts.loader
+    if state is not None:
+        load_tensors(training, windows.start, state)
+    training.replica.train()
+    batches = loader(training.share.batches(windows.start))
+    losses = []
+    for window in windows:
+        training.loss.zero_()
+        train_window(training, batches, window)
+        losses.append(float(training.loss))
+    loader.close()
+    parts.evaluation_loader.close()
+    tensors = tensors_of(training).items()
+    return {kind: {name: t.detach().clone() for name, t in part.items()} for kind, part in tensors}, losses
+
+
+def assert_same_bits(one: State, other: State) -> None:
+    for kind, part in one.items():
+        assert part.keys() == other[kind].keys()
+        for name, tensor in part.items():
+            assert torch.equal(tensor, other[kind][name]), (kind, name)
+
+
+def dry_run(name: str, settings: Sequence[str]) -> dict[str, float]:
+    """One window and an evaluation of a packaged recipe, on the CPU with changed settings."""
+    recipe = Recipe.model_validate(override(read_recipe(name), ["parallel.threads=1", *settings]))
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    parts = assemble_alone(recipe, task)
+    parts.training.replica.train()
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert bool(parts.training.loss.isfinite()) and float(parts.training.loss) > 0
+    args = parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+    return evaluate(task, parts.training.model, *args)

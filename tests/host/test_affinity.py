@@ -1,0 +1,262 @@
+"""Ranks keep to CPUs near their GPU, or to some of their own; what they start keeps to them too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tests.host.test_limits import plant
+from trainer.affinity import (
+    VARIABLE,
+    Cpus,
+    Topology,
+    bind,
+    binding_note,
+    cpus_text,
+    gpu_nodes,
+    read_topology,
+    share_cpus,
+    shares_of,
+    variables,
+    within,
+)
+from trainer.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def cpus(text: str) -> Cpus:
+    return frozenset(listed_cpus(text) or ())
+
+
+def topology(nodes: int, cores: int, siblings: int) -> Topology:
+    """CPUs numbered as Linux does: first one of each core, then the second of each."""
+    core = {
+        cpu: frozenset(range(cpu % (nodes * cores), nodes * cores * siblings, nodes * cores))
+        for cpu in range(nodes * cores * siblings)
+    }
+    return Topology(
+        {n: frozenset(cpu for cpu in core if cpu % (nodes * cores) // cores == n) for n in range(nodes)}, core
+    )
+
+
+TWO = topology(nodes=2, cores=4, siblings=2)  # node 0: 0-3,8-11; node 1: 4-7,12-15
+
+
+@pytest.mark.parametrize(
+    ("binding", "places", "wanted"),
+    [
+        ("none", [0, 1], []),
+        ("auto", [None], []),  # one rank without a GPU may use all
+        ("auto", [1], ["4-7,12-15"]),
+        ("auto", [0, 0, 1, 1], ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
+        ("auto", [None, None], ["0-3,8-11", "4-7,12-15"]),
+        ("node", [None, 1, 0], ["0-3,8-11", "4-7,12-15", "0-3,8-11"]),
+        ("node", [7], ["0-3,8-11"]),  # a node that this container has no CPUs of
+        ("cores", [None], ["0-3,8-11"]),
+        ("cores", [0, 0, 1, 1], ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]),
+        ("cores", [0, 0, 0], ["0,8", "1,9", "2-3,10-11"]),
+        ("cores", [1, 1, 1, 1, 1], ["4-7,12-15"] * 5),  # fewer cores than ranks
+    ],
+)
+def test_who_gets_which_cpus(binding: str, places: list[int | None], wanted: list[str]) -> None:
+    assert share_cpus(binding, TWO, places) == [cpus(text) for text in wanted]  # type: ignore[arg-type]
+
+
+def test_a_single_node_is_left_alone() -> None:
+    assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == []
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 16),
+    st.integers(1, 2),
+    st.lists(st.none() | st.integers(0, 5), min_size=1),
+)
+def test_cores_of_ones_own_are_shared_out(
+    nodes: int, cores: int, siblings: int, places: list[int | None]
+) -> None:
+    there = topology(nodes, cores, siblings)
+    found = share_cpus("cores", there, places)
+    assert len(found) == len(places)
+    assert all(found)
+    assert all(any(share <= node for node in there.nodes.values()) for share in found)
+    for share in found:
+        assert all(there.cores[cpu] <= share for cpu in share)  # whole cores
+        assert all(other == share or not other & share for other in found)
+
+
+def test_the_topology_of_a_container(tmp_path: Path) -> None:
+    near = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    root = plant(
+        tmp_path,
+        {
+            "sys/devices/system/node/node0/cpulist": "0-1,4-5",
+            "sys/devices/system/node/node1/cpulist": "2-3,6-7",
+            "sys/devices/system/node/node2/cpulist": "",  # memory only
+            **{near.format(cpu): f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)},
+        },
+    )
+    found = read_topology(root, cpus("0-2,4"))
+    assert found.nodes == {0: cpus("0-1,4"), 1: cpus("2")}
+    assert found.cores == {0: cpus("0,4"), 1: cpus("1"), 2: cpus("2"), 4: cpus("0,4")}
+    nothing = read_topology(tmp_path / "none", cpus("0-2"))
+    assert nothing == Topology({0: cpus("0-2")}, {0: cpus("0"), 1: cpus("1"), 2: cpus("2")})
+
+
+def test_where_gpus_are(tmp_path: Path) -> None:
+    root = plant(
+        tmp_path,
+        {
+            "sys/bus/pci/devices/0000:3b:00.0/numa_node": "1",
+            "sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1",  # a virtual machine
+        },
+    )
+    assert gpu_nodes(["00000000:3B:00.0", "00000000:5E:00.0", "00000000:AF:00.0"], root) == [1, None, None]
+
+
+@pytest.mark.parametrize(
+    ("quota", "shares", "each"),
+    [
+        (64.0, [], 16),
+        (64.0, ["0-15", "16-31", "32-47", "48-63"], 16),
+        (8.0, ["0-15", "16-31", "32-47", "48-63"], 2),  # the quota is less than the CPUs
+        (64.0, ["0-31", "0-31", "32-63", "32-63"], 16),
+        (64.0, ["0-31", "0-31", "0-31", "32-63"], 10),  # three share a node: all compute with as many threads
+    ],
+)
+def test_threads_are_those_of_the_poorest_rank(quota: float, shares: list[str], each: int) -> None:
+    limits = Limits(cpus=quota, memory_bytes=0, shm_bytes=0, pids=None)
+    assert threads_per_rank(within(limits, [cpus(text) for text in shares]), 4) == each
+
+
+def test_a_single_rank_has_its_node() -> None:
+    limits = Limits(cpus=64, memory_bytes=0, shm_bytes=0, pids=None)
+    assert threads_per_rank(within(limits, [cpus("0-31")]), 1) == 32
+
+
+@given(st.lists(st.sets(st.integers(0, 300), min_size=1).map(frozenset), min_size=1, max_size=9))
+def test_ranks_read_what_the_launcher_wrote(shares: list[Cpus]) -> None:
+    assert shares_of(variables("node", shares)) == shares
+    assert all(count_cpus(cpus_text(share)) == len(share) for share in shares)
+
+
+def test_the_user_is_told() -> None:
+    environ = variables("cores", [cpus("0-3"), cpus("4-7")])
+    wanted = "CPUs: ranks on 0-3 | 4-7, OpenMP's threads pinned (parallel.cpu_binding)"
+    assert binding_note(environ) == wanted
+    assert binding_note({}) == ""
+    assert variables("none", []) == {}
+
+
+@pytest.mark.parametrize("given_by_user", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
+def test_what_the_user_said_about_threads_stays(given_by_user: dict[str, str]) -> None:
+    here = cpus_text(frozenset(os.sched_getaffinity(0)))
+    environ = {VARIABLE: here, "TRAINER_PIN_THREADS": "1", "LOCAL_RANK": "0", **given_by_user}
+    bind(environ)
+    if given_by_user:
+        assert "GOMP_CPU_AFFINITY" not in environ
+    else:
+        assert environ["GOMP_CPU_AFFINITY"] == here
+        assert environ["KMP_AFFINITY"] == f"granularity=fine,proclist=[{here}],explicit"
+
+
+def test_a_rank_that_the_launcher_did_not_bind_stays_free() -> None:
+    before = os.sched_getaffinity(0)
+    bind({VARIABLE: "0", "LOCAL_RANK": "1"})  # fewer shares than ranks
+    bind({})
+    assert os.sched_getaffinity(0) == before
+
+
+IN_A_RANK = """
+import json, os
+from trainer.affinity import bind, unpin_main_thread
+bind()
+import torch
+unpin_main_thread()
+from trainer.limits import read_limits
+torch.set_num_threads(2)
+torch.ones(512, 512) @ torch.ones(512, 512)
+(torch.ones(1 << 22) + 1).sum()
+threads = {}
+for thread in os.listdir("/proc/self/task"):
+    threads[thread] = sorted(os.sched_getaffinity(int(thread)))
+child = os.fork()
+if not child:
+    os._exit(len(os.sched_getaffinity(0)))
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps([sorted(os.sched_getaffinity(0)), threads, read_limits().cpus, code]))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool) -> None:
+    there = sorted(os.sched_getaffinity(0))[:2]
+    environ = {**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"}
+    environ |= variables("cores" if pinned else "node", [frozenset(there)])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_RANK],
+        cwd=REPOSITORY,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    main, threads, counted, child = json.loads(done.stdout)
+    assert main == there
+    assert child == 2  # libgomp would have left the main thread, and so a loader worker, on one CPU
+    assert counted == read_limits().cpus  # the container's, for who looks at the machine
+    assert all(set(one) <= set(there) for one in threads.values())
+    assert pinned == any(len(one) == 1 for one in threads.values())
+
+
+def printed(program: str, environ: dict[str, str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+BOUND_TO_ONE = """
+import os
+from trainer.limits import keep_to, read_limits
+keep_to(frozenset([min(os.sched_getaffinity(0))]))
+print(len(os.sched_getaffinity(0)), read_limits().cpus)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_the_limits_stay_those_of_the_container() -> None:
+    assert printed(BOUND_TO_ONE, {}) == ["1", str(read_limits().cpus)]
+
+
+START_OF_A_RANK = """
+import os
+from trainer.affinity import bind
+bind()
+import trainer.attempt
+
+def looked_at():
+    print(len(os.sched_getaffinity(0)))
+    raise SystemExit
+
+trainer.attempt._is_first = looked_at
+trainer.attempt.train_rank(None, "", None)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_rank_frees_its_main_thread_before_it_starts_workers() -> None:
+    there = frozenset(sorted(os.sched_getaffinity(0))[:2])
+    environ = {"LOCAL_RANK": "0", "OMP_NUM_THREADS": "2", **variables("cores", [there])}
+    assert printed(START_OF_A_RANK, environ) == ["2"]

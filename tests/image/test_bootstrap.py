@@ -1,0 +1,399 @@
+"""P2, one command: the environment is made from the lock, whatever the machine has, and repaired if it broke.
+
+The projects here are small and their wheels are made on the spot: nothing needs a network.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheels import digest, read_lock, select
+
+from trainer.manifest import lock_hash
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+BASE = Path(getattr(sys, "_base_executable", sys.executable))
+UV = shutil.which("uv") or shutil.which("uv", path=Path(sys.prefix) / "bin")
+MAKE = shutil.which("make")
+FAILING = "#!/bin/sh\nexit 1\n"
+
+
+def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
+
+
+@dataclass
+class Project:
+    """A project with a lock; its environment is in `.venv`."""
+
+    root: Path
+    links: Path
+    env: dict[str, str]
+    python: Path = BASE
+
+    @property
+    def venv(self) -> Path:
+        return self.root / ".venv"
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / ".bootstrap.json"
+
+    def wheel(self, name: str, version: str, script: str = "") -> str:
+        """Makes a wheel; returns its hash."""
+        info = f"{name}-{version}.dist-info"
+        files = {
+            f"{name}.py": f"VERSION = {version!r}\n",
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        }
+        if script:
+            files[f"{name}-{version}.data/scripts/{name}"] = script
+        files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+        path = self.links / f"{name}-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, text in files.items():
+                entry = zipfile.ZipInfo(file)
+                entry.external_attr = 0o100755 << 16
+                archive.writestr(entry, text)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def lock(self, *lines: str) -> None:
+        """Writes the lock; a line is `name==version group …`."""
+        text = "--only-binary :all:\n"
+        for line in lines:
+            pin, *groups = line.split()
+            name, _, version = pin.partition("==")
+            # The uv in these locks is one that fails: what follows must come from pip.
+            sha256 = self.wheel(name, version, FAILING if name == "uv" else "")
+            text += f"# groups: {' '.join(groups)}\n{pin} \\\n    --hash=sha256:{sha256}\n"
+        (self.root / "stacks" / "tiny").mkdir(parents=True, exist_ok=True)
+        (self.root / "stacks" / "tiny" / "wheels.lock").write_text(text)
+
+    def start(self, *groups: str) -> subprocess.Popen[str]:
+        script = str(self.root / "scripts" / "bootstrap.py")
+        command = [str(self.python), script, "--stack", "tiny", "--groups", *groups]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def bootstrap(self, *groups: str, code: int = 0) -> str:
+        process = self.start(*groups)
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == code, output + errors
+        assert "Traceback" not in errors
+        return output + errors
+
+    def version(self, name: str) -> str:
+        """The version that the environment imports; empty if it has none."""
+        return run(self.venv / "bin" / "python", "-c", f"import {name}; print({name}.VERSION)").stdout.strip()
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """The only folder of commands that a bootstrap here finds."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, tools: Path) -> Project:
+    """A project on a machine without any installer but Python's own."""
+    root, links = tmp_path / "project", tmp_path / "links"
+    shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    links.mkdir()
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links), "PIP_CONFIG_FILE": os.devnull}
+    offline |= {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(links), "UV_CACHE_DIR": str(tmp_path / "cache")}
+    made = Project(root, links, {"HOME": str(tmp_path), "PATH": str(tools), **offline})
+    made.lock("apple==1.0 test dev", "pear==1.0 dev", "uv==0.0.1 boot")
+    return made
+
+
+@pytest.fixture
+def with_uv(project: Project, tools: Path) -> Project:
+    """The same with uv on the PATH."""
+    if UV is None:
+        pytest.skip("no uv here")
+    (tools / "uv").symlink_to(UV)
+    return project
+
+
+@pytest.fixture
+def bare_python(tmp_path: Path) -> Path:
+    """A Python without ensurepip and pip, as Debian's python3 is."""
+    stdlib = Path(os.__file__).parent
+    bare = tmp_path / "bare"
+    (bare / "bin").mkdir(parents=True)
+    shutil.copy2(BASE.resolve(), bare / "bin" / "python3")
+    library = bare / "lib" / stdlib.name
+    library.mkdir(parents=True)
+    for entry in stdlib.iterdir():
+        if entry.name not in {"ensurepip", "site-packages", "dist-packages"}:
+            (library / entry.name).symlink_to(entry)
+    for shared in Path(sys.base_prefix, "lib").glob("libpython*.so*"):
+        (bare / "lib" / shared.name).symlink_to(shared)
+    python = bare / "bin" / "python3"
+    check = "import sys, venv, importlib.util as u; print(sys.base_prefix, u.find_spec('ensurepip'))"
+    if run(python, "-c", check).stdout.split() != [str(bare), "None"]:
+        pytest.skip(f"{BASE} does not work from another folder")
+    return python
+
+
+def install_pip(python: Path) -> None:
+    """Gives a bare Python the pip that ensurepip carries."""
+    bundled = sorted((Path(os.__file__).parent / "ensurepip" / "_bundled").glob("pip-*.whl"))
+    if not bundled:
+        pytest.skip("this Python carries no pip")
+    with zipfile.ZipFile(bundled[-1]) as archive:
+        archive.extractall(next(python.parent.parent.glob("lib/python*")) / "site-packages")
+
+
+def test_groups_select_their_requirements(project: Project) -> None:
+    wheels = read_lock((project.root / "stacks" / "tiny" / "wheels.lock").read_text())
+    assert [wheel.name for wheel in wheels] == ["apple", "pear", "uv"]
+    text = select(wheels, ["test"])
+    assert text.startswith("--only-binary :all:\napple==1.0 \\\n    --hash=sha256:")
+    assert "pear" not in text
+    assert select(wheels, ["dev", "test"]).count("==") == 2
+    assert digest(wheels, ["test"])["test"] != digest(wheels, ["dev"])["dev"]
+
+
+def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project) -> None:
+    first = with_uv.bootstrap("test")
+    assert "installing test of tiny" in first
+    assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "")
+    assert "is ready" in with_uv.bootstrap("dev")
+    assert with_uv.version("pear") == "1.0"
+    assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}
+
+    written, fastest = with_uv.stamp.stat().st_mtime_ns, 9.0
+    for _ in range(20):  # the machine may be busy
+        begun = time.perf_counter()
+        assert with_uv.bootstrap("test", "dev") == ""
+        fastest = min(fastest, time.perf_counter() - begun)
+        if fastest < 0.2:
+            break
+    assert fastest < 0.2
+    assert with_uv.stamp.stat().st_mtime_ns == written
+
+
+def test_a_changed_lock_updates_the_environment(with_uv: Project) -> None:
+    with_uv.bootstrap("test", "dev")
+    (with_uv.venv / "mine").touch()
+    with_uv.lock("apple==2.0 test dev", "plum==1.0 dev", "uv==0.0.1 boot")
+    with_uv.bootstrap("test")
+    assert [with_uv.version(name) for name in ("apple", "pear", "plum")] == ["2.0", "", "1.0"]
+    assert (with_uv.venv / "mine").exists()
+
+
+def test_the_stamp_tells_runs_the_hash_of_the_lock(with_uv: Project) -> None:
+    lock = with_uv.root / "stacks/tiny/wheels.lock"
+
+    def told() -> bool:
+        return lock_hash(with_uv.venv) == hashlib.sha256(lock.read_bytes()).hexdigest()
+
+    assert lock_hash(with_uv.venv) is None
+    with_uv.bootstrap("test")
+    assert told()
+    lock.write_text(f"# Another word.\n{lock.read_text()}")
+    assert not told()
+    assert with_uv.bootstrap("test") == "", "nothing is installed"
+    assert told()
+
+
+def test_a_wrong_hash_is_refused(with_uv: Project, bare_python: Path) -> None:
+    with_uv.python = bare_python  # nor does pip get a try, which takes seconds
+    with_uv.wheel("apple", "1.0", script="# another file")
+    assert "hash" in with_uv.bootstrap("test", code=1).lower()
+    assert with_uv.version("apple") == ""
+
+
+def test_a_failed_download_leaves_the_other_groups(with_uv: Project, bare_python: Path) -> None:
+    with_uv.python = bare_python
+    with_uv.bootstrap("test")
+    (with_uv.venv / "mine").touch()
+    wheel = next(with_uv.links.glob("pear-*"))
+    away = wheel.rename(wheel.with_suffix(".away"))
+    with_uv.bootstrap("dev", code=1)
+    assert with_uv.bootstrap("test") == ""
+    away.rename(wheel)
+    with_uv.bootstrap("dev")
+    assert with_uv.version("pear") == "1.0"
+    assert (with_uv.venv / "mine").exists()
+
+
+def test_an_interrupted_install_is_repaired(with_uv: Project, tools: Path) -> None:
+    with_uv.bootstrap("test")
+    (tools / "uv").unlink()
+    (tools / "uv").write_text('#!/bin/sh\nkill -9 "$PPID"\n')
+    (tools / "uv").chmod(0o755)
+    with_uv.bootstrap("dev", code=-9)
+    assert with_uv.bootstrap("test") == ""  # which nothing touched
+    (with_uv.venv / "half").touch()
+    (tools / "uv").unlink()
+    (tools / "uv").symlink_to(str(UV))
+    with_uv.bootstrap("dev")
+    assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "1.0")
+    assert not (with_uv.venv / "half").exists()
+
+
+def test_one_whose_python_is_gone_or_moved_is_remade(with_uv: Project, tmp_path: Path) -> None:
+    with_uv.bootstrap("test")
+    python = with_uv.venv / "bin" / "python"
+    python.unlink()
+    python.symlink_to(tmp_path / "gone")
+    assert "making" in with_uv.bootstrap("test")
+    assert with_uv.version("apple") == "1.0"
+
+    stamp = json.loads(with_uv.stamp.read_text())
+    with_uv.stamp.write_text(json.dumps({**stamp, "python": "3.9"}))
+    assert "making" in with_uv.bootstrap("test")
+
+    with_uv.root = with_uv.root.rename(tmp_path / "moved")
+    assert "making" in with_uv.bootstrap("test")
+    assert with_uv.version("apple") == "1.0"
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(with_uv: Project) -> None:
+    with_uv.venv.mkdir()
+    (with_uv.venv / "thesis.tex").touch()
+    assert "left alone" in with_uv.bootstrap("test", code=2)
+    assert (with_uv.venv / "thesis.tex").exists()
+
+
+def test_two_at_once_share_the_work(with_uv: Project) -> None:
+    both = [with_uv.start("test"), with_uv.start("dev")]
+    outputs = [process.communicate(timeout=100) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "1.0")
+    assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}
+
+
+def test_without_uv_pip_brings_it_and_takes_over_when_it_fails(project: Project) -> None:
+    output = project.bootstrap("test")
+    if "no installer" in output:
+        pytest.skip("this Python has no ensurepip")
+    assert (project.venv / "bin" / "uv").read_text() == FAILING
+    assert "trying pip" in output
+    assert project.version("apple") == "1.0"
+    assert project.bootstrap("test") == ""
+
+
+def test_a_python_without_ensurepip_uses_the_pip_of_the_host(project: Project, bare_python: Path) -> None:
+    install_pip(bare_python)
+    project.python = bare_python
+    assert "trying pip" in project.bootstrap("test")
+    assert project.version("apple") == "1.0"
+    assert not list(project.venv.glob("lib/python*/site-packages/pip*"))
+
+
+def test_a_python_without_ensurepip_needs_no_pip_where_uv_is(with_uv: Project, bare_python: Path) -> None:
+    with_uv.python = bare_python
+    with_uv.bootstrap("test")
+    assert with_uv.version("apple") == "1.0"
+
+
+def test_no_installer_at_all_is_one_line(project: Project, bare_python: Path) -> None:
+    project.python = bare_python
+    last = project.bootstrap("test", code=2).splitlines()[-1]
+    assert last.startswith("bootstrap: no installer: install uv, or pip for")
+    assert "container" in last
+
+
+def test_unknown_names_and_a_full_disk_are_one_line(with_uv: Project) -> None:
+    assert with_uv.bootstrap("fruit", code=2).startswith("bootstrap: no group fruit in")
+    for name, remedy in (("tinny", "did you mean 'tiny'?"), ("zzz", "there are tiny")):
+        done = run(BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", name, env=with_uv.env)
+        assert (done.returncode, done.stderr) == (2, f"bootstrap: no stack '{name}': {remedy}\n")
+    with_uv.lock("apple==1.0 train")
+    (with_uv.root / "pyproject.toml").touch()
+    command = [BASE, with_uv.root / "scripts" / "bootstrap.py", "--stack", "tiny", "--min-free", "1e9"]
+    done = run(*command, env=with_uv.env)
+    assert done.returncode == 2
+    assert "GB" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_stack_of_condas_takes_nothing_away(with_uv: Project) -> None:
+    with_uv.lock("apple==1.0 test")
+    with_uv.bootstrap("test")
+    with_uv.lock("pear==1.0 test")
+    (with_uv.root / "stacks/tiny/stack.toml").write_text('[stack]\nkind = "conda"  # why\n')
+    line = with_uv.bootstrap("test", code=2)
+    assert "STACK=tiny is conda's, which" in line
+    assert line.count("\n") == 1
+    assert with_uv.version("apple") == "1.0"
+
+
+PATCH = "import platform, runpy, sys, sysconfig; {}; runpy.run_path({!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ("sys.version_info = (3, 9, 1)", "Python 3.9 is not in 3.10 to 3.13"),
+        ("sys.version_info = (3, 14, 0)", "Python 3.14 is not in 3.10 to 3.13"),
+        ("platform.system = lambda: 'Windows'", "no wheels for Windows"),
+        ("platform.machine = lambda: 'ppc64le'", "ppc64le"),
+        ("platform.libc_ver = lambda: ('musl', '1.2.5')", "glibc 2.28"),
+        ("platform.libc_ver = lambda: ('glibc', '2.17')", "glibc 2.28"),
+        ("platform.python_implementation = lambda: 'PyPy'", "not a standard CPython"),
+    ],
+)
+def test_what_cannot_work_gets_one_line_that_names_the_container(patch: str, says: str) -> None:
+    if "libc" in patch and sys.platform != "linux":
+        pytest.skip("glibc is Linux's")
+    script = f"sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = ['bootstrap']; {patch}"
+    done = run(sys.executable, "-c", PATCH.format(script, str(SCRIPTS / "bootstrap.py")))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert "container" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_old_python_can_read_it() -> None:
+    ast.parse((SCRIPTS / "bootstrap.py").read_text(), feature_version=(3, 6))
+
+
+def test_help() -> None:
+    assert "--groups" in run(sys.executable, SCRIPTS / "bootstrap.py", "--help").stdout
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+class TestMake:
+    def make(
+        self, *arguments: str, root: Path = ROOT, code: int = 0, env: Mapping[str, str] = os.environ
+    ) -> str:
+        clean = {key: value for key, value in env.items() if not key.startswith("MAKE")}
+        done = run(MAKE, "--no-print-directory", *arguments, cwd=root, env=clean)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def test_help_is_the_default_and_lists_the_targets(self) -> None:
+        assert self.make() == self.make("help")
+        for target in ("train", "test", "test-all", "lint", "lock", "bench", "clean-venv"):
+            assert f"make {target} " in self.make("help")
+
+    def test_a_shim_that_fails_is_skipped(self, with_uv: Project, tools: Path) -> None:
+        shutil.copy(ROOT / "Makefile", with_uv.root)
+        (tools / "python3").write_text("#!/bin/sh\necho 'pyenv: not here' >&2\nexit 127\n")
+        (tools / "python3").chmod(0o755)
+        (tools / f"python3.{sys.version_info[1]}").symlink_to(BASE)
+        env = {**with_uv.env, "PATH": f"{tools}:/bin"}  # which has sh
+        output = self.make("venv", "STACK=tiny", "GROUPS=test", root=with_uv.root, env=env)
+        assert "pyenv" not in output
+        assert with_uv.version("apple") == "1.0"
+        assert self.make("venv", "STACK=tiny", "GROUPS=test", root=with_uv.root, env=env) == ""

@@ -1,0 +1,554 @@
+"""The environment comes from an explicit lock: each package by its hash, nothing else asked for, repeatable.
+
+The packages are made here and served on loopback. A real conda links them where one is on PATH; otherwise
+`container/stand_in_conda.py` does. The summary at the end says which.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from explicit_lock import LockError, parse_lock
+
+from tests.container.stand_in_conda import raw_zstd, unraw_zstd
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "conda_env.py"
+REAL = shutil.which("conda")
+HOST = "https://conda.anaconda.org"
+PLACEHOLDER = "/placeholder" * 12
+PYTHON = "{}.{}".format(*sys.version_info)
+SHA = "0" * 64
+PROXIES = ("http_proxy", "https_proxy", "HTTPS_PROXY")
+
+
+@dataclass
+class Channel:
+    """Packages in a folder, served on loopback, their lines of a lock, and what the server was asked for."""
+
+    folder: Path
+    url: str = ""
+    asked: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[str]] = field(default_factory=dict)  # file: answers before the true one
+    lines: list[str] = field(default_factory=list)
+
+    def pack(
+        self,
+        name: str,
+        files: dict[str, bytes | str],
+        *,
+        kind: str = ".conda",
+        placeholder: dict[str, str] | None = None,
+        version: str = "1.0",
+        entry_points: list[str] | None = None,
+        channel: str = "conda-forge",
+    ) -> Path:
+        """Makes a package and adds its line; text is a symlink's target, `placeholder` a mode by path."""
+        noarch = entry_points is not None
+        subdir, build = ("noarch", "pyh_0") if noarch else ("linux-64", "h1_0")
+        index = {"name": name, "version": version, "build": build, "build_number": 0, "subdir": subdir}
+        index |= {"depends": ["python"] if noarch else [], "arch": None, "platform": None, "license": "MIT"}
+        paths = []
+        for path, data in files.items():
+            entry: dict[str, Any] = {
+                "_path": path,
+                "path_type": "softlink" if isinstance(data, str) else "hardlink",
+            }
+            content = data if isinstance(data, bytes) else files[str(Path(path).parent / data)]
+            assert isinstance(content, bytes)
+            entry |= {"sha256": hashlib.sha256(content).hexdigest(), "size_in_bytes": len(content)}
+            if mode := (placeholder or {}).get(path):
+                entry |= {"prefix_placeholder": PLACEHOLDER, "file_mode": mode}
+            paths.append(entry)
+        info: dict[str, Any] = {"paths.json": {"paths": paths, "paths_version": 1}}
+        if noarch:
+            info["link.json"] = {"noarch": {"type": "python", "entry_points": entry_points}}
+            info["link.json"]["package_metadata_version"] = 1
+            index["noarch"] = "python"
+        info["index.json"] = index
+        about: dict[str, bytes | str] = {f"info/{key}": json.dumps(info[key]).encode() for key in info}
+        about["info/files"] = "".join(f"{path}\n" for path in files).encode()
+        target = self.folder / channel / subdir / f"{name}-{version}-{build}{kind}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == ".conda":
+            with zipfile.ZipFile(target, "w") as parts:
+                parts.writestr("metadata.json", '{"conda_pkg_format_version": 2}')
+                for part, inside in (("pkg", files), ("info", about)):
+                    parts.writestr(f"{part}-{name}-{version}-{build}.tar.zst", raw_zstd(tarred(inside, "w")))
+        else:
+            target.write_bytes(tarred({**about, **files}, "w:bz2"))
+        self.lines.append(f"{HOST}/{target.relative_to(self.folder)}#{digest(target)}")
+        return target
+
+
+def tarred(files: dict[str, Any], mode: Any) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode=mode) as tar:
+        for path, data in files.items():
+            member = tarfile.TarInfo(path)
+            member.mode, member.mtime = (0o755 if path.startswith("bin/") else 0o644), 1_700_000_000
+            if isinstance(data, str):
+                member.type, member.linkname = tarfile.SYMTYPE, data
+            else:
+                member.size = len(data)
+            tar.addfile(member, io.BytesIO(data) if isinstance(data, bytes) else None)
+    return sink.getvalue()
+
+
+def digest(file: Path, algorithm: str = "sha256") -> str:
+    return hashlib.new(algorithm, file.read_bytes()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves a channel; as a proxy it is asked for whole URLs, which it notes and refuses."""
+
+    def __init__(self, channel: Channel, *rest: Any) -> None:
+        self.channel = channel
+        super().__init__(*rest)
+
+    def do_CONNECT(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.channel.asked[self.path] += 1
+        file = self.channel.folder / self.path.lstrip("/")
+        waiting = self.channel.first.get(file.name, [])
+        answer = waiting.pop(0) if waiting else ""
+        if answer.isdigit() or not file.is_file():
+            self.send_error(int(answer or 404))
+            return
+        data = file.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if answer == "hang":
+            time.sleep(3)
+        self.wfile.write(data[: len(data) // 2] if answer else data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[Channel]:
+    channel = Channel(tmp_path / "channel")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, channel))
+    channel.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=partial(server.serve_forever, 0.01), daemon=True).start()
+    yield channel
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def conda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The conda of these tests; the summary names it."""
+    program = REAL
+    if not program:
+        stand_in = tmp_path_factory.mktemp("bin") / "conda"
+        source = ROOT / "tests" / "container" / "stand_in_conda.py"
+        stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I "{source}" "$@"\n')
+        stand_in.chmod(0o755)
+        program = str(stand_in)
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+    class Summary:
+        def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+            terminalreporter.write_line(f"tests/image/test_conda_env.py: packages were linked by {version}")
+
+    request.config.pluginmanager.register(Summary())
+    return program
+
+
+@dataclass
+class Made:
+    """What a run of the script left and said."""
+
+    code: int
+    out: str
+    prefix: Path
+
+    @property
+    def error(self) -> str:
+        """Its one line."""
+        lines = [line for line in self.out.splitlines() if line.startswith("conda_env: ")]
+        assert "Traceback" not in self.out
+        return lines[-1]
+
+
+Make = Callable[..., Made]
+
+
+@pytest.fixture
+def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
+    def make(*words: object, lines: list[str] | None = None, mirror: str | None = None, **more: str) -> Made:
+        lock, prefix = tmp_path / "conda.lock", tmp_path / "opt" / "env"
+        lock.write_text(
+            "\n".join(["# a test", "@EXPLICIT", *(channel.lines if lines is None else lines), ""])
+        )
+        given = [lock, prefix, "--conda", conda, "--backoff", 0.01]
+        given += ["--mirror", channel.url if mirror is None else mirror] if mirror != "none" else []
+        # Whatever asks for another host asks the channel's server, as a proxy: counted.
+        env = {**os.environ, **dict.fromkeys(PROXIES, channel.url)}
+        env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", **more}
+        command = [sys.executable, SCRIPT, *given, *words]
+        done = subprocess.run(
+            [str(word) for word in command],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        if done.returncode:
+            assert not prefix.exists(), "something half-made was left"
+        assert [*prefix.parent.glob("[!e]*"), *prefix.parent.glob(".*")] == [], "working files were left"
+        assert not list((tmp_path / "cache").rglob("*.part"))
+        return Made(done.returncode, done.stdout, prefix)
+
+    return make
+
+
+@pytest.fixture
+def packages(channel: Channel) -> Channel:
+    """Two packages: a .conda with prefixes in a text and a binary, and a .tar.bz2 with a symlink."""
+    text = f"#!/bin/sh\necho {PLACEHOLDER}/share\n".encode()
+    binary = b"\x7fELF" + f"{PLACEHOLDER}/lib".encode() + b"\0tail"
+    modes = {"bin/where": "text", "lib/binary": "binary"}
+    channel.pack("where", {"bin/where": text, "lib/binary": binary}, placeholder=modes)
+    channel.pack(
+        "plain", {"lib/libplain.so.1": b"plain", "lib/libplain.so": "libplain.so.1"}, kind=".tar.bz2"
+    )
+    return channel
+
+
+def tree(prefix: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Every path with its mode and content."""
+    found: dict[str, tuple[int, bytes | str]] = {}
+    for path in prefix.rglob("*"):
+        content: bytes | str = str(path.readlink()) if path.is_symlink() else b""
+        if path.is_file() and not path.is_symlink():
+            content = path.read_bytes()
+        found[str(path.relative_to(prefix))] = (path.lstat().st_mode, content)
+    return found
+
+
+@pytest.mark.usefixtures("packages")
+def test_the_right_hashes_give_the_environment(make: Make) -> None:
+    made = make()
+    assert made.code == 0, made.out
+    assert "2 packages" in made.error
+    said = subprocess.run([made.prefix / "bin" / "where"], capture_output=True, text=True, check=True).stdout
+    assert said == f"{made.prefix}/share\n"
+    binary = (made.prefix / "lib" / "binary").read_bytes()
+    assert binary.startswith(b"\x7fELF" + f"{made.prefix}/lib".encode() + b"\0")
+    assert len(binary) == len(b"\x7fELF" + f"{PLACEHOLDER}/lib".encode() + b"\0tail")
+    assert (made.prefix / "lib" / "libplain.so").readlink() == Path("libplain.so.1")
+
+
+def test_records_name_every_file_and_the_true_source(packages: Channel, make: Make) -> None:
+    python(packages)
+    prefix = make().prefix
+    listed = {"conda-meta/history"}
+    for line in packages.lines:
+        url, _, sha256 = line.partition("#")
+        record = json.loads(
+            (prefix / "conda-meta" / f"{Path(url).stem.removesuffix('.tar')}.json").read_text()
+        )
+        assert (record["url"], record["sha256"]) == (url, sha256)
+        assert record["channel"] == f"{HOST}/conda-forge"
+        listed |= {f"conda-meta/{Path(url).stem.removesuffix('.tar')}.json", *record["files"]}
+        for path in record["paths_data"]["paths"]:
+            expected = path.get("sha256_in_prefix") or path["sha256"]
+            assert digest(prefix / path["_path"]) == expected, path["_path"]
+        assert [path["_path"] for path in record["paths_data"]["paths"]] == record["files"]
+        assert "file:" not in json.dumps(record)
+    found = {path for path in tree(prefix) if not (prefix / path).is_dir()}
+    assert found == listed
+    assert (prefix / "conda-meta" / "history").read_text() == ""
+
+
+def test_only_the_packages_are_asked_for(packages: Channel, make: Make) -> None:
+    assert make().code == 0
+    wanted = [line.partition("#")[0].removeprefix(HOST) for line in packages.lines]
+    assert packages.asked == Counter(wanted)
+
+
+def test_without_a_mirror_the_locks_own_urls_are_asked(packages: Channel, make: Make) -> None:
+    lines = [line.replace(HOST, packages.url) for line in packages.lines]
+    assert make(lines=lines, mirror="none").code == 0
+    assert sum(packages.asked.values()) == 2
+
+
+def test_two_creations_give_the_same_bytes(packages: Channel, make: Make) -> None:
+    python(packages)
+    first = make()
+    assert first.code == 0, first.out
+    before = tree(first.prefix)
+    shutil.rmtree(first.prefix)
+    time.sleep(1.1)  # past the whole second of a bytecode's time
+    assert (
+        tree(make("--cache", first.prefix.parent.parent / "cache", mirror=str(packages.folder)).prefix)
+        == before
+    )
+    assert str(first.prefix.parent / ".conda") not in str(before)
+
+
+def python(channel: Channel) -> None:
+    """Adds a `python`, which is the tests' own, and a noarch package with an entry point."""
+    shell = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'.encode()
+    interpreter: dict[str, bytes | str] = {f"bin/python{PYTHON}": shell, "bin/python": f"python{PYTHON}"}
+    channel.pack("python", interpreter, version=f"{PYTHON}.0")
+    code = b"def main():\n    print('hello from noarch')\n    return 3\n"
+    channel.pack("hello", {"site-packages/hello.py": code}, entry_points=["say-hello = hello:main"])
+
+
+def test_noarch_python_with_an_entry_point(channel: Channel, make: Make) -> None:
+    python(channel)
+    made = make()
+    assert made.code == 0, made.out
+    site = made.prefix / f"lib/python{PYTHON}/site-packages"
+    assert [path.name for path in site.iterdir()] == ["hello.py"]  # and no bytecode
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    run = subprocess.run(
+        [made.prefix / "bin" / "say-hello"], env=env, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (3, "hello from noarch\n")
+    record = json.loads((made.prefix / "conda-meta" / "hello-1.0-pyh_0.json").read_text())
+    assert sorted(record["files"]) == ["bin/say-hello", f"lib/python{PYTHON}/site-packages/hello.py"]
+    assert "pyc" not in json.dumps(record["paths_data"])
+
+
+@pytest.mark.parametrize("how", ["http", "folder", "file"])
+def test_a_wrong_hash_is_refused(packages: Channel, make: Make, how: str) -> None:
+    wrong = [packages.lines[0], packages.lines[1][:-4] + "0000"]
+    mirror = {"http": packages.url, "folder": str(packages.folder), "file": packages.folder.as_uri()}[how]
+    made = make(lines=wrong, mirror=mirror)
+    assert made.code == 1
+    assert "plain-1.0-h1_0.tar.bz2: another file than the lock's" in made.error
+    assert make(mirror=mirror).code == 0  # the mirror works
+
+
+def test_a_missing_package(packages: Channel, make: Make) -> None:
+    gone = packages.folder / "conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
+    gone.unlink()
+    made = make()
+    assert (made.code, packages.asked[f"/{gone.relative_to(packages.folder)}"]) == (1, 1)
+    assert "plain-1.0-h1_0.tar.bz2: HTTP 404" in made.error
+    made = make(mirror=str(packages.folder))
+    assert made.code == 1
+    assert f"{gone} is missing in the mirror" in made.error
+
+
+@pytest.mark.parametrize("answers", [["500", "503"], ["cut", "cut"], ["429"]])
+def test_failures_that_pass(packages: Channel, make: Make, answers: list[str]) -> None:
+    packages.first["where-1.0-h1_0.conda"] = list(answers)
+    made = make()
+    assert made.code == 0, made.out
+    assert packages.asked["/conda-forge/linux-64/where-1.0-h1_0.conda"] == len(answers) + 1
+    assert made.out.count("again in") == len(answers)
+
+
+@pytest.mark.parametrize(("answer", "says"), [("500", "HTTP Error 500"), ("cut", "cut short")])
+def test_failures_that_stay(packages: Channel, make: Make, answer: str, says: str) -> None:
+    packages.first["where-1.0-h1_0.conda"] = [answer] * 9
+    made = make()
+    assert made.code == 1
+    assert says in made.error
+    assert "(5 attempts)" in made.error
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_server_that_is_not_there(make: Make) -> None:
+    made = make(mirror="http://127.0.0.1:9")
+    assert made.code == 1
+    assert "refused" in made.error
+
+
+def test_offline(packages: Channel, make: Make, tmp_path: Path) -> None:
+    keep = ("--cache", tmp_path / "cache")
+    assert make(*keep).code == 0
+    shutil.rmtree(tmp_path / "opt")
+    packages.asked.clear()
+    made = make(*keep, "--offline")
+    assert made.code == 0, made.out
+    assert "2 from the cache" in made.out
+    shutil.rmtree(tmp_path / "opt")
+    (tmp_path / "cache/conda-forge/linux-64/where-1.0-h1_0.conda").unlink()
+    made = make(*keep, "--offline")
+    assert made.code == 1
+    assert "where-1.0-h1_0.conda is missing, and --offline" in made.error
+    assert make(*keep, "--offline", mirror=str(packages.folder)).code == 0  # a folder is no network
+    assert not packages.asked
+
+
+def test_a_corrupt_cache_is_not_believed(packages: Channel, make: Make, tmp_path: Path) -> None:
+    keep = ("--cache", tmp_path / "cache")
+    assert make(*keep).code == 0
+    shutil.rmtree(tmp_path / "opt")
+    packages.asked.clear()
+    bad = tmp_path / "cache/conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
+    bad.write_bytes(bad.read_bytes()[:-1] + b"!")
+    made = make(*keep)
+    assert made.code == 0, made.out
+    assert f"{bad} is corrupt" in made.out
+    assert packages.asked == Counter([f"/{bad.relative_to(tmp_path / 'cache')}"])
+    shutil.rmtree(tmp_path / "opt")
+    bad.write_bytes(b"?")
+    assert make(*keep, "--offline").code == 1
+
+
+def test_an_md5_needs_a_permission(packages: Channel, make: Make) -> None:
+    url = packages.lines[0].partition("#")[0]
+    md5 = digest(packages.folder / url.removeprefix(f"{HOST}/"), "md5")
+    lines = [f"{url}#{md5}", packages.lines[1]]
+    made = make(lines=lines)
+    assert made.code == 2
+    assert "where has only an md5" in made.error
+    assert make("--allow-md5", "where", lines=lines).code == 0
+    shutil.rmtree(made.prefix.parent)
+    made = make("--allow-md5", "where", lines=[f"{url}#{md5[::-1]}"])
+    assert made.code == 1
+    assert "its md5 differs" in made.error
+    assert "no md5-only package" in make("--allow-md5", "plain").error
+
+
+FORGE = f"{HOST}/conda-forge/linux-64"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([f"https://repo.anaconda.com/pkgs/main/linux-64/a-1-0.conda#{SHA}"], "defaults channel"),
+        ([f"https://mirror.example/pkgs/main/linux-64/a-1-0.conda#{SHA}"], "defaults channel"),
+        ([f"{HOST}/anaconda/linux-64/a-1-0.conda#{SHA}"], "defaults channel"),
+        ([f"{FORGE}/a-1-0.conda"], "a has no valid hash (none)"),
+        ([f"{FORGE}/a-1-0.conda#"], "a has no valid hash"),
+        ([f"{FORGE}/a-1-0.conda#{SHA[:-1]}"], "a has no valid hash"),
+        ([f"{FORGE}/a-1-0.conda#sha256:{SHA[:32]}"], "a has no valid hash"),
+        ([f"{FORGE}/a-1-0.conda#{SHA}", f"{FORGE}/a-2-0.conda#{SHA}"], "line 4: a is there twice"),
+        ([f"{FORGE}/a-1-0.whl#{SHA}"], "a-1-0.whl is not name-version-build.conda"),
+        ([f"{FORGE}/a.conda#{SHA}"], "not name-version-build"),
+        ([f"{HOST}/t/secret/conda-forge/linux-64/a-1-0.conda#{SHA}"], "a token"),
+        ([f"https://me:secret@host/c/linux-64/a-1-0.conda#{SHA}"], "a password"),
+        ([f"file:///packages/linux-64/a-1-0.conda#{SHA}"], "is not http"),
+        ([f"{HOST}/../../linux-64/a-1-0.conda#{SHA}"], "odd folder"),
+        ([f"{HOST}/%2e%2e/linux-64/a-1-0.conda#{SHA}"], "odd folder"),
+        (["python=3.12"], "line 3: python=3.12 is not http"),
+        ([f"https://[::1/c/linux-64/a-1-0.conda#{SHA}"], "line 3"),
+        ([], "no packages"),
+    ],
+)
+def test_locks_that_are_refused(make: Make, channel: Channel, lines: list[str], says: str) -> None:
+    made = make(lines=lines)
+    assert made.code == 2
+    assert says in made.error
+    assert made.out.count("\n") == 1
+    assert "secret" not in made.out
+    assert not channel.asked
+
+
+def test_what_a_lock_may_hold() -> None:
+    lines = [f"{FORGE}/x264-1!164.3095-h1_2.tar.bz2#sha256:{SHA}", f"{FORGE}/_a_b-c-1-0.conda#{SHA}"]
+    first, second = parse_lock("\n".join(["# made by", "", "@EXPLICIT", *lines]))
+    assert (first.name, first.digest, first.record) == ("x264", SHA, "x264-1!164.3095-h1_2")
+    assert (second.name, second.path) == ("_a_b-c", "conda-forge/linux-64/_a_b-c-1-0.conda")
+    with pytest.raises(LockError, match="before @EXPLICIT"):
+        parse_lock(f"{FORGE}/a-1-0.conda#{SHA}\n@EXPLICIT\n")
+
+
+def test_odd_versions_and_folders(channel: Channel, make: Make, tmp_path: Path) -> None:
+    channel.pack("epoch", {"share/epoch": b""}, version="1!2.0+local")
+    made = make("--cache", tmp_path / "a cache #1")
+    assert made.code == 2
+    assert "[' ', '#'] in its path" in made.error
+    made = make("--cache", tmp_path / "cache")
+    assert made.code == 0, made.out
+    assert (made.prefix / "conda-meta" / "epoch-1!2.0+local-h1_0.json").is_file()
+
+
+def test_a_package_under_a_wrong_name_leaves_nothing(packages: Channel, make: Make) -> None:
+    file = packages.folder / "conda-forge/linux-64/plain-1.0-h1_0.tar.bz2"
+    file.rename(file.with_name("other-1.0-h1_0.tar.bz2"))
+    made = make(lines=[packages.lines[0], packages.lines[1].replace("/plain-", "/other-")])
+    assert made.code == 1
+
+
+@pytest.mark.usefixtures("packages")
+def test_a_conda_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\nmkdir -p "$4/bin" && echo half >"$4/bin/half"\nexit 7\n')
+    broken.chmod(0o755)
+    made = make("--conda", broken)
+    assert made.code == 1
+    assert "exit code 7" in made.error
+
+
+@pytest.mark.usefixtures("packages")
+def test_what_is_there_is_left_alone(make: Make, tmp_path: Path) -> None:
+    prefix = tmp_path / "opt" / "env"
+    prefix.mkdir(parents=True)
+    assert make().code == 0  # an empty folder is as good as none
+    before = tree(prefix)
+    with pytest.raises(AssertionError, match="half-made"):
+        make()
+    assert tree(prefix) == before
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("words", "env", "says"),
+    [
+        (("--conda", "no-such-conda"), {}, "no no-such-conda on PATH"),
+        ((), {"SSL_CERT_FILE": "/no/such/file"}, "SSL_CERT_FILE=/no/such/file is no file"),
+    ],
+)
+def test_bad_input(make: Make, words: tuple[str], env: dict[str, str], says: str) -> None:
+    made = make(*words, **env)
+    assert made.code == 2
+    assert says in made.error
+
+
+@pytest.mark.parametrize("when", ["fetching", "creating"])
+def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, when: str) -> None:
+    lock, prefix, slow = tmp_path / "conda.lock", tmp_path / "opt" / "env", tmp_path / "slow"
+    lock.write_text("\n".join(["@EXPLICIT", *packages.lines]))
+    slow.write_text(f'#!/bin/sh\n"{conda}" "$@"\necho created >"$4/bin/half"\nexec sleep 60\n')
+    slow.chmod(0o755)
+    if when == "fetching":
+        packages.first["where-1.0-h1_0.conda"] = ["hang"]
+    command: list[object] = [sys.executable, SCRIPT, lock, prefix, "--mirror", packages.url, "--conda", slow]
+    with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as run:
+        while not ((prefix / "bin/half").exists() if when == "creating" else packages.asked):
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        _, error = run.communicate(timeout=30)
+    assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
+    assert list((tmp_path / "opt").iterdir()) == []
+
+
+def test_the_stand_ins_zstd() -> None:
+    for size in (0, 1, 1 << 17, (1 << 17) + 1, 300_000):
+        data = os.urandom(size)
+        assert unraw_zstd(raw_zstd(data)) == data

@@ -1,0 +1,591 @@
+"""P1 and P9: every file of an image has an owner, and none is there that should not be; its bill is valid.
+
+The images are small tars made here, each fault planted in one that is clean without it.
+"""
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import os
+import py_compile
+import re
+import sys
+import tarfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from explicit_lock import Package
+from image_files import Made, Report, account, keep, main
+from image_hazards import Finding
+from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
+from locked import Locked
+from sbom import bill
+from wheels import Wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = "opt/env/lib/python3.12/site-packages"
+NEW = sys.version_info >= (3, 11)  # before, the hash in bytecode is another
+ENTRYPOINT = b'#!/bin/sh\nexec "$@"\n'
+PASSWD, LINE = b"root:x:0:0:root:/root:/bin/sh\n", b"trainer:x:1000:1000::/home/trainer:/bin/sh\n"
+KEY = (
+    b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
+    + b"b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMw" * 2
+)
+LONG, SHORT = b"three, with symbols", b"three"
+TOKEN = "ghp_" + "a1B2c3D4e5" * 3 + "x" * 6
+Node = bytes | str | None | tuple[bytes | None, int]  # a file, a link, a folder, a file with its mode
+Tree = dict[str, Node]
+
+
+def tarred(tree: Tree, hard: dict[str, str] | None = None) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        for path, node in tree.items():
+            member = tarfile.TarInfo(f"./{path}")
+            data, member.mode = node if isinstance(node, tuple) else (node, 0o755 if node is None else 0o644)
+            if data is None:
+                member.type = tarfile.DIRTYPE
+            elif isinstance(data, str):
+                member.type, member.linkname = tarfile.SYMTYPE, data
+            else:
+                member.size = len(data)
+            tar.addfile(member, io.BytesIO(data) if isinstance(data, bytes) else None)
+        for path, first in (hard or {}).items():
+            member = tarfile.TarInfo(path)
+            member.type, member.linkname = tarfile.LNKTYPE, f"./{first}"
+            tar.addfile(member)
+    return sink.getvalue()
+
+
+def archived(*layers: Tree, config: dict[str, Any] | None = None, squeeze: bool = False) -> bytes:
+    """An image as `docker save` writes it, with an attestation, which is no layer."""
+    blobs: Tree = {}
+
+    def put(data: bytes) -> dict[str, Any]:
+        digest = hashlib.sha256(data).hexdigest()
+        blobs[f"blobs/sha256/{digest}"] = data
+        return {"digest": f"sha256:{digest}", "size": len(data)}
+
+    made = [put(gzip.compress(tarred(layer)) if squeeze else tarred(layer)) for layer in layers]
+    manifest = {"config": put(json.dumps({"config": config or {}}).encode()), "layers": made}
+    unknown = {**put(b'{"layers": []}'), "platform": {"os": "unknown"}}
+    top = put(json.dumps(manifest).encode())
+    inner = put(json.dumps({"manifests": [unknown, top]}).encode())
+    index = json.dumps({"manifests": [inner]}).encode()
+    return tarred({**dict(sorted(blobs.items())), "index.json": index, "oci-layout": b"{}"})
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def record(tree: Tree, listed: dict[str, str], place: str) -> bytes:
+    """A RECORD of paths in a tree, by the names that it writes."""
+    rows = []
+    for name, path in listed.items():
+        data = tree[path]
+        assert isinstance(data, bytes)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        rows.append(f"{name},sha256={digest},{len(data)}")
+    return "\n".join([*rows, f"{place},,", ""]).encode()
+
+
+def conda_record(name: str, paths: list[dict[str, Any]]) -> bytes:
+    url = f"https://conda.anaconda.org/conda-forge/linux-64/{name}-1.0-h1_0.conda"
+    about = {"name": name, "version": "1.0", "build": "h1_0", "subdir": "linux-64", "license": "MIT"}
+    about |= {"url": url, "sha256": "a" * 64, "channel": "https://conda.anaconda.org/conda-forge"}
+    return json.dumps({**about, "paths_data": {"paths": paths, "paths_version": 1}}).encode()
+
+
+def bytecode(source: bytes, folder: Path, mode: str = "UNCHECKED_HASH") -> bytes:
+    """What the compiler of this Python writes."""
+    file = folder / "source.py"
+    file.write_bytes(source)
+    made = py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode[mode], doraise=True)
+    assert made
+    return Path(made).read_bytes()
+
+
+BASE: Tree = {
+    "bin": "usr/bin",
+    "usr/bin/sh": (b"shell", 0o755),
+    "usr/bin/su": (b"su", 0o4755),
+    "etc/passwd": PASSWD,
+    "etc/group": b"root:x:0:\n",
+    "tmp": (None, 0o1777),
+}
+LOCKED = Locked(
+    [
+        Package(
+            "tool", "https://conda.anaconda.org/conda-forge/linux-64/tool-1.0-h1_0.conda", "sha256", "a" * 64
+        ),
+    ],
+    [Wheel("lib-x", "2.0", "", ["train"], f"lib-x==2.0 --hash=sha256:{'b' * 64} --hash=sha256:{'c' * 64}")],
+)
+
+
+def clean(folder: Path) -> Tree:
+    """An image with one file of each kind."""
+    tree: Tree = {**BASE, "usr/bin/su": (b"su", 0o755), "etc/passwd": PASSWD + LINE}
+    tree |= {"etc/group": b"root:x:0:\ntrainer:x:1000:\n", "cache": (None, 0o1777)}
+    tree |= {"opt/image/entrypoint": ENTRYPOINT, f"{SITE}/trainer.pth": b"/opt/trainer\n"}
+    # conda: a file whose prefix was replaced, one as packaged, links to both, to a folder and to nothing.
+    tree |= {"opt/env/bin/tool": b"#!/opt/env/bin/sh", "opt/env/lib/libtool.so.1": b"\x7fELF tool"}
+    tree |= {"opt/env/lib/libtool.so": "libtool.so.1", "opt/env/bin/tool-1": "tool", "opt/env/lib64": "lib"}
+    tree |= {"opt/env/lib/libgone.so": "libgone.so.9", "opt/env/conda-meta/history": b""}
+    tree |= {"opt/env/lib/libother.so": "libtool.so.1"}  # of another package: not there when it was built
+    packaged = b"#!/placeholder/bin/sh"
+    paths: list[dict[str, Any]] = [
+        {"_path": "bin/tool", "path_type": "hardlink", "sha256": sha256(packaged)},
+        {"_path": "lib/libtool.so.1", "path_type": "hardlink", "sha256": sha256(b"\x7fELF tool")},
+        {"_path": "lib/libtool.so", "path_type": "softlink", "sha256": sha256(b"\x7fELF tool")},
+        {"_path": "bin/tool-1", "path_type": "softlink", "sha256": sha256(packaged)},
+        {"_path": "lib64", "path_type": "softlink", "sha256": sha256(b"")},
+        {"_path": "lib/libgone.so", "path_type": "softlink", "sha256": sha256(b"")},
+        {"_path": "lib/libother.so", "path_type": "softlink", "sha256": sha256(b"")},
+        {"_path": "lib/libtool.a", "path_type": "hardlink", "sha256": "e" * 64},  # pruned
+        {"_path": "empty", "path_type": "directory"},
+    ]
+    paths[0]["sha256_in_prefix"] = sha256(b"#!/opt/env/bin/sh")
+    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
+    # A wheel with a script, data, bytecode, and a library that prune_env.py made a link of.
+    source = b"x = 1\n"
+    tree |= {f"{SITE}/lib_x/__init__.py": source, "opt/env/bin/x": b"#!/opt/env/bin/python\n"}
+    tree |= {f"{SITE}/lib_x/libcudnn.so.9": b"cudnn", f"{SITE}/lib_x/one.so": b"one"}
+    tree |= {f"{SITE}/lib_x/two.so": b"one", f"{SITE}/lib_x-2.0.dist-info/METADATA": b"Name: lib_x\n"}
+    tree[f"{SITE}/torch/lib/libtorch_x.so"] = LONG
+    names = [
+        "lib_x/__init__.py",
+        "lib_x/libcudnn.so.9",
+        "lib_x/one.so",
+        "lib_x/two.so",
+        "torch/lib/libtorch_x.so",
+    ]
+    listed = {name: f"{SITE}/{name}" for name in [*names, "lib_x-2.0.dist-info/METADATA"]}
+    place = "lib_x-2.0.dist-info/RECORD"
+    text = record(tree, {**listed, "../../../bin/x": "opt/env/bin/x"}, place)
+    tree[f"{SITE}/{place}"] = (
+        text + b"lib_x/__pycache__/__init__.cpython-312.pyc,,\nlib_x/big.a,sha256=aaaa,1\n"
+    )
+    tree[f"{SITE}/lib_x/two.so"] = "one.so"
+    tree[f"{SITE}/torch/lib/libtorch_x.so"] = SHORT
+    if NEW:
+        tree[f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"] = bytecode(source, folder)
+    tree["opt/image/removed.json"] = json.dumps(
+        {
+            "rules": [],
+            "removed": ["lib/libtool.a", f"{SITE.removeprefix('opt/env/')}/lib_x/big.a"],
+            "linked": {f"{SITE.removeprefix('opt/env/')}/lib_x/two.so": "one.so"},
+            "stripped": {
+                f"{SITE.removeprefix('opt/env/')}/torch/lib/libtorch_x.so": {
+                    "before": hashlib.sha256(LONG).hexdigest(),
+                    "after": hashlib.sha256(SHORT).hexdigest(),
+                }
+            },
+        }
+    ).encode()
+    # The trainer, as pip writes it with --target: its script's name leads out of the folder.
+    tree |= {
+        "opt/trainer/trainer/__init__.py": b"",
+        "opt/trainer/bin/trainer": b"#!/opt/env/bin/python\nmain()\n",
+    }
+    listed = {
+        "trainer/__init__.py": "opt/trainer/trainer/__init__.py",
+        "../../bin/trainer": "opt/trainer/bin/trainer",
+    }
+    place = "trainer-0.1.0.dist-info/RECORD"
+    tree[f"opt/trainer/{place}"] = record(tree, listed, place)
+    return tree
+
+
+def read(data: bytes) -> Image:
+    return read_image(io.BytesIO(data), keep)
+
+
+def report(tree: Tree, folder: Path, base: Tree = BASE, **more: Any) -> Report:
+    """Walks over a tree; the entrypoint is compared with one in the folder."""
+    (folder / "scripts").mkdir(exist_ok=True)
+    (folder / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
+    return account(read(tarred(tree, **more)), [read(tarred(base))], root=folder, locked=LOCKED)
+
+
+def found(report: Report) -> list[tuple[str, str]]:
+    return [(finding.kind, finding.path) for finding in report.findings]
+
+
+def test_a_clean_image_has_an_owner_for_every_file(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    seen = report(tree, tmp_path)
+    assert seen.findings == []
+    folders = {path for path, node in tree.items() if isinstance(node, tuple) and node[0] is None}
+    assert seen.owners.keys() == tree.keys() - folders
+    owners = {
+        owner: sorted(path for path, one in seen.owners.items() if one == owner)
+        for owner in {*seen.owners.values()}
+    }
+    assert owners["base"] == ["bin", "usr/bin/sh", "usr/bin/su"]
+    assert owners["repository"] == [
+        "etc/group",
+        "etc/passwd",
+        "opt/env/conda-meta/history",
+        f"{SITE}/trainer.pth",
+        "opt/image/entrypoint",
+        "opt/image/removed.json",
+    ]
+    assert len(owners["conda"]) == 8 and len(owners["wheel"]) == 8 and len(owners["trainer"]) == 3
+    assert len(owners.get("bytecode", [])) == NEW
+    assert [(one.kind, one.name, one.version) for one in seen.components] == [
+        ("conda", "tool", "1.0"),
+        ("wheel", "lib-x", "2.0"),
+        ("trainer", "trainer", "0.1.0"),
+    ]
+
+
+PYC = f"{SITE}/lib_x/__pycache__/__init__.cpython-312.pyc"
+FAULTS: dict[str, tuple[Tree, tuple[str, str]]] = {
+    "unowned": ({"opt/env/lib/own.py": b"1"}, ("unowned", "opt/env/lib/own.py")),
+    "unowned link": ({"opt/env/lib/own": "libtool.so.1"}, ("unowned", "opt/env/lib/own")),
+    "changed, conda": ({"opt/env/lib/libtool.so.1": b"evil"}, ("changed", "opt/env/lib/libtool.so.1")),
+    "before the prefix": ({"opt/env/bin/tool": b"#!/placeholder/bin/sh"}, ("changed", "opt/env/bin/tool")),
+    "changed, wheel": ({f"{SITE}/lib_x/one.so": b"evil"}, ("changed", f"{SITE}/lib_x/one.so")),
+    "changed, script": ({"opt/env/bin/x": b"#!/bin/sh"}, ("changed", "opt/env/bin/x")),
+    "changed, trainer": ({"opt/trainer/bin/trainer": b"evil"}, ("changed", "opt/trainer/bin/trainer")),
+    "changed, base": ({"usr/bin/sh": b"evil"}, ("changed", "usr/bin/sh")),
+    "link elsewhere": ({"opt/env/lib/libtool.so": "../bin/x"}, ("changed", "opt/env/lib/libtool.so")),
+    "link to nothing": ({"opt/env/lib/libtool.so": "nowhere"}, ("changed", "opt/env/lib/libtool.so")),
+    "link in a loop": ({"opt/env/lib/libtool.so": "libtool.so"}, ("changed", "opt/env/lib/libtool.so")),
+    "file for a link": ({"opt/env/lib/libtool.so": b"\x7fELF tool"}, ("changed", "opt/env/lib/libtool.so")),
+    "unlisted link": ({"opt/env/bin/x": "../lib/libtool.so"}, ("changed", "opt/env/bin/x")),
+    "other entrypoint": ({"opt/image/entrypoint": b"evil"}, ("changed", "opt/image/entrypoint")),
+    "other pth": ({f"{SITE}/trainer.pth": b"import evil\n"}, ("changed", f"{SITE}/trainer.pth")),
+    "history": ({"opt/env/conda-meta/history": b"==> today\n"}, ("changed", "opt/env/conda-meta/history")),
+    "another user": ({"etc/passwd": PASSWD + LINE + b"evil:x:0:0::/:/bin/sh\n"}, ("changed", "etc/passwd")),
+    "a user less": ({"etc/passwd": LINE}, ("changed", "etc/passwd")),
+    "another group line": ({"etc/group": b"root:x:0:\ntrainer:x:0:\n"}, ("changed", "etc/group")),
+    "setuid": ({"usr/bin/su": (b"su", 0o4755)}, ("setuid", "usr/bin/su")),
+    "setgid": ({"usr/bin/sh": (b"shell", 0o2755)}, ("setuid", "usr/bin/sh")),
+    "writable file": ({"opt/env/bin/x": (b"#!/opt/env/bin/python\n", 0o666)}, ("writable", "opt/env/bin/x")),
+    "writable folder": ({"opt/open": (None, 0o777)}, ("writable", "opt/open")),
+    "sudo": ({"usr/bin/sudo": (b"sudo", 0o755)}, ("sudo", "usr/bin/sudo")),
+    "key": ({"opt/image/key.txt": b"\n" + KEY}, ("key", "opt/image/key.txt")),
+    "key in a text": ({"opt/image/k.json": json.dumps(KEY.decode()).encode()}, ("key", "opt/image/k.json")),
+    "host key": ({"etc/ssh/ssh_host_rsa_key": b"1"}, ("key", "etc/ssh/ssh_host_rsa_key")),
+    "token": ({"opt/image/notes": f"url {TOKEN}\n".encode()}, ("token", "opt/image/notes")),
+    "credentials": ({"root/.netrc": b"machine x"}, ("token", "root/.netrc")),
+    "hub token": ({"home/trainer/.huggingface/token": b"x"}, ("token", "home/trainer/.huggingface/token")),
+    "shell history": ({"root/.bash_history": b"ls"}, ("history", "root/.bash_history")),
+    "python history": ({"root/.python_history": b"1"}, ("history", "root/.python_history")),
+    "git": ({"workspace/.git/HEAD": b"1", "workspace/.git/config": b"2"}, ("git", "workspace/.git")),
+    "env": ({"workspace/.env": b"A=1"}, ("env", "workspace/.env")),
+    "pip cache": ({"root/.cache/pip/http/a": b"1"}, ("cache", "root/.cache")),
+    "uv cache": ({"cache/uv/wheels/a": b"1"}, ("cache", "cache/uv")),
+    "conda cache": ({"opt/env/pkgs/tool.conda": b"1"}, ("cache", "opt/env/pkgs")),
+    "apt lists": ({"var/lib/apt/lists/a": b"1"}, ("cache", "var/lib/apt/lists")),
+    "second cuDNN": ({"opt/env/lib/libcudnn.so.8.9": b"8"}, ("library", f"{SITE}/lib_x/libcudnn.so.9")),
+    "renamed cuDNN": (
+        {"opt/libs/libcudnn-1a2b3c4d.so.9": b"9"},
+        ("library", "opt/libs/libcudnn-1a2b3c4d.so.9"),
+    ),
+    "source changed": ({f"{SITE}/lib_x/__init__.py": b"x = 2\n"}, ("changed", f"{SITE}/lib_x/__init__.py")),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(tmp_path: Path, name: str) -> None:
+    planted, expected = FAULTS[name]
+    assert expected in found(report({**clean(tmp_path), **planted}, tmp_path))
+
+
+MISSING = (
+    "opt/env/lib/libtool.so.1",
+    "opt/env/lib/libtool.so",
+    f"{SITE}/lib_x/one.so",
+    "opt/trainer/bin/trainer",
+)
+
+
+@pytest.mark.parametrize("path", MISSING)
+def test_a_missing_file_is_found(tmp_path: Path, path: str) -> None:
+    tree = clean(tmp_path)
+    del tree[path]
+    assert ("missing", path) in found(report(tree, tmp_path))
+
+
+def test_what_was_pruned_must_be_listed(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    tree["opt/image/removed.json"] = b'{"removed": [], "linked": {}, "stripped": {}}'
+    assert found(report(tree, tmp_path)) == [
+        ("changed", f"{SITE}/lib_x/two.so"),
+        ("changed", f"{SITE}/torch/lib/libtorch_x.so"),
+        ("missing", "opt/env/lib/libtool.a"),
+        ("missing", f"{SITE}/lib_x/big.a"),
+    ]
+    tree["opt/image/removed.json"] = b"[]"
+    with pytest.raises(ImageError, match="is not prune_env"):
+        report(tree, tmp_path)
+
+
+def test_a_listed_link_must_lead_to_the_same_content(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    tree[f"{SITE}/lib_x/two.so"] = "libcudnn.so.9"
+    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"libcudnn.so.9"')
+    assert found(report(tree, tmp_path)) == [("changed", f"{SITE}/lib_x/two.so")]
+
+
+def test_a_library_without_symbols_must_be_the_one_listed_and_come_from_the_record(tmp_path: Path) -> None:
+    tree, path = clean(tmp_path), f"{SITE}/torch/lib/libtorch_x.so"
+    tree[path] = b"another"
+    assert found(report(tree, tmp_path)) == [("changed", path)]
+    listed = tree["opt/image/removed.json"]
+    assert isinstance(listed, bytes)
+    tree |= {path: SHORT, f"{SITE}/lib_x/one.so": SHORT}  # only libraries that prune_env.py may change
+    inside = SITE.removeprefix("opt/env/").encode()
+    more = listed.replace(inside + b"/torch/lib/libtorch_x.so", inside + b"/lib_x/one.so")
+    more = more.replace(
+        hashlib.sha256(LONG).hexdigest().encode(), hashlib.sha256(b"one").hexdigest().encode()
+    )
+    tree["opt/image/removed.json"] = more
+    assert {path, f"{SITE}/lib_x/one.so"} <= {where for _, where in found(report(tree, tmp_path))}
+    tree |= {"opt/image/removed.json": listed, f"{SITE}/lib_x/one.so": b"one"}
+    tree[path] = LONG  # as the wheel has it
+    assert found(report(tree, tmp_path)) == []
+    tree[path] = SHORT
+    before = hashlib.sha256(LONG).hexdigest().encode()
+    tree["opt/image/removed.json"] = listed.replace(before, b"0" * 64)
+    assert found(report(tree, tmp_path)) == [("changed", path)]
+
+
+def test_a_copy_that_was_made_a_link_to_one_without_symbols_is_owned(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    path, place = f"{SITE}/lib_x/two.so", f"{SITE}/lib_x-2.0.dist-info/RECORD"
+    listed, lines = tree["opt/image/removed.json"], tree[place]
+    assert isinstance(listed, bytes) and isinstance(lines, bytes)
+    tree[path] = "../torch/lib/libtorch_x.so"
+    tree["opt/image/removed.json"] = listed.replace(b'"one.so"', b'"../torch/lib/libtorch_x.so"')
+    assert found(report(tree, tmp_path)) == [("changed", path)]  # its record has another hash
+    one, long = (base64.urlsafe_b64encode(hashlib.sha256(text).digest())[:-1] for text in (b"one", LONG))
+    tree[place] = re.sub(rb"(?<=two.so,sha256=)" + re.escape(one), long, lines)
+    assert found(report(tree, tmp_path)) == []
+
+
+def test_a_secret_in_the_trainer_is_found(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    tree["opt/trainer/trainer/__init__.py"] = f"KEY = '{TOKEN}'\n".encode()
+    place = "trainer-0.1.0.dist-info/RECORD"
+    names = ("trainer/__init__.py", "bin/trainer")
+    tree[f"opt/trainer/{place}"] = record(tree, {name: f"opt/trainer/{name}" for name in names}, place)
+    assert found(report(tree, tmp_path)) == [("token", "opt/trainer/trainer/__init__.py")]
+
+
+def test_a_record_inside_a_package_is_none(tmp_path: Path) -> None:
+    """setuptools brings packages with their RECORDs, which name scripts that nobody installed."""
+    tree = clean(tmp_path)
+    inner, place = f"{SITE}/lib_y/_vendor/dep-3.0.dist-info/RECORD", "lib_y-1.0.dist-info/RECORD"
+    tree[inner] = b"../../bin/dep,sha256=abc,1\n"
+    tree[f"{SITE}/{place}"] = record(tree, {inner.removeprefix(f"{SITE}/"): inner}, place)
+    seen = report(tree, tmp_path)
+    assert found(seen) == [("unlocked", f"{SITE}/{place}")]
+    assert "dep" not in {one.name for one in seen.components}
+
+
+def test_torchvisions_own_libcudart_is_no_second_one(tmp_path: Path) -> None:
+    tree = {
+        **clean(tmp_path),
+        "opt/a/libcudart.so.12": b"1",
+        "opt/torchvision.libs/libcudart.e8e8b82a.so.12": b"2",
+    }
+    assert {kind for kind, _ in found(report(tree, tmp_path))} == {"unowned"}
+    tree["opt/b/libcudart.e8e8b82a.so.12"] = b"3"
+    assert ("library", "opt/b/libcudart.e8e8b82a.so.12") in found(report(tree, tmp_path))
+
+
+def test_other_names_of_a_library_are_no_second_one(tmp_path: Path) -> None:
+    hard = {f"{SITE}/lib_x/libcudnn.so.9.1": f"{SITE}/lib_x/libcudnn.so.9"}
+    tree = {**clean(tmp_path), f"{SITE}/lib_x/libcudnn.so": "libcudnn.so.9"}
+    assert {kind for kind, _ in found(report(tree, tmp_path, hard=hard))} == {"unowned"}
+
+
+@pytest.mark.skipif(not NEW, reason="bytecode is checked by Python 3.11 and newer")
+def test_bytecode_must_fit_its_source(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    other = {
+        "another source": bytecode(b"x = 2\n", tmp_path),
+        "its source's time": bytecode(b"x = 1\n", tmp_path, "TIMESTAMP"),
+        "holds its source's time": bytecode(b"x = 1\n", tmp_path, "CHECKED_HASH"),
+        "not bytecode": b"\0" * 16,
+        "of CPython 3.11 to 3.13": (3439).to_bytes(2, "little") + b"\r\n" + b"\1\0\0\0" + b"\0" * 8,
+    }
+    for why, content in other.items():
+        seen = report({**tree, PYC: content}, tmp_path).findings
+        assert [one[:2] for one in seen] == [("unowned", PYC)] and why in seen[0].why
+    alone = f"{SITE}/lib_x/__pycache__/gone.cpython-312.pyc"
+    seen = report({**tree, alone: tree[PYC]}, tmp_path).findings
+    assert seen == [Finding("unowned", alone, "bytecode without an owned source")]
+
+
+@pytest.mark.skipif(not NEW, reason="bytecode is checked by Python 3.11 and newer")
+def test_the_hash_in_bytecode_is_the_same_on_every_python() -> None:
+    hashes = dict(zip(MAGICS, source_hashes(b"x=1\n" * 10), strict=True))
+    assert hashes[3531].hex() == "917bb43e92569d28"  # as CPython 3.12.1 says
+
+
+def test_a_package_that_is_not_locked_is_found(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    image, base = read(tarred(tree)), read(tarred(BASE))
+    others = Locked([LOCKED.conda[0]._replace(digest="f" * 64)], [LOCKED.wheels[0]._replace(version="2.1")])
+    made = [Made("etc/*"), Made("opt/image/*"), Made(f"{SITE}/trainer.pth"), Made("opt/*/conda-meta/history")]
+    assert found(account(image, [base], made, tmp_path, others)) == [
+        ("unlocked", "opt/env/conda-meta/tool-1.0-h1_0.json"),
+        ("unlocked", f"{SITE}/lib_x-2.0.dist-info/RECORD"),
+    ]
+
+
+def test_what_a_package_or_the_base_brings_is_no_secret(tmp_path: Path) -> None:
+    tree = clean(tmp_path)
+    listed = {name: f"{SITE}/{name}" for name in ("lib_y/test.key", "lib_y/.env")}
+    tree |= {f"{SITE}/lib_y/test.key": KEY, f"{SITE}/lib_y/.env": b"A=1", "etc/test.key": KEY + b"2"}
+    place = "lib_y-1.0.dist-info/RECORD"
+    tree[f"{SITE}/{place}"] = record(tree, listed, place)
+    seen = report(tree, tmp_path, {**BASE, "etc/test.key": KEY + b"2"})
+    assert found(seen) == [("unlocked", f"{SITE}/{place}")]
+    # An older copy of the same path is another matter.
+    seen = report(tree, tmp_path, {**BASE, "etc/test.key": b"none"})
+    assert ("key", "etc/test.key") in found(seen)
+
+
+def test_a_record_of_condas_counts_before_the_record_of_the_wheel_in_it(tmp_path: Path) -> None:
+    """conda's Python packages bring a RECORD, which may name files as they were built."""
+    tree = clean(tmp_path)
+    place = "opt/env/lib/python3.12/site-packages/tool-1.0.dist-info/RECORD"
+    tree[place] = built = b"built.py,sha256=abc,1\n"
+    paths = [{"_path": place.removeprefix("opt/env/"), "path_type": "hardlink", "sha256": sha256(built)}]
+    tree["opt/env/conda-meta/tool-1.0-h1_0.json"] = conda_record("tool", paths)
+    assert ("missing", f"{SITE}/built.py") not in found(report(tree, tmp_path))
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_layers_are_merged_and_hide_no_secret(tmp_path: Path, squeeze: bool) -> None:
+    tree = clean(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "entrypoint").write_bytes(ENTRYPOINT)
+    base = read(archived(BASE))
+
+    def walk(*layers: Tree, **more: Any) -> list[tuple[str, str]]:
+        image = read(archived(BASE, *layers, squeeze=squeeze, **more))
+        assert image.digest.startswith("sha256:") and len(image.layers) == len(layers) + 1
+        return found(account(image, [base], root=tmp_path, locked=LOCKED))
+
+    own = {path: node for path, node in tree.items() if BASE.get(path) != node}
+    assert walk(own) == []
+    secret: Tree = {"root/id": KEY, "srv/a/b": b"1", "srv/kept": b"2", "etc/hosts": b"3"}
+    assert walk({**own, **secret}, {"root/.wh.id": b"", ".wh.srv": b"", "etc/.wh.hosts": b""}) == [
+        ("key", "root/id")
+    ]
+    emptied = walk({**own, "srv/a/b": b"1"}, {"srv/.wh..wh..opq": b"", "srv/c": b"2"})
+    assert emptied == [("unowned", "srv/c")]
+    assert walk({**own, "srv/a/b": b"1"}, {"srv": "usr"}) == [("unowned", "srv")]
+    config = {"Env": ["PATH=/bin", "HF_TOKEN=abc", "JUPYTER_TOKEN="], "Labels": {"note": TOKEN}}
+    assert walk(own, config=config) == [("token", "ENV"), ("token", "configuration")]
+
+
+def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -> None:
+    labels = {"org.opencontainers.image.revision": "abc"}
+    image = read(archived(clean(tmp_path), config={"Labels": labels}))
+    base = read(archived(BASE))
+    seen = account(image, [base], root=tmp_path)
+    text = json.dumps(bill("trainer:x", image, {"debian": base}, seen.components, LOCKED, "1700000000"))
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    again = read(archived(clean(tmp_path), config={"Labels": labels}))
+    assert (
+        json.dumps(bill("trainer:x", again, {"debian": base}, seen.components, LOCKED, "1700000000")) == text
+    )
+    found = json.loads(text)
+    assert found["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
+    assert found["metadata"]["component"]["version"] == image.digest
+    properties = found["metadata"]["component"]["properties"]
+    assert {"name": "trainer:without-symbols", "value": f"/{SITE}/torch/lib/libtorch_x.so"} in properties
+    debian, tool, lib, trainer = found["components"]
+    assert debian["version"] == base.digest and debian["type"] == "container"
+    assert tool["purl"] == "pkg:conda/tool@1.0?build=h1_0&channel=conda-forge&subdir=linux-64&type=conda"
+    assert tool["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
+    assert lib["purl"] == "pkg:pypi/lib-x@2.0" and "hashes" not in lib
+    assert [one["value"] for one in lib["properties"]][1:] == ["b" * 64, "c" * 64]
+    assert trainer["purl"] == "pkg:generic/trainer@0.1.0"
+    other = bill("trainer:x", base, {}, [], None, None)
+    assert other["serialNumber"] != found["serialNumber"] and "timestamp" not in other["metadata"]
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the program, with an engine that knows one image."""
+    (tmp_path / "base.tar").write_bytes(archived(BASE))
+    (tmp_path / "image.tar").write_bytes(archived({**clean(tmp_path), "opt/image/entrypoint": "nowhere"}))
+    monkeypatch.chdir(tmp_path)
+    engine = tmp_path / "bin" / "docker"
+    engine.parent.mkdir()
+    case = f'[ "$*" = "save known" ] && exec cat {tmp_path}/base.tar; echo "No such image: $2" >&2; exit 1'
+    engine.write_text(f"#!/bin/sh\n{case}\n")
+    engine.chmod(0o755)
+
+    def run(*words: object, path: str = f"{engine.parent}:{os.environ['PATH']}") -> tuple[int, str]:
+        said = io.StringIO()
+        monkeypatch.setenv("PATH", path)
+        with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert isinstance(end.value.code, int)
+        return end.value.code, said.getvalue()
+
+    return run
+
+
+def test_the_program(run: Run, tmp_path: Path) -> None:
+    words = ["--json", "out.json", "--sbom", "sbom.json"]
+    code, out = run("image.tar", "--base", "known", *words)
+    assert code == 1
+    lines = [line for line in out.splitlines() if "changed" in line]
+    assert lines == ["image_files: changed: /opt/image/entrypoint: not scripts/entrypoint of this repository"]
+    assert "image_files: base: 3 files" in out and out.splitlines()[-1].endswith("1 findings")
+    listed = json.loads((tmp_path / "out.json").read_text())
+    assert listed["files"]["usr/bin/sh"] == {
+        "owner": "base",
+        "kind": "file",
+        "mode": "755",
+        "sha256": sha256(b"shell"),
+    }
+    assert listed["findings"][0]["path"] == "opt/image/entrypoint" and listed["owners"]["base"]["files"] == 3
+    assert json.loads((tmp_path / "sbom.json").read_text())["bomFormat"] == "CycloneDX"
+    assert run("known", "--base", "base.tar") == (
+        1,
+        run("base.tar", "--base", "known")[1].replace("base.tar", "known"),
+    )
+
+
+def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "none.tar").write_bytes(b"no tar at all")
+    (tmp_path / "cut.tar").write_bytes((tmp_path / "image.tar").read_bytes()[:20_000])
+    record = {**BASE, "opt/env/conda-meta/x.json": b"{}"}
+    (tmp_path / "record.tar").write_bytes(tarred(record))
+    for image, said in {
+        "unknown": "No such image: unknown",
+        "none.tar": "no tar",
+        "cut.tar": "",
+        "record.tar": "/opt/env/conda-meta/x.json is no record of conda's",
+    }.items():
+        code, out = run(image, "--base", "base.tar")
+        assert (code, out.count("\n")) == (2, 1) and said in out, out
+    assert run("unknown", "--base", "base.tar", path="/nowhere")[1].endswith("no docker to ask for it\n")
+    code, out = run("base.tar", "--base", "base.tar", "--stack", "nosuch")
+    assert code == 2 and "no stack nosuch: there are pytorch-cuda-11.8, " in out

@@ -1,0 +1,179 @@
+"""What an image goes without: only what the rules name, every file accounted for, nothing imported."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
+from prune_env import DUPLICATES, RULES, SYMBOLS
+from symbols import ELF64_LITTLE, HEADER, SECTION
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = "lib/python3.12/site-packages"
+LIBRARY = os.urandom(1 << 20)
+GONE = [
+    f"{SITE}/nvidia/cusolver/lib/libcusolverMg.so.11",
+    f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.alt.so.12",
+    f"{SITE}/nvidia/nvshmem/lib/libnvshmem_device.a",
+    f"{SITE}/nvidia/cuda_cupti/include/cupti.h",
+    f"{SITE}/triton/backends/amd/include/hip/hip.h",
+    f"{SITE}/triton/instrumentation/libTest.so",
+    f"{SITE}/sympy/core/tests/test_x.py",
+    f"{SITE}/sympy/core/tests/tests/test_x.py",
+    "lib/python3.12/test/test_os.py",
+    "lib/python3.12/config-3.12-x86_64-linux-gnu/libpython3.12.a",
+]
+KEPT = [
+    f"{SITE}/nvidia/cusolver/lib/libcusolver.so.11",
+    f"{SITE}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    f"{SITE}/nvidia/cuda_runtime/include/cuda_runtime.h",
+    f"{SITE}/triton/backends/nvidia/include/cuda.h",
+    f"{SITE}/torch/include/ATen/ATen.h",
+    f"{SITE}/torch/testing/__init__.py",
+    f"{SITE}/torch/_C/_VariableFunctions.pyi",
+    f"{SITE}/numpy/testing/__init__.py",
+    f"{SITE}/numpy/_core/include/numpy/arrayobject.h",
+    f"{SITE}/jinja2/tests.py",
+    f"{SITE}/mpmath/tests/__init__.py",
+    f"{SITE}/sympy/core/latest.py",
+    "lib/python3.12/unittest/__init__.py",
+    "include/python3.12/Python.h",
+    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libgcc.a",
+    "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libstdc++.a",
+    "x86_64-conda-linux-gnu/sysroot/usr/lib64/libc_nonshared.a",
+]
+FIRST, COPY = (
+    f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
+    f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
+)
+TRITON = f"{SITE}/triton/_C/libtriton.so"
+CUDNN = [f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9", f"{SITE}/torch/lib/libcudnn.so.9"]
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Path:
+    prefix = tmp_path / "env"
+    for path in [*GONE, *KEPT, FIRST, COPY]:
+        (prefix / path).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
+    for path in (TRITON, *CUDNN):
+        (prefix / path).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / path).write_bytes(with_symbols() + path.encode())
+    (prefix / TRITON).chmod(0o755)
+    return prefix
+
+
+def with_symbols() -> bytes:
+    """A library for the rule of symbols: a header, 2 MiB of debug information, and its table of sections."""
+    names, size = b"\0.debug_info\0.names\0", 2 << 20
+    sections = [
+        (0,) * 10,
+        (1, 1, 0, 0, 4096, size, 0, 0, 1, 0),
+        (13, 3, 0, 0, 4096 + size, len(names), 0, 0, 1, 0),
+    ]
+    at = 4096 + size + len(names)
+    header = HEADER.pack(ELF64_LITTLE + bytes(10), 3, 62, 1, 0, 64, at, 0, 64, 56, 0, 64, len(sections), 2)
+    return header.ljust(4096, b"\0") + bytes(size) + names + b"".join(SECTION.pack(*one) for one in sections)
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "prune_env.py", *words]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+
+
+def files(prefix: Path) -> list[str]:
+    return sorted(str(path.relative_to(prefix)) for path in prefix.rglob("*") if not path.is_dir())
+
+
+def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "removed.json"
+    before, mode = (env / TRITON).read_bytes(), (env / TRITON).stat().st_mode
+    done = run(env, listed)
+    assert done.returncode == 0, done.stderr
+    assert files(env) == sorted([*KEPT, FIRST, COPY, TRITON, *CUDNN])
+    said = json.loads(listed.read_text())
+    assert said["removed"] == sorted(GONE)
+    assert said["linked"] == {COPY: os.path.relpath(FIRST, Path(COPY).parent)}
+    assert (env / COPY).readlink() == Path(said["linked"][COPY])
+    assert (env / COPY).read_bytes() == LIBRARY  # so that its RECORD's hash still holds
+    assert {rule["rule"] for rule in said["rules"]} == {rule.name for rule in (*RULES, DUPLICATES, SYMBOLS)}
+    less = len(before) - (env / TRITON).stat().st_size
+    assert less > 1 << 20
+    assert sum(rule["bytes"] for rule in said["rules"]) == len(LIBRARY) + sum(map(len, GONE)) + less
+    after = (env / TRITON).read_bytes()
+    hashes = {"before": hashlib.sha256(before).hexdigest(), "after": hashlib.sha256(after).hexdigest()}
+    assert said["stripped"] == {TRITON: hashes}
+    assert (env / TRITON).stat().st_mode == mode
+    for path in CUDNN:  # NVIDIA's are passed on as they are
+        assert (env / path).read_bytes() == with_symbols() + path.encode()
+    assert all(SYMBOLS_OF_RECORDS.fullmatch(path) for path in said["stripped"])
+    for rule in said["rules"]:
+        assert rule["files"] > 0, f"{rule['rule']} found nothing"
+        assert f": {rule['rule']} (" in done.stdout
+
+
+def test_a_second_name_of_the_same_folder_changes_nothing(env: Path, tmp_path: Path) -> None:
+    """conda-forge's Python 3.12 brings `lib/python3.1`, a link to it."""
+    (env / "lib" / "python3.1").symlink_to(Path(SITE).parts[1])
+    listed = tmp_path / "removed.json"
+    done = run(env, listed)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(listed.read_text())["removed"] == sorted(GONE)
+    assert (env / FIRST).read_bytes() == LIBRARY
+    assert (env / COPY).read_bytes() == LIBRARY
+
+
+def test_a_dry_run_removes_nothing_and_lists_the_same(env: Path, tmp_path: Path) -> None:
+    dry, real = tmp_path / "dry.json", tmp_path / "real.json"
+    before = files(env)
+    assert run(env, dry, "--dry-run").returncode == 0
+    assert files(env) == before
+    assert not (env / COPY).is_symlink()
+    assert run(env, real).returncode == 0
+    assert dry.read_bytes() == real.read_bytes()
+
+
+def test_the_account_of_a_first_run_is_not_overwritten(env: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "removed.json"
+    assert run(env, listed).returncode == 0
+    before = listed.read_bytes()
+    again = run(env, listed)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert listed.read_bytes() == before
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, tmp_path / "removed.json")
+    assert done.returncode == 2
+    assert "is no environment" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_installed_imports_the_tests_that_go() -> None:
+    """Of the environment that runs this: what it names as prunable, no module outside names in an import."""
+    site = next(Path(path) for path in sys.path if path.endswith("site-packages"))
+    packages = [
+        pattern.split("/")[3] for rule in RULES for pattern in rule.patterns if pattern.endswith("/tests")
+    ]
+    assert len(packages) > 5
+    # Scripts of developers, which fail without pytest in any case.
+    scripts = {"scipy/special/_precompute/hyp2f1_data.py"}
+    found = []
+    for package in packages:
+        for file in (site / package).rglob("*.py"):
+            path = file.relative_to(site)
+            if {"tests", "test", "testing", "conftest.py"} & set(path.parts) or str(path) in scripts:
+                continue
+            for line in file.read_text(errors="replace").splitlines():
+                words = line.split()
+                if (
+                    len(words) > 1
+                    and words[0] in ("from", "import")
+                    and {"tests", "test"} & set(words[1].split("."))
+                ):
+                    found.append(f"{path}: {line.strip()}")
+    assert not found

@@ -1,0 +1,599 @@
+"""Launchers on several nodes meet, end with one code, and say who is missing or gone.
+
+Most checks are of the meeting alone, in threads; a few start real launchers with real ranks on this host.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from trainer.cluster import guest, host, wire
+from trainer.cluster.discover import Nodes
+from trainer.cluster.guest import Guest, sees
+from trainer.cluster.host import Host
+from trainer.cluster.meeting import Round, Table, Verdict
+from trainer.errors import BadInputError
+from trainer.rank import Outcome
+
+ROOT = Path(__file__).parents[2]
+SAME = {"trainer": "1", "configuration": "abc"}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Cluster:
+    """The tables of some nodes, each played by a thread."""
+
+    def __init__(self, nodes: str = "2", ranks: int = 2, seconds: float = 20.0) -> None:
+        least, _, most = nodes.rpartition(":")
+        self.least, self.most = int(least or most), int(most)
+        self.port, self.ranks, self.seconds = _free_port(), ranks, seconds
+        self.asked: dict[int, bool] = {}
+        self.said: dict[int, list[str]] = {}
+        self.tables: list[Table] = []
+        self.pool = ThreadPoolExecutor(8)
+
+    def table(self, number: int, same: dict[str, str] = SAME, name: str = "127.0.0.1") -> Table:
+        self.asked[number], self.said[number] = False, []
+        nodes = Nodes(self.least, self.most, number, name, self.port, ("a", "b", "c")[: self.most])
+        asked, say = (lambda: self.asked[number]), self.said[number].append
+        table: Table
+        if number:
+            table = Guest(nodes, self.ranks, same, self.seconds, asked, say)
+        else:
+            table = Host(nodes, self.ranks, same, "/run", self.seconds, asked, say)
+        self.tables.append(table)
+        return table
+
+    def gather(self, table: Table) -> "Future[Round | Verdict]":
+        return self.pool.submit(table.gather)
+
+    def conclude(self, table: Table, code: int, leaving: bool = False) -> "Future[Verdict]":
+        return self.pool.submit(table.conclude, [Outcome(0, code, time=time.monotonic())], leaving)
+
+    def close(self) -> None:
+        for table in self.tables:
+            with suppress(OSError):
+                table.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setattr(host, "_SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(host, "_FIRST_SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(guest, "_AGAIN_SECONDS", 0.05)
+    one = Cluster()
+    request.addfinalizer(one.close)
+    return one
+
+
+def _turn_until(condition: Callable[[], bool], *tables: Table) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        for table in tables:
+            table.turn()
+        time.sleep(0.01)
+
+
+def _met(cluster: Cluster, *tables: Table) -> list[Round]:
+    rounds = [waiting.result(20) for waiting in [cluster.gather(table) for table in tables]]
+    assert all(isinstance(one, Round) for one in rounds)
+    return [one for one in rounds if isinstance(one, Round)]
+
+
+def test_nodes_meet_whoever_comes_first(cluster: Cluster) -> None:
+    cluster.most = cluster.least = 3
+    last, middle = cluster.table(2), cluster.table(1)
+    waiting = [cluster.gather(last), cluster.gather(middle)]
+    time.sleep(0.2)  # they knock at a door that isn't there yet
+    first = cluster.gather(cluster.table(0)).result(20)
+    rounds = [first, *(one.result(20) for one in reversed(waiting))]
+    assert [list(one.ranks) for one in rounds if isinstance(one, Round)] == [[0, 1], [2, 3], [4, 5]]
+    assert {(one.world, one.number, one.folder) for one in rounds if isinstance(one, Round)} == {
+        (6, 1, "/run")
+    }
+    assert len({one.token for one in rounds if isinstance(one, Round)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "wanted"), [((0, 0), 0), ((75, 75), 75), ((0, 2), 2), ((1, 0), 1), ((0, 76), 76)]
+)
+def test_all_end_with_one_code(cluster: Cluster, codes: tuple[int, int], wanted: int) -> None:
+    tables = [cluster.table(0), cluster.table(1)]
+    _met(cluster, *tables)
+    waiting = [cluster.conclude(table, code) for table, code in zip(tables, codes, strict=True)]
+    assert [one.result(20).code for one in waiting] == [wanted, wanted]
+
+
+def test_a_failure_ends_the_others_wait(cluster: Cluster) -> None:
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    ended = cluster.conclude(other, 1)
+    _turn_until(lambda: mine.over, mine)
+    cluster.conclude(mine, 1)
+    assert ended.result(20).code == 1
+
+
+def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    other.close()
+    _turn_until(lambda: mine.over, mine)
+    verdict = cluster.conclude(mine, 1).result(20)
+    assert verdict[:2] == (False, 75)
+    assert verdict.text.startswith("trainer: node 1 (")
+    assert "is gone: its launcher ended\n" in verdict.text
+    assert "the same command goes on from the newest checkpoint" in verdict.text
+
+
+def test_a_cut_cable_is_noticed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    monkeypatch.setattr(wire, "SILENT_SECONDS", 0.5)
+    verdict = cluster.conclude(mine, 1).result(20)  # the other is not heard of: nobody turns it
+    assert "nothing was heard of it for 0.5 s: is its network up?" in verdict.text
+
+
+def test_without_node_0_nothing_goes_on(cluster: Cluster) -> None:
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    mine.close()
+    _turn_until(lambda: other.over, other)
+    verdict = cluster.conclude(other, 1).result(20)
+    assert verdict == Verdict(False, 75, "trainer: node 0 (a) is gone: its launcher ended\n")
+
+
+def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
+    cluster.most, cluster.least, cluster.seconds = 3, 3, 0.5
+    there = cluster.gather(cluster.table(2))
+    verdict = cluster.gather(cluster.table(0)).result(20)
+    assert isinstance(verdict, Verdict)
+    assert verdict[:2] == (False, 1)
+    assert verdict.text.startswith("trainer: node 1 (b) didn't come within 0.5 s, of 3 nodes (3 are needed)")
+    for word in (
+        "DNS",
+        "NetworkPolicy",
+        f"127.0.0.1:{cluster.port}",
+        f"ports {cluster.port} and {cluster.port + 1}",
+    ):
+        assert word in verdict.text
+    assert there.result(20) == verdict  # the node that is there ends, too
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("127.0.0.1", "nothing listens there: is node 0 started"),
+        ("no-such-node.invalid", "the name isn't known here"),
+    ],
+)
+def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster, name: str, words: str) -> None:
+    cluster.seconds = 0.3
+    verdict = cluster.gather(cluster.table(1, name=name)).result(30)
+    assert isinstance(verdict, Verdict)
+    assert verdict.code == 1
+    assert f"trainer: node 0 (a) can't be reached at {name}:{cluster.port}: {words}" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("same", "words"),
+    [
+        ({**SAME, "trainer": "2"}, "node 1 ({host}) has another trainer than node 0: 2, not 1"),
+        ({"trainer": "1"}, "has another configuration than node 0: None, not abc"),
+    ],
+)
+def test_a_node_with_something_else_is_refused(cluster: Cluster, same: dict[str, str], words: str) -> None:
+    mine = cluster.gather(cluster.table(0))
+    with pytest.raises(BadInputError) as raised:
+        cluster.gather(cluster.table(1, same)).result(20)
+    assert words.format(host=socket.gethostname()) in str(raised.value)
+    verdict = mine.result(20)
+    assert isinstance(verdict, Verdict)
+    assert verdict.code == 2  # it would wait in vain
+    assert any("was refused" in line for line in cluster.said[0])
+
+
+def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
+    mine = cluster.gather(cluster.table(0))
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\n",
+        b"{}\n",
+        b'{"node": 1}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"node": 1, "name": "x", "ranks": Infinity, "same": {}}\n',
+        b'{"node": true, "name": "x", "ranks": 1, "same": {}}\n',
+        b'{"node": 9, "name": "x", "ranks": 1, "same": {}}\n',
+    ):
+        with socket.create_connection(("127.0.0.1", cluster.port)) as caller:
+            caller.sendall(noise)
+            time.sleep(0.1)
+    silent = socket.create_connection(("127.0.0.1", cluster.port))
+    assert isinstance(cluster.gather(cluster.table(1)).result(20), Round)
+    assert isinstance(mine.result(20), Round)
+    silent.close()
+
+
+def test_a_port_in_use_is_one_line(cluster: Cluster) -> None:
+    with socket.create_server(("", cluster.port)), pytest.raises(BadInputError, match="can't listen at port"):
+        cluster.table(0)
+
+
+def test_a_stop_while_nodes_are_awaited(cluster: Cluster) -> None:
+    waiting = cluster.gather(cluster.table(0))
+    cluster.asked[0] = True
+    verdict = waiting.result(20)
+    assert isinstance(verdict, Verdict)
+    assert verdict[:2] == (False, 75)
+
+
+# --- elastic ---
+
+
+def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster: Cluster) -> None:
+    cluster.least = 1
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    other.close()
+    verdict = cluster.conclude(mine, 1).result(20)
+    assert verdict[:2] == (True, 75)
+    (alone,) = _met(cluster, mine)
+    assert (alone.number, alone.world) == (2, 2)
+    assert not mine.over
+    back = cluster.table(1)
+    waiting = cluster.gather(back)
+    _turn_until(lambda: mine.stop, mine)  # its ranks are to write a checkpoint
+    verdict = cluster.conclude(mine, 75).result(20)
+    assert verdict.again
+    assert "node 1 (b) has come" in verdict.text
+    rounds = [cluster.gather(mine).result(20), waiting.result(20)]
+    assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
+
+
+def test_a_node_that_is_asked_to_leave_leaves_the_others(cluster: Cluster) -> None:
+    cluster.least = 1
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    leaves, stays = cluster.conclude(other, 75, leaving=True), cluster.conclude(mine, 75)
+    assert leaves.result(20)[:2] == (False, 75)
+    assert stays.result(20)[:2] == (True, 75)
+    (alone,) = _met(cluster, mine)
+    assert alone.world == 2
+
+
+def test_an_elastic_job_waits_for_node_0(cluster: Cluster) -> None:
+    cluster.least = 1
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    mine.close()
+    assert cluster.conclude(other, 1).result(20)[:2] == (True, 75)
+    waiting = cluster.gather(other)
+    rounds = [cluster.gather(cluster.table(0)).result(20), waiting.result(20)]
+    assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
+
+
+def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
+    cluster.least, cluster.most, cluster.seconds = 2, 3, 0.5
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    other.close()
+    assert cluster.conclude(mine, 1).result(20).again
+    verdict = cluster.gather(mine).result(20)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.code, verdict.again) == (1, False)
+
+
+def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cluster) -> None:
+    """The host may begin at once; a guest that is slow reads both lines together."""
+    cluster.least, cluster.most = 1, 3
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    last = cluster.table(2)
+    coming = cluster.gather(last)
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    assert cluster.conclude(mine, 75).result(20).again
+    begun = cluster.gather(mine).result(20)
+    time.sleep(0.3)  # the verdict and the round lie in the socket
+    assert cluster.conclude(other, 75).result(20).again
+    rounds = [begun, cluster.gather(other).result(5), coming.result(20)]
+    assert not other.stop and not other.over
+    assert [one.world for one in rounds if isinstance(one, Round)] == [6, 6, 6]
+
+
+def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) -> None:
+    cluster.least, cluster.most = 1, 3
+    mine, other, last = (cluster.table(number) for number in range(3))
+    assert isinstance(mine, Host)
+    mine.suits = lambda world: world != 6
+    waits = cluster.gather(last)
+    assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
+    assert not waits.done()
+    other.close()
+    assert cluster.conclude(mine, 1).result(20).again
+    assert [one.world for one in _met(cluster, mine)] == [4]
+    assert isinstance(waits.result(20), Round)
+
+
+def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
+    cluster.least = cluster.most = 3
+    mine = cluster.gather(cluster.table(0))
+    first = cluster.gather(cluster.table(1))
+    time.sleep(0.3)
+    with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
+        cluster.gather(cluster.table(1)).result(20)
+    assert not first.done()
+    assert not mine.done()
+    for number in (0, 1):
+        cluster.asked[number] = True
+
+
+def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old connection may still look alive: the host died without a word."""
+    monkeypatch.setattr(host, "_ALIVE_SECONDS", 0.0)
+    cluster.least = 1
+    mine, other = cluster.table(0), cluster.table(1)
+    _met(cluster, mine, other)
+    waiting = cluster.gather(cluster.table(1))
+    _turn_until(lambda: mine.over, mine)
+    assert cluster.conclude(mine, 1).result(20).again
+    rounds = [cluster.gather(mine).result(20), waiting.result(20)]
+    assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
+
+
+def test_the_run_folder_is_known_by_what_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "_FOLDER_SECONDS", 0.2)
+    assert not sees(tmp_path, ".meeting", "abc")
+    (tmp_path / ".meeting").write_text("other")
+    assert not sees(tmp_path, ".meeting", "abc")
+    (tmp_path / ".meeting").write_text("abc")
+    assert sees(tmp_path, ".meeting", "abc")
+    assert not sees(tmp_path / "none", ".meeting", "abc")
+
+
+# --- a launcher that is killed, in every order of events ---
+
+
+def _kill(other: Table, mine: Table, unread: bool) -> None:
+    """As SIGKILL ends a launcher; where it had something unread, its system answers with a reset."""
+    assert isinstance(other, Guest) and other._wire is not None
+    if unread:
+        assert isinstance(mine, Host)
+        mine._tell()
+        select.select([other._wire._socket], [], [], 20.0)
+    other._wire._socket.close()
+
+
+def _in_the_round(_cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    _kill(other, mine, unread)
+    _turn_until(lambda: mine.over, mine)
+    return [mine.conclude([Outcome(0, 1)], False)]
+
+
+def _when_node_0_speaks_first(
+    _cluster: Cluster, mine: Host, other: Table, unread: bool
+) -> list[Verdict | Round]:
+    """What it says finds nobody, and what it says next can't be sent any more."""
+    _kill(other, mine, unread)
+    for _ in range(3):
+        mine._tell()
+        time.sleep(0.05)
+    return [mine.conclude([Outcome(0, 1)], False)]
+
+
+def _after_node_0s_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    waiting = cluster.conclude(mine, 1)
+    _turn_until(lambda: other.over, other)
+    _kill(other, mine, unread)
+    return [waiting.result(20)]
+
+
+def _after_its_own_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    """Both stopped because a third node came."""
+    third = cluster.gather(cluster.table(2))
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    _kill(other, mine, unread)
+    verdict = mine.conclude([Outcome(0, 75)], False)
+    return [verdict, mine.gather(), third.result(20)]
+
+
+def _between_rounds(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+    third = cluster.gather(cluster.table(2))
+    _turn_until(lambda: mine.stop and other.stop, mine, other)
+    assert isinstance(other, Guest) and other._wire is not None
+    other._wire.say(ended=[], leaving=False)
+    verdict = mine.conclude([Outcome(0, 75)], False)
+    _kill(other, mine, unread)
+    return [verdict, mine.gather(), third.result(20)]
+
+
+def _back_before_it_is_noticed(
+    cluster: Cluster, mine: Host, other: Table, unread: bool
+) -> list[Verdict | Round]:
+    _kill(other, mine, unread)
+    back = cluster.table(1)
+    waiting = cluster.gather(back)
+    assert isinstance(back, Guest)
+    end = time.monotonic() + 20.0
+    while back._wire is None and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)  # end and hello lie in the sockets
+    _turn_until(lambda: mine.over, mine)
+    verdict = mine.conclude([Outcome(0, 1)], False)
+    return [verdict, mine.gather(), waiting.result(20)]
+
+
+def _back_after_its_host_went_down(
+    cluster: Cluster, mine: Host, _other: Table, _unread: bool
+) -> list[Verdict | Round]:
+    host._ALIVE_SECONDS = 0.0
+    waiting = cluster.gather(cluster.table(1))  # its old connection looks alive
+    _turn_until(lambda: mine.over, mine)
+    verdict = mine.conclude([Outcome(0, 1)], False)
+    return [verdict, mine.gather(), waiting.result(20)]
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["end", "reset"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        _in_the_round,
+        _when_node_0_speaks_first,
+        _after_node_0s_ranks,
+        _after_its_own_ranks,
+        _between_rounds,
+        _back_before_it_is_noticed,
+        _back_after_its_host_went_down,
+    ],
+)
+def test_a_killed_launcher_is_told_once_in_every_order(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Callable[[Cluster, Host, Table, bool], list[Verdict | Round]],
+    unread: bool,
+) -> None:
+    monkeypatch.setattr(host, "_ALIVE_SECONDS", host._ALIVE_SECONDS)
+    cluster.least, cluster.most = 1, 3
+    mine, other = cluster.table(0), cluster.table(1)
+    assert isinstance(mine, Host)
+    _met(cluster, mine, other)
+    results = order(cluster, mine, other, unread)
+    verdicts = [one for one in results if isinstance(one, Verdict)]
+    assert [one[:2] for one in verdicts] == [(True, 75)]  # the job goes on
+    told = "".join(one.text for one in verdicts) + "".join(cluster.said[0])
+    assert told.count(f"node 1 ({socket.gethostname()}) is gone: its launcher ended") == 1, told
+    assert told.count("is gone") == 1, told
+
+
+# --- real launchers, real ranks ---
+
+START = """
+import json, sys
+from pathlib import Path
+from trainer.cluster import guest, host
+from trainer.cluster.discover import Nodes
+from trainer.cluster.rounds import launch_with_others
+from trainer.cli import main
+host._SETTLE_SECONDS = 1.0
+guest._FOLDER_SECONDS = 1.0
+nodes, folder, out, *what = sys.argv[1:]
+from trainer.errors import BadInputError
+try:
+    code = launch_with_others(
+        [folder, *what], nodes=Nodes(*json.loads(nodes)), folder=Path(out), same={}, processes=1, threads=1,
+        environment={}, grace_seconds=20.0, join_seconds=60.0, module="tests.helpers.launch_worker")
+except BadInputError as error:
+    print(error, file=sys.stderr)
+    code = 2
+sys.exit(code)
+"""
+
+
+class Launchers:
+    """Two launchers on this host, as if on two nodes, with a rank each."""
+
+    def __init__(self, folder: Path, nodes: str = "2") -> None:
+        least, _, most = nodes.rpartition(":")
+        self.least, self.most, self.port = int(least or most), int(most), _free_port()
+        self.folder, self.out = folder / "ranks", folder / "run"
+        self.folder.mkdir()
+        self.out.mkdir()
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, number: int, *what: str, out: Path | None = None) -> "subprocess.Popen[str]":
+        nodes = json.dumps([self.least, self.most, number, "127.0.0.1", self.port, ["a", "b"]])
+        process = subprocess.Popen(
+            [sys.executable, "-c", START, nodes, str(self.folder), str(out or self.out), *what],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def until(self, condition: Callable[[], object], seconds: float = 90.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not happen in time"
+            time.sleep(0.05)
+
+    def worlds(self) -> list[str]:
+        """The sizes of the worlds that trained, one after the other."""
+        file = self.folder / "worlds"
+        lines = file.read_text().split() if file.exists() else []
+        return [line for place, line in enumerate(lines) if place == 0 or lines[place - 1] != line]
+
+
+@pytest.fixture
+def launchers(request: pytest.FixtureRequest, tmp_path: Path) -> Launchers:
+    two = Launchers(tmp_path, getattr(request, "param", "2"))
+
+    def end() -> None:
+        for process in two.processes:
+            process.kill()
+            process.communicate()
+
+    request.addfinalizer(end)
+    return two
+
+
+def test_two_launchers_are_one_job(launchers: Launchers) -> None:
+    first, second = launchers.start(0, "0=done", "1=raise"), launchers.start(1, "0=done", "1=raise")
+    texts = [process.communicate(timeout=120)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "trainer: rank 1 of 2 failed:\nTraceback" in texts[0]
+    assert "ValueError: rank 1 is broken" in texts[0]
+    assert f"trainer: node 1 ({socket.gethostname()}) ends with code 1: rank 1 of 2 failed:" in texts[1]
+    assert "Traceback" not in texts[1]
+    assert (launchers.out / "logs/rank-1.log").exists()
+    assert not (launchers.out / ".meeting").exists()
+
+
+def test_a_folder_that_the_nodes_dont_share_is_bad_input(launchers: Launchers, tmp_path: Path) -> None:
+    first, second = launchers.start(0, "sleep"), launchers.start(1, "sleep", out=tmp_path)
+    text = first.communicate(timeout=120)[1]
+    assert first.returncode == second.wait(30) == 2
+    assert f"doesn't see node 0's run folder, {launchers.out}, as {tmp_path}: give --out" in text
+
+
+@pytest.mark.slow  # tests/launch/test_elastic.py does the most of it with a real training
+@pytest.mark.parametrize("launchers", ["1:2"], indirect=True)
+def test_ranks_go_on_while_a_node_is_killed_and_comes_back(launchers: Launchers) -> None:
+    first, second = launchers.start(0, "agree"), launchers.start(1, "agree")
+    launchers.until(lambda: launchers.worlds() == ["2"])
+    os.kill(second.pid, signal.SIGKILL)
+    launchers.until(lambda: launchers.worlds() == ["2", "1"])
+    third = launchers.start(1, "agree")
+    launchers.until(lambda: launchers.worlds() == ["2", "1", "2"])
+    third.send_signal(signal.SIGTERM)  # this one says goodbye
+    assert third.wait(60) == 75
+    launchers.until(lambda: launchers.worlds() == ["2", "1", "2", "1"])
+    threading.Timer(0.0, first.send_signal, (signal.SIGUSR1,)).start()
+    text = first.communicate(timeout=60)[1]
+    assert first.returncode == 75
+    assert "is gone: " in text
+    assert "node 1 (b) has come: the ranks stopped with a checkpoint" in text
+    assert "node 1 (b) leaves: the ranks stopped with a checkpoint" in text

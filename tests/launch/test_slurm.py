@@ -1,0 +1,262 @@
+"""On a real Slurm a job is stopped, requeued, and ends with the bits of one that never stopped."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
+from trainer.errors import BadInputError
+from trainer.jobs.partition import check_partition
+from trainer.jobs.slurm import render, render_array
+from trainer.jobs.spec import JobSpec, Site
+
+pytestmark = pytest.mark.xdist_group("launch")
+VENV = Path(sys.executable).parent.parent
+# Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
+SETTINGS = ("data.micro_batch=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if why := missing():
+        if os.environ.get("TRAINER_REQUIRE_SLURM"):
+            pytest.fail(why)
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    for parent in folder.parents[:2]:  # munge wants its socket's folder to be seen by all
+        parent.chmod(0o755)
+    with running(folder) as started, _names():
+        yield started
+
+
+@contextmanager
+def _names() -> Iterator[None]:
+    """The nodes' names lead to this host while the tests run."""
+    hosts, line = Path("/etc/hosts"), f"127.0.0.1 {' '.join(NODES)}\n"
+    with hosts.open("a") as file:
+        file.write(line)
+    try:
+        yield
+    finally:
+        hosts.write_text(hosts.read_text().replace(line, ""))
+
+
+def _spec(folder: Path, **more: object) -> JobSpec:
+    values: dict[str, object] = {
+        **{"recipe": "digits", "settings": SETTINGS, "name": "job", "nodes": 2, "ranks_per_node": 2},
+        **{"cpus_per_node": 2, "memory_gib": 3, "shm_gib": 1, "minutes": 10, "grace_seconds": 30},
+        **{"runs": str(folder), "port": PORT},
+    }
+    return JobSpec.model_validate({**values, **more})
+
+
+def _submit(slurm: Slurm, spec: JobSpec) -> tuple[str, Path]:
+    """The job's number and its log."""
+    logs = Path(spec.runs) / ".jobs"
+    logs.mkdir(parents=True, exist_ok=True)
+    script = logs / f"{spec.name}.sbatch"
+    script.write_text(render(spec, Site(container="venv", venv=str(VENV))))
+    job = slurm.tell("sbatch", "--parsable", str(script))
+    return job, logs / f"{spec.name}-{job}.out"
+
+
+def _rows(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _manifest(run: Path) -> dict[str, object]:
+    manifest: dict[str, object] = json.loads((run / "manifest.json").read_text())
+    return manifest
+
+
+def _text(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_same_bits(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    run, spec = tmp_path / "job", _spec(tmp_path)
+    job, log = _submit(slurm, spec)
+    until(lambda: _rows(run) > 2)
+    slurm.tell("scancel", "--signal=USR1", job)  # as Slurm does before the time is up
+    until(lambda: "requeued, number 1" in _text(log))
+    assert "the same command goes on from there" in _text(log)
+    slurm.release(job)
+    until(lambda: _text(log).count("goes on after window") == 1 and _manifest(run)["status"] == "running")
+    (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
+    assert first == {"slurm_job": job, "slurm_nodes": f"{PREFIX}[1-2]"}
+    assert second == {**first, "slurm_restarts": "1"}
+    slurm.tell("scancel", job)
+    until(lambda: slurm.state(job) == "CANCELLED")
+    assert _text(log).count("requeued") == 1  # who cancels doesn't want it back
+    assert _manifest(run)["status"] == "stopped"
+    again, log = _submit(slurm, spec)
+    until(lambda: slurm.state(again) == "COMPLETED")
+    assert _manifest(run)["status"] == "finished"
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        f"rank-{rank}.log" for rank in (1, 2, 3)
+    ]
+    # One that never stopped, on one node.
+    whole = [
+        str(VENV / "bin" / "trainer"),
+        "train",
+        "digits",
+        "--ranks",
+        "4",
+        "--out",
+        str(tmp_path / "whole"),
+    ]
+    words = [word for setting in SETTINGS for word in ("--set", setting)]
+    subprocess.run([*whole, *words], check=True, capture_output=True, timeout=300)
+    weights = [folder / "model.safetensors" for folder in (run, tmp_path / "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_bad_input_ends_the_job_with_one_line_and_no_requeue(slurm: Slurm, tmp_path: Path) -> None:
+    job, log = _submit(slurm, _spec(tmp_path, settings=("optim.lr=-1",)))
+    until(lambda: slurm.state(job) == "FAILED")
+    assert "optim.lr" in _text(log) and "requeued" not in _text(log)
+    assert "Traceback" not in _text(log)
+    assert "ExitCode=2:0" in slurm.tell("scontrol", "show", "job", "--oneliner", job)
+
+
+def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "tasks.sbatch"
+    words = "digits --set data.micro_batch=16 --set epochs=1 --set parallel.threads=1"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --mem=3G\n"
+        f"#SBATCH --output={tmp_path}/out\nexport MASTER_PORT={PORT}\n"
+        f"srun {VENV}/bin/trainer train {words} --out {tmp_path}/run\n"
+    )
+    job = slurm.tell("sbatch", "--parsable", str(script))
+    until(lambda: slurm.state(job) in ("COMPLETED", "FAILED"))
+    assert slurm.state(job) == "COMPLETED", _text(tmp_path / "out")
+    assert "(4 x CPU" in _text(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -> None:
+    specs = [
+        _spec(tmp_path, name=f"job-{n}", nodes=1, settings=(*SETTINGS, "epochs=12", f"seed={n}"))
+        for n in (0, 1)
+    ]
+    (tmp_path / ".jobs").mkdir()
+    script = tmp_path / ".jobs" / "array.sbatch"
+    script.write_text(render_array(specs, Site(container="venv", venv=str(VENV)), "job"))
+    array = slurm.tell("sbatch", "--parsable", str(script))
+    tasks = [(f"{array}_{n}", tmp_path / f"job-{n}", tmp_path / f".jobs/job-{array}_{n}.out") for n in (0, 1)]
+    for task, run, _ in tasks:
+        until(partial(_has_rows, run))
+        slurm.tell("scancel", "--signal=USR1", task)
+    for task, _, log in tasks:  # one of the two has the array's own number
+        until(partial(_is_requeued, log))
+        slurm.release(task)
+    for _, run, log in tasks:
+        until(partial(_is_finished, run))
+        assert _text(log).count("goes on after window") == 1
+
+
+def _has_rows(run: Path) -> bool:
+    return _rows(run) > 0
+
+
+def _is_requeued(log: Path) -> bool:
+    return "requeued, number 1" in _text(log)
+
+
+def _is_finished(run: Path) -> bool:
+    return _manifest(run)["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_an_elastic_job_outlives_a_node(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    settings = (*SETTINGS, "epochs=30", "parallel.reduction=tree")
+    job, log = _submit(slurm, _spec(tmp_path, least_nodes=1, settings=settings))
+    until(lambda: _rows(run) > 4)
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
+    until(lambda: "on 2 ranks instead of 4" in _text(log))
+    until(lambda: slurm.state(job) == "COMPLETED")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    assert _manifest(run)["status"] == "finished"
+
+
+@pytest.mark.slow  # Slurm counts time in minutes
+def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: Slurm, tmp_path: Path) -> None:
+    long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
+    job, log = _submit(slurm, _spec(tmp_path, settings=long, minutes=2, grace_seconds=10))
+    until(lambda: "requeued, number 1" in _text(log), 200)
+    assert "stopped by SIGUSR1 after window" in _text(log)
+    slurm.tell("scancel", job)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    job, log = _submit(slurm, _spec(tmp_path))
+    until(lambda: _rows(run) > 5)
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=down", "reason=test")
+    until(lambda: slurm.state(job) == "PENDING")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    slurm.release(job)
+    until(lambda: slurm.state(job) == "COMPLETED")
+    assert "goes on after window" in _text(log)
+    assert _manifest(run)["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "job"
+    job, log = _submit(slurm, _spec(tmp_path, settings=(*SETTINGS[:1], "epochs=3", *SETTINGS[2:])))
+    until(lambda: _rows(run) > 1)
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=drain", "reason=test")
+    until(lambda: slurm.state(job) == "COMPLETED")
+    slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
+    assert "requeued" not in _text(log)
+
+
+def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: Slurm) -> None:
+    source = "".join(
+        path.read_text() for path in (Path(__file__).parents[2] / "trainer" / "doctor").glob("*.py")
+    )
+    found = re.findall(r'(?:#SBATCH|srun|sbatch)((?: --[a-z-]+(?:=[^\s",]+)?)+)', source)
+    options = {re.sub(r"\{[^}]*\}?|\b8\b", "2", text).replace("NODE", NODES[1]) for text in found}
+    # Pyxis' options are a plugin's, and these nodes say nothing of GPUs and disks.
+    asked = {option for option in options if not re.search("container|gpus-per-node|tmp", option)}
+    assert len(asked) >= 6
+    for option in asked:
+        slurm.tell("srun", "--test-only", *option.split(), "true")
+    for variable, shell in (
+        ("host", 'echo "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"'),
+        ("port", "echo $((20000 + SLURM_JOB_ID % 10000))"),
+    ):
+        assert shell.removeprefix("echo ").strip('"') in source, variable
+        said = slurm.tell("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", shell).split()
+        assert said[0] == said[1] == (NODES[0] if variable == "host" else said[0])
+        assert variable == "host" or 20000 <= int(said[0]) < 30000
+
+
+def test_a_job_that_the_partition_cant_hold_is_refused(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    check_partition(JobSpec(recipe="digits", nodes=2, memory_gib=7), Site())
+    for more, words in (
+        ({"nodes": 3}, "--nodes 3: partition main has 2 nodes with what this job asks for"),
+        ({"cpus_per_node": 5}, "--cpus-per-node 5: no node of partition main has more than 4 CPUs"),
+        ({"gpus_per_node": 1}, "--gpus-per-node 1: no node of partition main has more than 0 GPUs"),
+        ({"memory_gib": 8}, "--memory 8: no node of partition main has more than 7 GiB"),
+    ):
+        with pytest.raises(BadInputError) as raised:
+            check_partition(JobSpec.model_validate({"recipe": "digits", "memory_gib": 4, **more}), Site())
+        assert str(raised.value) == words
+    with pytest.raises(BadInputError, match="--partition x: this cluster has main"):
+        check_partition(JobSpec(recipe="digits", memory_gib=4), Site(partition="x"))

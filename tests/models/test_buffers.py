@@ -1,0 +1,348 @@
+"""Promise: a model's own statistics get one update a step, on any number of ranks, and go on exactly."""
+
+import multiprocessing
+import os
+import random
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.windows import State, assert_same_bits
+from tests.helpers.world import SIZES, Ranks
+from tests.train.test_observers import Compiled, CompiledTask
+from trainer import rank
+from trainer.errors import BadInputError
+from trainer.parallel import World, joined_world
+from trainer.run import Parts, assemble
+from trainer.state import load_tensors, tensors_of
+from trainer.step import train_window
+
+F64 = torch.float64
+
+
+class Keeping(nn.Module):
+    """Keeps statistics of its own, in ways that the kind names."""
+
+    mean: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, kind: str = "all") -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear: nn.Module = nn.Linear(3, 4, dtype=F64)
+        self.norm: nn.Module = nn.Identity()
+        if kind == "all":
+            self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+            self.norm = nn.InstanceNorm1d(5, track_running_stats=True, dtype=F64)
+        elif kind == "own batchnorm":
+            self.norm = OwnBatchNorm(5, dtype=F64)
+        elif kind == "frozen":
+            self.norm = Frozen(5, dtype=F64)
+        start = None if kind == "made later" else torch.zeros(3, dtype=F64)
+        if kind == "complex":
+            start = torch.zeros(3, dtype=torch.complex64)
+        self.register_buffer("mean", start, persistent=kind != "forgotten")
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            now = x.detach().mean((0, 1))
+            match self.kind:
+                case "complex":
+                    self.mean.lerp_(torch.complex(now, now.square()).to(self.mean.dtype), 0.1)
+                case "late":
+                    if float(x.abs().sum()):
+                        self.mean += now
+                case "reshaped" | "forgotten":
+                    self.mean = x.detach().flatten()
+                case "made later":
+                    self.mean = now
+                case "raises":
+                    assert float(x.abs().sum()), "nothing but zeros"
+                case "frozen" | "own batchnorm":
+                    pass
+                case _:
+                    self.mean = 0.9 * self.mean + 0.1 * now
+            if self.kind != "late":
+                self.seen += 1
+        x = self.norm(x)
+        shift = self.mean.abs() if self.kind in ("all", "complex") else 0.0
+        result: torch.Tensor = self.linear(x - shift)
+        return result
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """Counts no batches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        statistics = (self.running_mean, self.running_var)
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.2)
+
+
+class Frozen(nn.BatchNorm1d):
+    """Keeps its statistics in training, too."""
+
+    def train(self, _: bool = True) -> "Frozen":
+        super().train(False)
+        return self
+
+
+class Task(TokenTask):
+    """Has a model of a kind; tells how many samples its loss was given."""
+
+    sizes: list[int] = []  # noqa: RUF012
+
+    def __init__(self, kind: str = "all") -> None:
+        super().__init__(32, ragged=False)
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return Keeping(self.kind)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.sizes.append(len(batch.fields["x"]))
+        return super().loss(model, batch)
+
+
+def parts_of(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Parts:
+    recipe = make_recipe(
+        epochs=2,
+        data={"global_batch": 8, "micro_batch": 2},
+        optim={"lr": 0.01, "weight_decay": 0.1},
+        ema={"decay": 0.9},
+        parallel={"threads": 1, "reduction": reduction, **parallel},
+    )
+    return assemble(recipe, task, world, workers=0)
+
+
+def train(
+    world: World, task: TokenTask, windows: range, state: State | None, *how: Any, **more: Any
+) -> State:
+    """Trains some windows of a run, from a saved state; gives the state after them."""
+    parts = parts_of(world, task, *how, **more)
+    t = parts.training
+    if state is not None:
+        load_tensors(t, windows.start, state)
+    t.replica.train()
+    batches = parts.loader(t.share.batches(windows.start))
+    for window in windows:
+        train_window(t, batches, window)
+    kinds = tensors_of(t).items()
+    return {kind: {name: t.detach().clone() for name, t in part.items()} for kind, part in kinds}
+
+
+def train_kind(world: World, kind: str, windows: range, state: State | None, *how: Any) -> State:
+    return train(world, Task(kind), windows, state, *how)
+
+
+@pytest.mark.parametrize("kind", ["all", "complex", "own batchnorm", "frozen"])
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: str) -> None:
+    """Each rank from the first one's state, as a checkpoint holds it."""
+    whole = ranks.run(2, train_kind, kind, range(8), None, reduction)
+    begun = ranks.run(2, train_kind, kind, range(3), None, reduction)
+    for state in ranks.run(2, train_kind, kind, range(3, 8), begun[0], reduction):
+        assert_same_bits(whole[0], state)
+    for state in (whole[1], begun[1]):
+        assert_same_bits(whole[0] if state is whole[1] else begun[0], state)
+    for size in SIZES:
+        for state in ranks.run(size, train_kind, kind, range(8), None, reduction):
+            for name, tensor in state["model"].items():
+                assert torch.allclose(tensor, whole[0]["model"][name], rtol=1e-5), name
+            if reduction == "tree":
+                assert_same_bits(whole[0], state)
+    assert int(whole[0]["model"]["seen"]) == 8
+    if kind in ("all", "complex"):
+        assert float(whole[0]["model"]["mean"].abs().min()) > 0
+    if kind == "complex":
+        assert float(whole[0]["model"]["mean"].imag.min()) > 0
+    if kind == "own batchnorm":
+        assert float(whole[0]["model"]["norm.running_mean"].abs().min()) > 0
+    if kind == "frozen":
+        assert not whole[0]["model"]["norm.running_mean"].any()
+
+
+def test_statistics_of_ones_own_are_those_of_torch() -> None:
+    """One update a window of one shard: what the model itself would do."""
+    recipe = make_recipe(data={"global_batch": 8, "micro_batch": 8}, optim={"lr": 1e-9})
+    for kind in ("complex", "own batchnorm", "own"):
+        parts = assemble_alone(recipe, Task(kind))
+        alone = Keeping(kind).train()
+        batches = list(zip(range(4), parts.loader(parts.training.share.batches()), strict=False))
+        for window, batch in batches:
+            train_window(parts.training, iter([batch]), window)
+            alone(batch.fields["x"])
+        for name, buffer in alone.named_buffers():
+            assert torch.allclose(parts.training.model.get_buffer(name), buffer, rtol=1e-6), (kind, name)
+
+
+def test_what_changes_is_tried_on_few_samples_and_leaves_no_trace() -> None:
+    task = Task()
+    drawn = []
+    for kind in ("all", "frozen"):
+        task.kind = kind
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
+        Task.sizes.clear()
+        parts = parts_of(World(0, 1, 0, torch.device("cpu"), None), task)
+        assert Task.sizes == [2] * 4
+        assert not parts.training.model.get_buffer("seen")
+        assert any("seen" in note for note in parts.notes)
+        torch.default_generator.manual_seed(2)
+        drawn.append((random.random(), float(np.random.rand())))
+    assert drawn[0] == drawn[1]
+    (before, after) = (torch.random.get_rng_state() for _ in range(2))
+    assert torch.equal(before, after)
+
+
+class CompiledKeeping(Compiled):
+    """Compiles a method that changes a buffer: a deep copy would call the original's."""
+
+    mean: torch.Tensor
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        super().__init__("method", backend)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)) + 1, 0.1)
+        return super().part(x)
+
+
+def test_a_models_own_compiled_code_is_left_alone() -> None:
+    torch._dynamo.reset()
+    task = CompiledTask("method")
+    task.model = lambda: CompiledKeeping(task.backend)  # type: ignore[method-assign]
+    recipe = make_recipe(data={"global_batch": 8, "micro_batch": 4})
+    parts = assemble_alone(recipe, task)
+    model = parts.training.model
+    assert (task.compiled, task.runs, task.losses) == (0, 0, 0)
+    assert not model.get_buffer("mean").any()
+    assert any("buffers mean:" in note for note in parts.notes)
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert (task.compiled, task.runs) == (1, 2)
+    assert model.get_buffer("mean").tolist() == pytest.approx([0.1] * 3, abs=0.09)
+    assert model.get_buffer("mean").all()
+
+
+def told(world: World, kind: str) -> tuple[str, str]:
+    """What is refused, or what is said."""
+    try:
+        return "", "\n".join(parts_of(world, Task(kind)).notes)
+    except BadInputError as error:
+        return str(error), ""
+
+
+def test_what_no_checkpoint_could_hold_is_refused_before_training(ranks: Ranks) -> None:
+    for kind in ("reshaped", "made later"):
+        for refused, _ in ranks.run(2, told, kind):
+            assert "buffer 'mean'" in refused and "persistent=False" in refused
+    for refused, notes in ranks.run(2, told, "forgotten"):
+        assert not refused and "buffers seen:" in notes
+
+
+def test_it_is_said_where_nothing_could_be_tried(ranks: Ranks) -> None:
+    for refused, notes in ranks.run(2, told, "raises"):
+        assert not refused
+        assert "(AssertionError: nothing but zeros)" in notes and "mean" in notes
+    assert ranks.run(1, told, "raises")[0] == ("", "")
+
+
+def train_late(world: World) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.buffers.warn", said.append)
+        train(world, Task("late"), range(3), None)
+    return said
+
+
+def test_a_buffer_that_changes_later_is_told_once(ranks: Ranks) -> None:
+    for said in ranks.run(2, train_late):
+        assert len(said) == 1 and "buffers mean" in said[0] and "rank 0's" in said[0]
+
+
+class Branching(nn.Module):
+    """Leaves a branch with BatchNorm out where its samples say so."""
+
+    def __init__(self, leaves: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.leaves = leaves
+        self.used, self.branch = (nn.Linear(3, 4, dtype=F64) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5, dtype=F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.used(x)
+        return result if self.leaves(x) else result + self.branch(self.norm(x))
+
+
+def train_branching(world: World, which: str, **parallel: Any) -> State:
+    """Leaves the branch out on one rank, or by the samples of a shard."""
+    task = TokenTask(32, ragged=False)
+    leaves: dict[str, Callable[[torch.Tensor], bool]] = {
+        "rank 1": lambda x: world.rank == 1 and bool(x.any()),
+        "at random": lambda x: float(x.flatten()[0]) > 0.3,
+    }
+    task.model = lambda: Branching(leaves[which])  # type: ignore[method-assign]
+    return train(world, task, range(8), None, **parallel)
+
+
+def train_branching_found(world: World, which: str, reduction: str) -> State:
+    more: dict[str, Any] = {"find_unused_parameters": True} if reduction == "all_reduce" else {}
+    return train_branching(world, which, reduction=reduction, **more)
+
+
+@pytest.mark.parametrize("which", ["rank 1", "at random"])
+def test_a_branch_may_be_left_out_on_one_rank(ranks: Ranks, which: str) -> None:
+    first, second = ranks.run(2, train_branching_found, which, "all_reduce")
+    assert_same_bits(first, second)
+    for state in ranks.run(2, train_branching_found, which, "tree"):
+        for name, tensor in first["model"].items():
+            assert torch.allclose(tensor, state["model"][name], rtol=1e-9), name
+    if which == "at random":
+        alone = ranks.run(1, train_branching_found, which, "tree")[0]
+        for name, tensor in first["model"].items():
+            assert torch.allclose(tensor, alone["model"][name], rtol=1e-9), name
+
+
+def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
+    names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": port}.items()})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def main() -> None:
+        with joined_world("cpu", 60) as world:
+            train_branching(world, "rank 1", bucket_mb=1)
+
+    outcome = rank._outcome(main)
+    pipe.send((outcome.code, outcome.line, outcome.consequence))
+    os._exit(0)
+
+
+def test_a_branch_left_out_on_one_rank_only_ends_in_one_line() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(target=_alone_in_leaving, args=(number, port, pipe[1]))
+        for number, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    outcomes = [pipe[0].recv() if pipe[0].poll(90) else None for pipe in pipes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert outcomes[1] is not None and outcomes[1][0] == 2
+    assert "branch.weight" in outcomes[1][1] and "parallel.find_unused_parameters=true" in outcomes[1][1]
+    assert outcomes[0] is not None, "it hangs"
+    assert outcomes[0][0] == 2 or outcomes[0][2], outcomes[0]

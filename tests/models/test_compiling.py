@@ -1,0 +1,232 @@
+"""Promise: compiling changes nothing but the time, and where it can't be done a line says why."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.world import Ranks
+from tests.models.test_memory import SMALL
+from trainer import compiling
+from trainer.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
+from trainer.evaluate import evaluate
+from trainer.loop import train
+from trainer.observe.log import Meter
+from trainer.parallel import World
+from trainer.run import assemble, make_task
+from trainer.step import take_figures, train_window
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+needs_a_compiler = pytest.mark.skipif(
+    missing_for_compiling(CPU) is not None, reason=f"torch.compile: {missing_for_compiling(CPU)}"
+)
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("scope", "last"), [("model", "cross"), ("model", "weighted"), ("blocks", "cross")])
+def test_a_compiled_model_learns_the_same_and_never_compiles_again(scope: str, last: str) -> None:
+    """Over an epoch's ragged end, too: 20 samples in batches of 8."""
+    losses: list[list[float]] = []
+    for mode in ("none", "default"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        recipe = make_recipe(
+            epochs=4,
+            compile={"mode": mode, "scope": scope},
+            data={"global_batch": 8, "micro_batch": 4},
+            window={"last": last},
+            optim={"lr": 0.01},
+        )
+        parts = assemble_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))
+        batches = parts.loader(parts.training.share.batches())
+        series = []
+        for window in range(parts.training.share.plan.windows):
+            train_window(parts.training, batches, window)
+            series.append(float(parts.training.loss))
+            if window == 0:
+                warm = graphs()
+        losses.append(series)
+        assert graphs() == warm
+        assert bool(warm) == (mode != "none")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def with_everything(world: World, scope: str, mode: str) -> tuple[list[float], dict[str, Any], list[str]]:
+    """Checkpointing, BatchNorm, dropout, accumulation, evaluation; on one of the ranks."""
+    torch._dynamo.reset()
+    recipe = make_recipe(
+        **SMALL
+        | {"memory": {"checkpointing": "blocks", "every": 2}, "compile": {"mode": mode, "scope": scope}}
+        | {"model": {"width": 8}, "max_windows": 4}
+    )
+    task = make_task(recipe)
+    parts = assemble(recipe, task, world, workers=0)
+    t = parts.training
+    batches = parts.loader(t.share.batches())
+    t.replica.train()
+    losses = []
+    for window in range(t.share.plan.windows):
+        before = float(t.loss)
+        train_window(t, batches, window)
+        losses.append(float(t.loss) - before)
+    figures = evaluate(
+        task, t.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+    )
+    return losses, figures, parts.notes
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
+def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str) -> None:
+    """Dropout is left out: compiled code draws other numbers than eager code from the same seed."""
+    eager = ranks.run(2, with_everything, scope, "none")
+    compiled = ranks.run(2, with_everything, scope, "default")
+    for (losses, figures, _), (compiled_losses, compiled_figures, notes) in zip(eager, compiled, strict=True):
+        assert compiled_losses == pytest.approx(losses, rel=1e-3)
+        assert compiled_figures["loss"] == pytest.approx(figures["loss"], rel=1e-3)
+        assert any(note.startswith(f"compiling the {scope}") for note in notes)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_compiled_dropout_is_recomputed_alike(scope: str) -> None:
+    """With and without checkpointing: the same gradients, though dropout is drawn inside compiled code."""
+
+    def losses(memory: dict[str, Any]) -> list[float]:
+        torch._dynamo.reset()
+        recipe = make_recipe(
+            data={"global_batch": 8, "micro_batch": 8},
+            epochs=4,
+            optim={"lr": 0.05},
+            compile={"mode": "default", "scope": scope},
+            memory=memory,
+        )
+        parts = assemble_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
+        batches = parts.loader(parts.training.share.batches())
+        parts.training.replica.train()
+        for window in range(8):
+            train_window(parts.training, batches, window)
+        return [float(parts.training.loss), *(float(p.detach().sum()) for p in parts.training.parameters)]
+
+    assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)
+
+
+def test_without_a_compiler_a_line_says_so_and_it_trains_eagerly(tmp_path: Path) -> None:
+    """Through the command line, with a PATH that holds no compiler."""
+    environment = os.environ | {"PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trainer", "train", "digits", "--out", str(tmp_path / "run")),
+            *("--set", "compile.mode=default", "--set", "max_windows=3", "--set", "log.sinks=[csv]"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no compiler was found (no-such-compiler); install g++; training eagerly" in done.stdout
+    assert not done.stderr
+
+
+def test_a_missing_header_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/compiler")
+    for device in (CPU, torch.device("cuda", 0)):
+        assert "Python.h is missing; install python3-dev" in (missing_for_compiling(device) or "")
+    (tmp_path / "Python.h").touch()
+    assert missing_for_compiling(CPU) is None
+
+
+def one_rank_cannot(world: World) -> list[str]:
+    compiling_there = world.rank == 0
+    recipe = make_recipe(compile={"mode": "default"}, data={"global_batch": 8, "micro_batch": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        missing = None if compiling_there else "no compiler was found (g++); install g++"
+        patch.setattr("trainer.prepare.missing_for_compiling", lambda _: missing)
+        return assemble(recipe, TokenTask(16), world, 0).notes
+
+
+def test_if_one_rank_cannot_compile_none_does(ranks: Ranks) -> None:
+    first, second = ranks.run(2, one_rank_cannot)
+    assert "another rank's host lacks a compiler" in first[0]
+    assert "no compiler was found" in second[0]
+
+
+def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    assert prepare_cache() == (None, None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert prepare_cache() == (tmp_path / "xdg" / "torchinductor", None)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "own"))
+    assert prepare_cache() == (tmp_path / "own", None)
+    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "own")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    folder, problem = prepare_cache()
+    assert folder is None
+    assert "can't be written, torch's own is used; set TORCHINDUCTOR_CACHE_DIR" in str(problem)
+
+
+@pytest.mark.parametrize(("mode", "warm_up"), [("default", 1), ("reduce-overhead", 3)])
+def test_windows_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
+    config = CompileConfig(mode=mode)
+    assert config.warm_up == warm_up
+    recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
+    parts = assemble_alone(recipe, TokenTask(40))
+    t = parts.training
+    meter = Meter(t.share.plan, CPU, [], lambda: take_figures(t))
+    windows = range(t.share.plan.windows)
+    train(
+        t, parts.loader(t.share.batches()), windows, meter, 100,
+        lambda _: False, lambda _: None, lambda _: None, config.warm_up,
+    )  # fmt: skip
+    assert meter.timed_samples == (len(windows) - warm_up) * 8
+
+
+def test_gradients_stay_in_place_for_cuda_graphs() -> None:
+    """A replayed graph writes its gradients to the same memory: they are added to, never taken over."""
+    recipe = make_recipe(
+        epochs=2, data={"global_batch": 8, "micro_batch": 4}, optim={"lr": 0.01, "clip": 1.0}
+    )
+    weights = []
+    for graphs_used in (False, True):
+        t = assemble_alone(recipe, TokenTask(40)).training
+        t.cuda_graphs = graphs_used
+        t.__post_init__()
+        addresses = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
+        assert len(addresses) == (len(t.parameters) if graphs_used else 0)
+        batches = assemble_alone(recipe, TokenTask(40)).loader(t.share.batches())
+        for window in range(t.share.plan.windows):
+            train_window(t, batches, window)
+        after = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
+        assert after == addresses
+        weights.append([p.detach().clone() for p in t.parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_the_number_of_shapes_is_not_torchs_eight() -> None:
+    compiling._set_up_torch()
+    assert torch._dynamo.config.cache_size_limit >= 128
+
+
+def test_cuda_graphs_are_of_the_whole_model() -> None:
+    with pytest.raises(ValueError, match=r"use compile\.scope=model"):
+        CompileConfig(mode="reduce-overhead", scope="blocks")
+    whole, blocks = (CompileConfig(mode="max-autotune", scope=scope) for scope in ("model", "blocks"))
+    assert whole.torch_mode(CUDA) == "max-autotune"
+    assert whole.torch_mode(CPU) == blocks.torch_mode(CUDA) == "max-autotune-no-cudagraphs"
+    assert (blocks.cuda_graphs, blocks.warm_up) == (False, 1)
+    assert CompileConfig(mode="reduce-overhead").torch_mode(CPU) == "default"

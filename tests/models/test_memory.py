@@ -1,0 +1,338 @@
+"""Promise: activation checkpointing, memory formats and BatchNorm change no result."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
+from trainer.batchnorm import WindowStatistics
+from trainer.errors import BadInputError
+from trainer.memory import MemoryConfig, blocks, candidates, recompute
+from trainer.models import ModelConfig, build_model
+from trainer.parallel import World
+from trainer.prepare import blank_batch, memory_to_come, too_much
+from trainer.run import make_task
+from trainer.step import train_window
+from trainer.tune.host_memory import Room
+
+pytestmark = pytest.mark.compat
+
+SMALL: dict[str, Any] = {
+    "max_windows": 5,
+    "data": {"global_batch": 32, "micro_batch": 16, "augment": "flip"},
+    "model": {"width": 8, "dropout": 0.5},
+    "optim": {"lr": 0.01, "clip": 1.0},
+}
+
+
+def train(**sections: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    recipe = make_recipe(**{**SMALL, **sections})
+    parts = assemble_alone(recipe, make_task(recipe))
+    batches = parts.loader(parts.training.share.batches())
+    losses = []
+    parts.training.replica.train()
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+        losses.append(float(parts.training.loss))
+    return losses, parts.training.model.state_dict()
+
+
+def test_checkpointing_changes_no_bit_with_dropout_and_batchnorm() -> None:
+    """Dropout draws the same in the recomputation, running statistics are counted once."""
+    plain_losses, plain = train()
+    losses, state = train(memory={"checkpointing": "blocks"})
+    assert losses == plain_losses
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+def test_checkpointing_really_recomputes() -> None:
+    model = build_model(ModelConfig(width=8, blocks=(2, 2)), 1, 10)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    found = blocks(model)
+    assert list(found) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    for block in found.values():
+        block.register_forward_hook(count)
+        block.get_submodule("conv1").register_forward_hook(count)
+        recompute(block)
+    model(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert calls == 4 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("resnet18", 8), ("resnet50", 16), ("vit_b_16", 12), ("convnext_tiny", 18)]
+)
+def test_blocks_are_the_repeated_parts(name: str, count: int) -> None:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name=name), 3, 10)
+    found = blocks(model)
+    assert len(found) >= count
+    inside = {id(p) for block in found.values() for p in block.parameters()}
+    share = sum(p.numel() for p in model.parameters() if id(p) in inside) / sum(
+        p.numel() for p in model.parameters()
+    )
+    assert share > 0.75
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(BadInputError, match="no repeated blocks"):
+        candidates(MemoryConfig(checkpointing="blocks"), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen"),
+    [
+        ({"checkpointing": "blocks"}, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        ({"checkpointing": "blocks", "every": 2}, ["blocks.0", "blocks.2"]),
+        ({"checkpointing": "names", "names": ("blocks.1", "head")}, ["blocks.1", "head"]),
+        ({"checkpointing": "names", "names": ("blocks.3*",)}, ["blocks.3"]),
+    ],
+)
+def test_what_is_checkpointed_is_what_was_asked_for(config: dict[str, Any], chosen: list[str]) -> None:
+    model = build_model(ModelConfig(width=8, blocks=(2, 2)), 1, 10)
+    assert candidates(MemoryConfig(**config), model)[1] == chosen
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ({"checkpointing": "names", "names": ["blocks.7"]}, "nothing in the model is called 'blocks.7'"),
+        ({"checkpointing": "names"}, "belong together"),
+        ({"checkpointing": "blocks", "budget_gib": 1.0}, "belong together"),
+        ({"checkpointing": "none", "every": 2}, "memory.every needs"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_refused(memory: dict[str, Any], message: str) -> None:
+    with pytest.raises((BadInputError, ValueError), match=message):
+        train(memory=memory)
+
+
+def kept_by(model: nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd holds after a forward pass, counted with all of them alive."""
+    held = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+    alive: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        held.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("name", ["small_resnet", "resnet18"])
+def test_predicted_bytes_are_those_that_are_kept(name: str) -> None:
+    torch.manual_seed(0)
+    image = torch.randn(4, 3, 32, 32)
+    model = build_model(ModelConfig(name=name, width=8, blocks=(2, 2)), 3, 10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = blocks(model)
+    cost = measure(model, found, lambda: model(image).square().sum())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert cost.kept() == pytest.approx(kept_by(model, lambda: model(image).square().sum()), rel=0.02)
+    some = list(found)[::2]
+    for block in some:
+        recompute(found[block])
+    assert cost.kept(some) == pytest.approx(kept_by(model, lambda: model(image).square().sum()), rel=0.02)
+
+
+costs = st.builds(BlockCost, st.integers(-5, 50), st.integers(0, 100), st.just(0.0))
+
+
+def test_what_a_rank_will_want_is_known_before_it_does() -> None:
+    recipe = make_recipe(data={"micro_batch": 16})
+    task = make_task(recipe)
+    model = task.model()
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    needs = memory_to_come(recipe, task, model, world)
+    kept = KeptBytes(model.parameters())
+    with kept.counting():
+        task.loss(model, blank_batch(task, 16, torch.device("cpu")))
+    assert kept.bytes_without() > 0
+    assert needs["activations"] == pytest.approx(kept.bytes_without(), rel=0.05)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    moments = 1 if recipe.optim.name == "sgd" else 2
+    assert needs["gradients and optimizer state"] == (1 + moments) * weights
+    on_a_gpu = replace(world, device=torch.device("cuda"))
+    assert memory_to_come(recipe, task, model, on_a_gpu) == {}
+
+
+def test_too_little_memory_is_told_with_what_takes_it() -> None:
+    gigabyte = 10**9
+    needs = {"activations": 4 * gigabyte // 10, "gradients and optimizer state": gigabyte // 10, "loading": 0}
+    room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
+    assert too_much(room, 1, needs) == ""
+    line = too_much(room, 2, needs)
+    assert line.startswith(
+        "memory may not be enough: of 2.00 GB (/sys/fs/cgroup/memory.max) 1.00 GB are in use, and for each "
+        "of 2 ranks come up to 0.40 GB of activations, 0.10 GB of gradients and optimizer state; when it is "
+        "full, the kernel kills a process: lower data.micro_batch"
+    )
+    assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
+
+
+@given(blocks=st.lists(costs, max_size=8), least=st.integers(0, 50), budget=st.integers(0, 300))
+def test_a_budget_is_kept_with_nothing_in_excess(blocks: list[BlockCost], least: int, budget: int) -> None:
+    cost = ModelCost({str(number): block for number, block in enumerate(blocks)}, least)
+    try:
+        chosen = cheapest(cost, budget)
+    except BadInputError:
+        assert least + sum(block.saved for block in blocks if block.saved < 0) > budget
+        return
+    assert cost.kept(chosen) <= budget
+    for name in chosen:
+        assert cost.kept([other for other in chosen if other != name]) > budget
+
+
+def test_within_a_budget_only_some_blocks_are_checkpointed_and_no_bit_changes() -> None:
+    sections: dict[str, Any] = {"model": {"width": 8, "blocks": [2, 2], "dropout": 0.5}}
+    everything = make_recipe(**{**SMALL, **sections})
+    task = make_task(everything)
+    model = task.model()
+    batch = blank_batch(task, 16, torch.device("cpu"))
+    cost = measure(model, blocks(model), lambda: task.loss(model, batch))
+    middle = (cost.least + cost.kept()) / 2 / (1 << 30)
+    memory = {"checkpointing": "budget", "budget_gib": middle}
+    (note,) = assemble_alone(make_recipe(**{**SMALL, **sections, "memory": memory}), task).notes
+    found = re.search(r"checkpointing: (.*); a micro-batch keeps ([\d.]+) MiB .* instead of ([\d.]+)", note)
+    assert found is not None, note
+    assert 0 < len(found[1].split(", ")) < 4
+    assert float(found[2]) <= middle * 1024 + 0.05 < float(found[3])
+    assert re.search(r"for about \d+% more time", note)
+    plain_losses, plain = train(**sections)
+    losses, state = train(**sections, memory=memory)
+    assert losses == plain_losses
+    assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "memory", [{"checkpointing": "blocks"}, {"checkpointing": "names", "names": ["blocks.1"]}]
+)
+def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None:
+    """Not a model that was only measured: the one that the training step calls."""
+    recipe = make_recipe(**{**SMALL, "memory": memory, "model": {"width": 8, "blocks": [2, 2]}})
+    task = make_task(recipe)
+    parts = assemble_alone(recipe, task)
+    (note,) = parts.notes
+    found = re.search(r"keeps ([\d.]+) MiB", note)
+    assert found is not None
+    batch = blank_batch(task, 16, torch.device("cpu"))
+    kept = kept_by(parts.training.model, lambda: parts.training.replica(batch))
+    assert kept / (1 << 20) == pytest.approx(float(found[1]), abs=0.06)
+
+
+def test_of_two_blocks_that_save_as_much_the_cheaper_is_chosen() -> None:
+    cost = ModelCost({"dear": BlockCost(10, 100, 0.0), "cheap": BlockCost(10, 1, 0.0)}, 5)
+    assert cheapest(cost, 15) == ["cheap"]
+
+
+SYNTHETIC: dict[str, Any] = {
+    "data": {
+        **{"name": "synthetic", "image_size": 32, "classes": 10, "samples": 8},
+        **{"global_batch": 2, "micro_batch": 2},
+    },
+    "max_windows": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "message"),
+    [
+        ("resnet18", ["layer1.0.relu"], "changes its input in place"),
+        ("resnet18", ["relu"], "changes its input in place"),
+        ("vit_b_32", ["encoder.layers.*.self_attention.out_proj"], "never calls 'encoder.layers"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], message: str) -> None:
+    data = SYNTHETIC["data"] | {"image_size": 32 if name == "resnet18" else 224}
+    recipe = make_recipe(
+        **SYNTHETIC | {"data": data}, model={"name": name}, memory={"checkpointing": "names", "names": names}
+    )
+    with pytest.raises(BadInputError, match=message):
+        assemble_alone(recipe, make_task(recipe))
+
+
+@pytest.mark.parametrize("names", [["features.denseblock1"], ["features.denseblock*.denselayer*"]])
+def test_blocks_that_pass_lists_are_computed_again_too(names: list[str]) -> None:
+    losses = []
+    for memory in ({}, {"checkpointing": "names", "names": names}):
+        recipe = make_recipe(**SYNTHETIC, model={"name": "densenet121"}, memory=memory)
+        parts = assemble_alone(recipe, make_task(recipe))
+        parts.training.replica.train()
+        train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+        losses.append([float(parts.training.loss), float(parts.training.parameters[0].detach().sum())])
+    assert losses[0] == losses[1]
+
+
+def test_a_budget_that_cannot_be_met_is_refused() -> None:
+    with pytest.raises(BadInputError, match="with every block checkpointed a micro-batch still keeps"):
+        train(memory={"checkpointing": "budget", "budget_gib": 1e-6})
+
+
+def test_channels_last_changes_only_rounding() -> None:
+    plain_losses, _ = train()
+    losses, state = train(model={"width": 8, "dropout": 0.5, "channels_last": True})
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert state["stem.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_statistics_without_accumulation_are_batchnorms_own() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    statistics = WindowStatistics(ours, None)
+    for _ in range(4):
+        data = torch.randn(8, 3) * 2 + 1
+        ours(data)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
+        theirs(data)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
+
+
+def test_statistics_without_momentum_are_the_mean_of_all_windows() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.BatchNorm1d(3, momentum=None) for _ in range(2))
+    statistics = WindowStatistics(ours, None)
+    for _ in range(5):
+        data = torch.randn(8, 3) * 2 + 1
+        ours(data)
+        statistics.add(statistics.of_shard())
+        statistics.end_window()
+        theirs(data)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
+
+
+def test_statistics_of_a_window_are_the_mean_over_its_shards() -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(3, momentum=0.25)
+    statistics = WindowStatistics(layer, None)
+    shards = [torch.randn(8, 3) for _ in range(4)]
+    for shard in shards:
+        layer(shard)
+        layer(shard)  # once more, as activation checkpointing does
+        statistics.add(statistics.of_shard())
+    statistics.end_window()
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert torch.allclose(
+        layer.running_mean, 0.25 * torch.stack([s.mean(0) for s in shards]).mean(0), atol=1e-6
+    )
+    expected = 0.75 + 0.25 * torch.stack([s.var(0) for s in shards]).mean(0)
+    assert torch.allclose(layer.running_var, expected, atol=1e-6)
+    assert int(layer.num_batches_tracked or 0) == 1

@@ -1,0 +1,361 @@
+"""Promise: AMP does what it should, also when it overflows, and no update is counted that wasn't made."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from trainer.augment import affine
+from trainer.batchnorm import WindowStatistics
+from trainer.data.loader import Batch
+from trainer.data.sources import DataConfig
+from trainer.errors import BadInputError
+from trainer.mixing import RegularizationConfig
+from trainer.models import ModelConfig, build_model
+from trainer.nonfinite import FirstNonFinite
+from trainer.precision import PrecisionConfig, check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
+from trainer.recipe import Recipe
+from trainer.run import check_request, make_task
+from trainer.step import take_figures, train_window
+from trainer.tasks.classification import Classification
+
+pytestmark = pytest.mark.compat
+
+
+class Overflowing(TokenTask):
+    """Its loss is infinite in one window."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(64, ragged=False, dtype=torch.float32)
+        self.calls = 0
+        self.at = at
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = model(batch.fields["x"].float())
+        assert logits.dtype == torch.float16
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.fields["y"].flatten(), reduction="sum")
+        window, self.calls = self.calls // 2, self.calls + 1
+        return loss * float("inf") if window == self.at else loss
+
+
+def snapshot(training: Any) -> dict[str, Any]:
+    average = training.average.tensors.values()
+    state = [s.clone() for slot in training.optimizer.state.values() for s in slot.values()]
+    return {
+        "weights": [p.detach().clone() for p in training.parameters],
+        "average": [p.detach().clone() for p in average],
+        "state": state,
+        "applied": int(training.rates.applied),
+        "rate": float(training.rates.current),
+        "scale": float(training.scaler.get_scale()),
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: str, clip: float) -> None:
+    at = 3
+    recipe = make_recipe(
+        data={"global_batch": 8, "micro_batch": 4},
+        precision={"mode": "fp16", "initial_scale": 1024.0},
+        optim={"name": optimizer, "lr": 0.1, "clip": clip, "warmup": 0.0},
+        ema={"decay": 0.9},
+    )
+    task = Overflowing(at)
+    training = assemble_alone(recipe, task).training
+    loader = assemble_alone(recipe, task).loader
+    batches = loader(training.share.batches())
+    states = []
+    for window in range(6):
+        train_window(training, batches, window)
+        states.append(snapshot(training))
+    before, after = states[at - 1], states[at]
+    for name in ("weights", "average", "state"):
+        assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
+    assert (after["applied"], after["rate"]) == (before["applied"], before["rate"])
+    assert after["scale"] == before["scale"] / 2 == 512.0
+    following = states[at + 1]
+    assert following["applied"] == after["applied"] + 1 == 4
+    assert following["rate"] < after["rate"]
+    assert following["scale"] == after["scale"]
+    assert not torch.equal(following["weights"][0], after["weights"][0])
+    assert task.calls == 12, "the data went on"
+    assert float(take_figures(training)["applied"]) == 5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
+    """With uninitialised memory filled with NaN, the run goes on as if the first window hadn't been."""
+    recipe = make_recipe(
+        data={"global_batch": 8, "micro_batch": 4},
+        precision={"mode": "fp16", "initial_scale": 1024.0},
+        optim={"name": optimizer, "lr": 0.1},
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = assemble_alone(recipe, Overflowing(0))
+        batches = parts.loader(parts.training.share.batches())
+        for window in range(4):
+            train_window(parts.training, batches, window)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert int(parts.training.rates.applied) == 3
+    assert all(bool(p.isfinite().all()) for p in parts.training.parameters)
+    slots = [s for state in parts.training.optimizer.state.values() for s in state.values()]
+    assert all(bool(slot.isfinite().all()) for slot in slots)
+
+
+def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
+    recipe = make_recipe(
+        epochs=4,
+        data={"global_batch": 8, "micro_batch": 4},
+        precision={"mode": mode},
+        optim=optim,
+    )
+    task = TokenTask(64, ragged=True, dtype=torch.float32)
+    parts = assemble_alone(recipe, task)
+    batches = parts.loader(parts.training.share.batches())
+    losses = []
+    for window in range(parts.training.share.plan.windows):
+        train_window(parts.training, batches, window)
+        losses.append(float(parts.training.loss))
+        parts.training.loss.zero_()
+    return losses
+
+
+@pytest.mark.parametrize("optim", [{"lr": 0.01}, {"name": "sgd", "lr": 0.1, "clip": 0.3}])
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_low_precision_follows_fp32(mode: str, optim: dict[str, Any]) -> None:
+    """With clipping, too: its limit is meant for gradients without the loss scale."""
+    full, low = trajectory("fp32", optim), trajectory(mode, optim)
+    assert low != full, "autocast was not on"
+    assert low == pytest.approx(full, rel=0.03)
+    assert full[-1] < full[0]
+
+
+def test_a_skipped_window_does_not_enter_batchnorm() -> None:
+    layer = nn.BatchNorm1d(2)
+    statistics = WindowStatistics(layer, None)
+    for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
+        layer(data)
+        statistics.add(statistics.of_shard())
+        statistics.end_window(torch.tensor(skipped))
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
+    layer(torch.ones(4, 2))
+    statistics.add(statistics.of_shard())
+    statistics.end_window(torch.tensor(0.0))
+    assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])
+
+
+def test_augmentation_does_not_depend_on_the_precision() -> None:
+    image = torch.arange(224.0).expand(2, 1, 224, 224).contiguous()
+    task: Any = Classification(DataConfig(augment="affine"), ModelConfig(), RegularizationConfig(), 0)
+    batch = Batch({"image": image.to(torch.uint8)}, None, torch.rand(2, 5), 2)
+    full = task._pixels(batch, train=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(task._pixels(batch, train=True), full)
+
+
+def test_the_affine_grid_is_torchs() -> None:
+    """Without turning and scaling, shifted by an eighth of the side: four of 32 pixels."""
+    image = torch.randn(1, 2, 32, 32)
+    shifted = affine(image, torch.tensor([[0.5, 0.5, 0.5, 1.0, 0.0]]))
+    assert torch.allclose(shifted[..., 4:, :-4], image[..., :-4, 4:], atol=1e-5)
+    random = torch.rand(3, 5)
+    angle, width, height, right, down = (2 * random - 1).unbind(1)
+    cos, sin = (0.21 * angle).cos(), (0.21 * angle).sin()
+    rows = [cos * (1 + 0.15 * width), -sin, 0.25 * right, sin, cos * (1 + 0.15 * height), 0.25 * down]
+    images = torch.randn(3, 1, 9, 14)
+    grid = F.affine_grid(torch.stack(rows, 1).view(3, 2, 3), [3, 1, 9, 14], align_corners=False)
+    expected = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    assert torch.allclose(affine(images, random), expected, atol=1e-5)
+
+
+def test_fp32_means_fp32_and_tf32_is_asked_for() -> None:
+    try:
+        set_matmul_mode(PrecisionConfig(mode="tf32"))
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        set_matmul_mode(PrecisionConfig(mode="fp32"))
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_tf32_is_refused_on_a_cpu() -> None:
+    with pytest.raises(BadInputError, match="needs an NVIDIA GPU"):
+        check_precision(PrecisionConfig(mode="tf32"), torch.device("cpu"))
+
+
+class Widths(nn.Module):
+    """Keeps the dtype of what its layers compute in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.last = nn.Linear(2, 2)
+        self.seen: dict[str, torch.dtype] = {}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(
+                    lambda _m, _i, out, name=name: self.seen.update({name: out.dtype})
+                )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.inner(self.first(x)))
+        return result
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_modules_that_were_named_compute_in_fp32(low: torch.dtype) -> None:
+    model = Widths()
+    names = list(model.state_dict())
+    keep_in_fp32(fp32_modules(model, ["inner", "l*st"]).values(), torch.device("cpu"))
+    with torch.autocast("cpu", low):
+        output = model(torch.randn(3, 2))
+    assert model.seen == {
+        "first": low, "inner.0": torch.float32, "inner.1": torch.float32, "last": torch.float32,
+    }  # fmt: skip
+    output.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert list(model.state_dict()) == names
+
+
+class Named(nn.Module):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.T
+
+
+def test_named_arguments_come_in_fp32_too() -> None:
+    module = Named()
+    keep_in_fp32([module], torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x=torch.ones(2, 2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("encoder.layers.encoder_layer_0.self_attention.out_proj", "only read by the attention around it"),
+        ("features", "is a list of modules; use 'features"),
+    ],
+)
+def test_what_nobody_calls_cannot_be_kept_in_fp32(name: str, message: str) -> None:
+    model: nn.Module = nn.Module()
+    model.features = nn.ModuleList([nn.Linear(2, 2)])
+    if name != "features":
+        model = build_model(ModelConfig(name="vit_b_32"), 3, 10)
+    with pytest.raises(BadInputError, match=message):
+        fp32_modules(model, [name])
+
+
+def test_in_a_run_too_and_in_its_average() -> None:
+    recipe = make_recipe(
+        precision={"mode": "bf16", "keep_fp32": ["head"]}, model={"width": 8}, ema={"decay": 0.9}
+    )
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    parts = assemble_alone(recipe, task)
+    assert parts.training.average is not None
+    image = torch.zeros(2, 1, 8, 8)
+    parts.training.average.tensors["head.bias"].fill_(1)
+    parts.training.average.tensors["head.weight"].zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (trained := parts.training.model(image)).dtype == torch.float32
+        with parts.training.average.in_place():
+            averaged = parts.training.model(image)
+        assert averaged.dtype == torch.float32 and bool((averaged == 1).all())
+        assert torch.equal(parts.training.model(image), trained) and not torch.equal(averaged, trained)
+
+
+def test_a_name_that_is_not_there_is_found_before_the_ranks_start() -> None:
+    recipe = make_recipe(precision={"mode": "bf16", "keep_fp32": ["haed"]})
+    with pytest.raises(BadInputError, match=r"keep_fp32: nothing .* called 'haed'; did you mean 'head'"):
+        check_request(recipe, make_task(recipe), 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"precision": {"keep_fp32": ["head"]}}, "has no effect with precision.mode=fp32"),
+        ({"precision": {"debug": True}, "compile": {"mode": "default"}}, "set compile.mode=none"),
+    ],
+)
+def test_what_has_no_effect_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe.model_validate({"epochs": 1, **values})
+
+
+class Breaking(nn.Module):
+    """Gives an infinity (or only an infinite gradient) in one of its modules, or between them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.one, self.two, self.three = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        if self.where == "module":
+            x = x * 1e30
+        if self.where == "between":
+            x = x * float("inf")
+        x = self.three(self.two(x))
+        if self.where == "backward":
+            x = x.half()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ("module", "output of two"),
+        ("between", "input of two"),
+        ("backward", "gradient of the output of the model"),
+        ("weights", "weights of two"),
+        ("nowhere", None),
+    ],
+)
+def test_the_first_that_is_not_finite_is_named(
+    where: str, place: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Breaking(where)
+    nn.init.constant_(model.two.weight, 1e30 if where == "module" else 0.1)
+    watched = FirstNonFinite(model, torch.device("cpu"), None)
+    if where == "weights":
+        nn.init.constant_(model.two.bias, float("nan"))
+    output = model(torch.ones(4, 2))
+    (output.float() * 1e6).sum().backward()
+    watched.end_window(6)
+    watched.end_window(7)
+    watched.explain({"kind": "train", "window": 9, **{n: float(v) for n, v in watched.take().items()}})
+    error = capsys.readouterr().err
+    if place is None:
+        assert not error
+    else:
+        assert error == f"trainer: window 7: the first that wasn't finite was the {place}\n"
+    assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
+
+
+def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """fp16 with a learning rate that sends the weights far beyond its range."""
+    recipe = make_recipe(
+        precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup": 0.0}, model={"width": 8},
+        memory={"checkpointing": "blocks"}, max_windows=6, ema={"decay": 0.9},
+    )  # fmt: skip
+    parts = assemble_alone(recipe, make_task(recipe))
+    t = parts.training
+    batches = parts.loader(t.share.batches())
+    t.replica.train()
+    assert t.nonfinite is not None
+    for window in range(6):
+        train_window(t, batches, window)
+    figures = {name: float(figure) for name, figure in take_figures(t).items()}
+    t.nonfinite.explain({"kind": "train", "window": 6, **figures})
+    assert re.search(r"window [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

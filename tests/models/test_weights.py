@@ -1,0 +1,216 @@
+"""Promise: training starts from somebody's weights exactly, or says what doesn't fit."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.cli import main
+from trainer.errors import BadInputError
+from trainer.models import ModelConfig, build_model
+from trainer.parallel import World
+from trainer.run import assemble, check_request, make_task
+from trainer.run_folder import save_weights
+from trainer.weights import load_initial
+
+
+def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
+    torch.manual_seed(5)
+    save_weights(build_model(ModelConfig(width=8, **config), 1, classes), folder / "start.safetensors")
+    return folder / "start.safetensors"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> None:
+    file = saved(tmp_path)
+    model = {"width": 8, "init_from": str(file), "channels_last": channels_last}
+    recipe = make_recipe(model=model, data={"micro_batch": 16}, ema={"decay": 0.9})
+    parts = assemble_alone(recipe, make_task(recipe))
+    wanted = safetensors.torch.load_file(file)
+    assert parts.training.average is not None
+    state, average = parts.training.model.state_dict(), parts.training.average.tensors
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert average.keys() == dict(parts.training.model.named_parameters()).keys()
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in average.items())
+    assert "starts from" in parts.notes[0]
+
+
+def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
+    arguments = ["train", "digits", "--set", "max_windows=2", "--set", "epochs=1"]
+    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    file = tmp_path / "one" / "model.safetensors"
+    again = [*arguments, "--set", f"model.init_from={file}", "--out", str(tmp_path / "two")]
+    assert main(again) == 0
+
+
+@pytest.mark.compat
+def test_a_new_head_on_old_weights(tmp_path: Path) -> None:
+    file = saved(tmp_path, classes=7)
+    model = build_model(ModelConfig(width=8), 1, 10)
+    head = model.get_parameter("head.weight").clone()
+    assert load_initial(model, file, ["head.*"]) == len(model.state_dict()) - 2
+    assert torch.equal(model.get_parameter("head.weight"), head)
+    assert torch.equal(model.get_parameter("stem.weight"), safetensors.torch.load_file(file)["stem.weight"])
+
+
+def differing(tmp_path: Path) -> Path:
+    tensors = safetensors.torch.load_file(saved(tmp_path, classes=7))
+    del tensors["stem.weight"]
+    tensors["decoder.weight"] = torch.zeros(2)
+    safetensors.torch.save_file(tensors, tmp_path / "other.safetensors")
+    return tmp_path / "other.safetensors"
+
+
+def test_every_difference_is_named_before_any_rank_starts(tmp_path: Path) -> None:
+    recipe = make_recipe(model={"width": 8, "init_from": str(differing(tmp_path))})
+    with pytest.raises(BadInputError) as caught:
+        check_request(recipe, make_task(recipe), 1)
+    message = str(caught.value)
+    assert "1 missing (stem.weight)" in message
+    assert "1 unexpected (decoder.weight)" in message
+    assert "2 of another shape (head.weight [7, 16] for [10, 16]" in message
+    assert """--set 'model.fresh=["decoder", "head", "stem"]'""" in message
+
+
+def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:
+    file = saved(tmp_path, classes=7)
+    model = build_model(ModelConfig(width=8), 1, 10)
+    with pytest.raises(BadInputError) as caught:
+        load_initial(model, file, ())
+    fresh = yaml.safe_load(str(caught.value).split("model.fresh=")[1].rstrip("'"))
+    assert load_initial(model, file, fresh) == load_initial(model, file, ["head"]) > 0
+
+
+def test_another_model_is_called_so(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="It holds another model: choose the one"):
+        load_initial(build_model(ModelConfig(name="resnet18"), 1, 10), saved(tmp_path), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_in_a_format_that_cannot_be_meant_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = safetensors.torch.load_file(saved(tmp_path))
+    tensors["stem.weight"] = tensors["stem.weight"].to(dtype)
+    safetensors.torch.save_file(tensors, tmp_path / "odd.safetensors")
+    with pytest.raises(BadInputError, match=r"stem\.weight is .*, but the model's is torch\.float32; save"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "odd.safetensors", ())
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floating_formats_are_converted(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = safetensors.torch.load_file(saved(tmp_path))
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    safetensors.torch.save_file(tensors, tmp_path / "other.safetensors")
+    model = build_model(ModelConfig(width=8), 1, 10)
+    load_initial(model, tmp_path / "other.safetensors", ())
+    assert torch.equal(model.get_parameter("stem.weight"), tensors["stem.weight"].float())
+
+
+def test_weights_of_a_run_that_diverged_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path)
+    with pytest.raises(BadInputError, match="nothing is left to take"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), file, ["*"])
+    tensors = safetensors.torch.load_file(file)
+    tensors["stem.weight"][0] = torch.nan
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(BadInputError, match=r"stem\.weight isn't finite"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
+
+
+def test_only_what_differs_is_to_start_anew(tmp_path: Path) -> None:
+    """One tensor within a module of many: the module's others are not given up."""
+    tensors = safetensors.torch.load_file(saved(tmp_path))
+    del tensors["blocks.0.conv1.weight"]
+    safetensors.torch.save_file({**tensors, "odd\x1b[31m": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(BadInputError) as caught:
+        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "x.safetensors", ())
+    assert '"blocks.0.conv1"' in str(caught.value)
+    assert "\x1b" not in str(caught.value).split("model.fresh")[0]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(BadInputError, match="isn't a regular file"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "pipe.safetensors", ())
+    with pytest.raises(BadInputError, match="there is no such user"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), Path("~nosuchuser/x"), ())
+
+
+def test_a_run_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"is a folder; give a file in it, such as .*model\.safetensors"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path, ())
+
+
+@pytest.mark.compat
+def test_nothing_is_taken_over_in_part(tmp_path: Path) -> None:
+    model = build_model(ModelConfig(width=8), 1, 10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(BadInputError):
+        load_initial(model, differing(tmp_path), ["head.*"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".ckpt"])
+def test_a_pickle_is_refused_with_the_remedy_and_never_read(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / f"weights{suffix}"
+    torch.save({"stem.weight": torch.zeros(2)}, file)
+    code = main(["train", "digits", "--set", f"model.init_from={file}", "--out", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.count("\n") == 1
+    assert "is not a safetensors file. A pickle can run code" in error
+    assert "save_file(torch.load('weights" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
+        (b"\x08\0\0\0\0\0\0\0{}      ", "missing"),
+        (None, "can't read"),
+    ],
+)
+def test_any_other_file_is_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "x.safetensors"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadInputError, match=message):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), file, ())
+
+
+def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"nothing in the model is called 'haed.\*'"):
+        load_initial(build_model(ModelConfig(width=8), 1, 10), saved(tmp_path), ["haed.*"])
+    with pytest.raises(ValueError, match=r"there is no model\.init_from"):
+        ModelConfig(fresh=("head.*",))
+
+
+def start_from(world: World, folder: str) -> str:
+    file = Path(folder, f"{world.rank}.safetensors")
+    recipe = make_recipe(model={"width": 8, "init_from": str(file)}, data={"micro_batch": 16})
+    try:
+        assemble(recipe, make_task(recipe), world, 0)
+    except BadInputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_that_start_from_other_weights_are_told(ranks: Ranks, tmp_path: Path, alike: bool) -> None:
+    for rank in range(2):
+        torch.manual_seed(0 if alike else rank)
+        save_weights(build_model(ModelConfig(width=8), 1, 10), tmp_path / f"{rank}.safetensors")
+    answers = ranks.run(2, start_from, str(tmp_path))
+    assert all(("initial weights" in answer) != alike for answer in answers)

@@ -1,0 +1,176 @@
+"""Promise: a run explains itself: a verdict at its end, memory at each epoch, costs, who held the memory."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.rows import read_rows
+from trainer.observe.advice import Advisor
+from trainer.observe.diagnosis import Facts, diagnose, merge
+from trainer.observe.memory import memory_source
+from trainer.pulse import PHASES
+from trainer.tasks.classification import Classification
+
+FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, window_samples=64, micro_batch=64)
+
+
+@pytest.mark.compat
+def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, small(log={"price_per_hour": 3600.0})).code == 0
+    rows = read_rows(folder, ())
+    (verdict,) = [row for row in rows if row["kind"] == "verdict" and row["final"]]
+    assert verdict["window"] == 16
+    assert verdict["text"]
+    end = rows[-1]
+    assert end["kind"] == "end"
+    parts = sum(end[f"time/{phase}"] for phase in (*PHASES, "unexplained"))
+    assert parts == pytest.approx(end["time/wall"])
+    assert abs(end["time/unexplained"]) < 0.03 * end["time/wall"]
+    assert end["time/evaluation"] > 0
+    assert end["cost/money"] == pytest.approx(end["time/wall"])
+    assert end["cost/per_thousand_samples"] == pytest.approx(1000 / end["samples_per_s"])
+    memory = [(row["window"], row["at"]) for row in rows if row["kind"] == "memory"]
+    assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
+    assert all(row["memory/rss_bytes"] > 1 << 24 for row in rows if row["kind"] == "memory")
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert verdict["text"].partition(":")[0] in (folder / "report.html").read_text().lower()
+    assert all(row["flops_per_s"] > 0 for row in trained[1:])
+
+
+def test_a_run_that_goes_on_says_each_thing_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, stop_at=9).code == 75
+    assert attempt(folder).code == 0
+    rows = read_rows(folder, ())
+    memory = [(row["window"], row["at"]) for row in rows if row["kind"] == "memory"]
+    assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
+    assert [row["window"] for row in rows if row["kind"] == "train"] == sorted(
+        {row["window"] for row in rows if row["kind"] == "train"}
+    )
+
+
+@pytest.mark.compat
+def test_no_memory_is_a_paragraph_and_no_traceback(tmp_path: Path) -> None:
+    def greedy() -> None:
+        loss = Classification.loss
+
+        def more(*arguments: Any) -> torch.Tensor:
+            torch.empty(1 << 56, dtype=torch.uint8)  # more than any machine has
+            return loss(*arguments)
+
+        replace(Classification, "loss", more)
+
+    ended = attempt(tmp_path / "run", before=greedy)
+    assert ended.code == 1
+    assert "Traceback" not in ended.said
+    assert "out of host memory in test_explain.py" in ended.line
+    assert "data.micro_batch" in ended.line
+
+
+def test_another_error_keeps_its_traceback(tmp_path: Path) -> None:
+    def broken() -> None:
+        def fails(*_: Any) -> torch.Tensor:
+            raise RuntimeError("not about memory")
+
+        replace(Classification, "loss", fails)
+
+    ended = attempt(tmp_path / "run", before=broken)
+    assert ended.code == 1
+    assert "Traceback" in ended.said
+
+
+def row(window: int, **times: float) -> dict[str, Any]:
+    wall = {"time/wall": 1.0, "time/forward": 1 - sum(times.values())}
+    named = {f"time/{phase}": seconds for phase, seconds in times.items()}
+    return {"kind": "train", "window": window, "samples_per_s": 1.0, **wall, **named}
+
+
+def test_a_moment_is_no_reason_to_speak_and_a_change_is() -> None:
+    told: list[Any] = []
+    advisor = Advisor(FACTS, None, told.append)
+    for window, share in enumerate([0.0, 0.9, 0.0, 0.9, 0.9, 0.9, 0.0, 0.0, 0.9]):
+        advisor(row(window, checkpoint=share))
+    assert [(one["window"], one["cause"]) for one in told] == [(4, "checkpoint"), (7, "none")]
+    verdict = advisor.conclude(9, row(9))
+    assert verdict is not None
+    assert verdict.cause == "checkpoint"
+    assert verdict.share == pytest.approx(0.45)
+    assert told[-1]["final"] == 1
+
+
+def test_an_attempt_without_rows_has_no_verdict() -> None:
+    assert Advisor(FACTS, None, lambda _: None).conclude(0, row(0)) is None
+
+
+def test_rows_are_merged_by_their_time() -> None:
+    first = {"time/wall": 1.0, "time/data": 0.5, "cpu/used": 1.0, "slow_rank": 0, "slow_excess": 0.1}
+    second = {"time/wall": 3.0, "time/data": 0.0, "cpu/used": 2.0, "slow_rank": 1, "slow_excess": 0.1}
+    rows: list[Any] = [{**first, "slow_phase": "data"}, {**second, "slow_phase": "forward"}]
+    merged = merge([*rows, {"time/wall": 4.0}])
+    assert merged["time/wall"] == 8.0
+    assert merged["time/data"] == 0.5
+    assert merged["cpu/used"] == pytest.approx(1.75)
+    assert merged["slow_rank"] == 1
+    assert merged["slow_excess"] == pytest.approx((3 * 0.1 - 0.1) / 4)  # rank 0 was the slow one for a while
+
+
+def test_ranks_that_are_slow_in_turns_are_no_stragglers() -> None:
+    two = dataclasses.replace(FACTS, ranks=2, local_ranks=2)
+    times = {"time/wall": 1.0, "time/forward": 1.0, "slow_phase": "forward", "slow_excess": 0.15}
+    turns: list[Any] = [{**times, "slow_rank": number % 2} for number in range(5)]
+    assert diagnose(merge(turns), two).cause == "none"
+    assert diagnose(merge([{**one, "slow_rank": 1} for one in turns]), two).cause == "straggler"
+
+
+def test_one_thread_each_is_not_too_many() -> None:
+    figures = {"time/wall": 1.0, "time/forward": 1.0, "cpu/throttled": 0.3}
+    two = dataclasses.replace(FACTS, ranks=2, local_ranks=2, cpus=1.2)
+    assert diagnose(figures, two).cause == "quota"
+    assert diagnose(figures, dataclasses.replace(two, threads=2)).cause == "threads"
+
+
+def test_start_is_nobodys_fault() -> None:
+    figures = {"time/wall": 100.0, "time/start": 90.0, "time/forward": 5.0, "time/checkpoint": 5.0}
+    assert diagnose(figures, FACTS).share == pytest.approx(0.5)
+
+
+def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
+    waiting = {"time/wall": 1.0, "time/data": 0.5, "time/forward": 0.5, "gpu/utilisation": 0.4}
+    facts = dataclasses.replace(FACTS, on_gpu=True)
+    assert diagnose(waiting, facts).cause.startswith("data")
+    assert diagnose({**waiting, "gpu/utilisation": 0.75}, facts).cause == "none"
+
+
+def test_retries_of_the_allocator_are_those_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([2.0, 2.0, 5.0])
+    monkeypatch.setattr("trainer.observe.memory.memory_figures", lambda _: {"memory/retries": next(counts)})
+    take = memory_source(torch.device("cuda"))
+    assert [take()["memory/retries"] for _ in range(3)] == [2.0, 0.0, 3.0]
+
+
+def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
+    figures = {
+        "time/wall": 1.0,
+        "time/data": 0.6,
+        "time/forward": 0.4,
+        "loader/cpu": 1.0,
+        "loader/workers": 1,
+    }
+    verdict = diagnose(figures, FACTS)
+    assert verdict.cause == "data-cpu"
+    assert "(without that 2.4 x as fast); of 2 CPUs" in verdict.text
+
+
+def test_memory_that_grows_with_each_window_is_told() -> None:
+    told: list[Any] = []
+    advisor = Advisor(dataclasses.replace(FACTS, memory_bytes=float(8 << 30)), None, told.append)
+    for window in range(1, 101):
+        advisor({**row(window), "memory/rss_bytes": float((1 << 30) + (window << 20))})
+    advisor.conclude(100, row(100))
+    (leak,) = [one for one in told if one["cause"] == "leak"]
+    assert leak["text"].startswith("host memory grows by 1.00 MiB with every window and is full after 7,0")

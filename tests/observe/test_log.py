@@ -1,0 +1,237 @@
+"""Promise: figures are right, arrive in every sink, and logging every 50 windows reads the device once."""
+
+import csv
+import io
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from trainer.loop import train
+from trainer.observe.console import Display
+from trainer.observe.log import LogConfig, Meter
+from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
+from trainer.optim import schedule
+from trainer.run_folder import open_folder
+from trainer.step import take_figures
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
+    recipe = make_recipe(epochs=5, data={"global_batch": 8, "micro_batch": 4}, optim={"clip": 1.0})
+    parts = assemble_alone(recipe, TokenTask(40))
+    t = parts.training
+    meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))
+    windows = t.share.plan.windows
+    batches = parts.loader(t.share.batches())
+    train(
+        t, batches, range(windows), meter, log_every,
+        lambda done: done == evaluation_at, lambda _: None, lambda _: None,
+    )  # fmt: skip
+    return meter
+
+
+def test_rows_hold_the_mean_loss_of_their_windows() -> None:
+    every: list[Any] = []
+    run_logged(1, [every.append])
+    some: list[Any] = []
+    run_logged(7, [some.append])
+    assert [row["window"] for row in every] == list(range(1, 26))
+    assert [row["window"] for row in some] == [7, 14, 21, 25]
+    losses = [row["loss"] for row in every]
+    table = schedule(make_recipe(optim={"clip": 1.0}).optim, 25)
+    assert [row["learning_rate"] for row in every] == pytest.approx(table), "of the row's own update"
+    for row, start in zip(some, (0, 7, 14, 21), strict=True):
+        part = losses[start : row["window"]]
+        assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)
+        assert row["applied"] == row["window"]
+        assert row["epoch"] == row["window"] * 8 / 40
+        assert row["samples_per_s"] > 0
+        assert row["memory_bytes"] > 1 << 20
+        assert row["gradient_norm"] > 0
+
+
+def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
+    rows: list[Any] = []
+    run_logged(10, [rows.append], evaluation_at=13)
+    assert [row["window"] for row in rows] == [10, 13, 20, 25]
+
+
+def test_json_lines_are_json_also_for_infinities() -> None:
+    file = io.StringIO()
+    sink = jsonl_sink(file)
+    sink({"kind": "train", "window": 1, "loss": math.nan, "loss_scale": math.inf, "applied": 3})
+    text = file.getvalue()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "kind": "train", "window": 1, "loss": None, "loss_scale": None, "applied": 3,
+    }  # fmt: skip
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink, close = tensorboard_sink(tmp_path)
+    rows: list[Any] = []
+    run_logged(5, [sink, rows.append])
+    close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/learning_rate", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
+    read = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert read == [(row["window"], pytest.approx(row["loss"])) for row in rows]
+
+
+def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick rows together, slow ones each at once; whatever comes after them is not before them."""
+    now = 100.0
+    monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: now)
+    threads = threading.active_count()
+    sink, close = tensorboard_sink(tmp_path)
+    (file,) = tmp_path.iterdir()
+
+    def written() -> list[int]:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        return [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+
+    for window in (1, 2):
+        sink({"kind": "train", "window": window, "loss": 0.5})
+    assert written() == []
+    now += 0.25
+    sink({"kind": "train", "window": 3, "loss": 0.5})
+    assert written() == [1, 2, 3]
+    sink({"kind": "train", "window": 4, "loss": 0.5})
+    sink({"kind": "evaluation", "window": 4, "loss": 0.5})
+    assert written() == [1, 2, 3, 4, 4]
+    sink({"kind": "train", "window": 5, "loss": 0.5})
+    assert threading.active_count() == threads
+    close()
+    assert written() == [1, 2, 3, 4, 4, 5]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) -> None:
+    sink, close = tensorboard_sink(tmp_path)
+    (file,) = tmp_path.iterdir()
+    descriptors = Path("/proc/self/fd").iterdir()
+    opened = next(int(one.name) for one in descriptors if os.path.realpath(one) == str(file))
+    kept, full = os.dup(opened), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, opened)
+    with pytest.raises(OSError, match="No space left"):
+        sink({"kind": "evaluation", "window": 1, "loss": 0.5})
+    os.dup2(kept, opened)
+    sink({"kind": "evaluation", "window": 2, "loss": 0.5})
+    close()
+    for number in (kept, full):
+        os.close(number)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("evaluation/loss")] == [1, 2]
+
+
+def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
+    sink = csv_sink(tmp_path)
+    sink({"kind": "train", "window": 1, "loss": 0.5})
+    sink({"kind": "train", "window": 2, "loss": math.inf, "samples_per_s": 10.0})
+    sink({"kind": "evaluation", "window": 2, "accuracy": 0.9})
+    sink({"kind": "train", "window": 3, "loss": 0.25})
+    with (tmp_path / "train.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"window": "1", "loss": "0.5", "samples_per_s": ""},
+        {"window": "2", "loss": "inf", "samples_per_s": "10.0"},
+        {"window": "3", "loss": "0.25", "samples_per_s": ""},
+    ]
+    assert (tmp_path / "evaluation.csv").read_text().split() == ["window,accuracy", "2,0.9"]
+
+
+@pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
+def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
+    recipe = make_recipe(log={"sinks": list(sinks)})
+    with open_folder(tmp_path, recipe, {}) as (opened, _):
+        for sink in opened:
+            sink({"kind": "train", "window": 1, "loss": 0.5})
+    made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
+    assert {kind for kind, name in made.items() if (tmp_path / name).exists()} == set(sinks)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tensorboard"])
+def test_a_row_costs_less_than_its_share_of_the_budget(tmp_path: Path, kind: Any) -> None:
+    """20 us a step, a row every 50 steps: 1 ms a row. The best of three tries on a shared machine."""
+    recipe = make_recipe(log={"sinks": [kind]})
+    row: dict[str, float | int | str] = {"kind": "train", "window": 1, "epoch": 0.5}
+    row |= {f"figure_{number}": number / 3 for number in range(50)}
+    best = math.inf
+    with open_folder(tmp_path, recipe, {}) as ([sink], _):
+        for _ in range(3):
+            start = time.perf_counter()
+            for _ in range(100):
+                sink(row)
+            best = min(best, (time.perf_counter() - start) / 100)
+    assert best / LogConfig().every < 20e-6
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
+    display = Display(10)
+    display({"kind": "train", "window": 5, "loss": 0.5, "samples_per_s": 1000.0})
+    display({"kind": "evaluation", "window": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
+    display.close()
+    out = capsys.readouterr().out
+    assert re.search(r"window 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
+    assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
+    assert "\x1b" not in out
+
+
+_BAR = """
+import time
+from trainer.observe.console import Display
+display = Display(10)
+for window in range(10):
+    display({"kind": "train", "window": window + 1, "loss": 0.5, "samples_per_s": 1000.0})
+    time.sleep(0.1)
+    display.window_done(window + 1)
+print("kept")
+display.close()
+"""
+
+
+def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen([sys.executable, "-c", _BAR], stdout=theirs, cwd=ROOT, env=environment)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        text += chunk
+    assert process.wait() == 0
+    shown = text.decode()
+    assert "10/10" in shown
+    assert "1,000 samples/s" in shown
+    assert "loss 0.5000" in shown
+    assert re.search(r"\d:\d\d:\d\d", shown)
+    assert "kept" in shown

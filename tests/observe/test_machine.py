@@ -1,0 +1,496 @@
+"""Promise: what the box does is told as it is, in any container, and nobody notices that somebody looks."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from trainer.limits import read_limits
+from trainer.observe import host
+from trainer.observe.gpus import Gpus, slowdown
+from trainer.observe.host import Host, rates
+from trainer.observe.machine import Machine
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def process(pid: int, seconds: float, below: str = "", **figures: int) -> dict[str, str]:
+    """The files of a process; half of its seconds were of children that it waited for."""
+    quarter = int(seconds * TICKS / 4)
+    ticks = f"{quarter} {quarter} {quarter} {quarter}"
+    stat = f"{pid} (a) b) (c) S 1 1 1 0 -1 4194560 9 0 0 0 {ticks} 20 0 5 0 1 1 1"
+    io = f"rchar: 9\nwchar: 9\nread_bytes: {figures.get('read', 0)}\nwrite_bytes: {figures.get('written', 0)}"
+    return {
+        f"proc/{pid}/stat": stat,
+        f"proc/{pid}/io": f"{io}\ncancelled_write_bytes: 0",
+        f"proc/{pid}/statm": f"99999 {figures.get('resident', 100)} {figures.get('shared', 10)} 1 0 1 0",
+        f"proc/{pid}/task/{pid}/children": below,
+        f"proc/{pid}/schedstat": f"5 {int(seconds * 1e8)} 7",
+    }
+
+
+def box(
+    root: Path, scale: float, below: str = "20 21", first: str = "10", files: dict[str, str] | None = None
+) -> Path:
+    """A host after `scale` seconds: torchrun, a rank (10) with two workers (20, 21), another rank (11)."""
+    busy = f"{int(20 * scale * TICKS)} 0 {int(2 * scale * TICKS)} 99 50 0 0 {int(scale * TICKS)} 0 0"
+    net = "\n".join(
+        [
+            "Inter-|   Receive  |  Transmit",
+            " face |bytes packets",
+            f"    lo: {int(7 * scale)} 1 0 0 0 0 0 0 {int(7 * scale)} 1 0 0 0 0 0 0",
+            f"  eth0: {int(1000 * scale)} 1 0 0 0 0 0 0 {int(500 * scale)} 1 0 0 0 0 0 0",
+            f"docker0: {int(4000 * scale)} 1 0 0 0 0 0 0 {int(4000 * scale)} 1 0 0 0 0 0 0",
+        ]
+    )
+    write(
+        root,
+        {
+            "sys/devices/system/cpu/online": "0-63",
+            "proc/stat": f"cpu  {busy}\ncpu0 {busy}",
+            "proc/net/dev": net,
+            "sys/class/net/eth0/device/vendor": "x",
+            **process(1, 2 + 0.0 * scale, f"{first} 11"),
+            **process(10, 2 + 1.0 * scale, below, resident=1000),
+            **process(11, 2 + 2.0 * scale, read=10),
+            **process(20, 2 + 3.0 * scale, read=int(100 * scale), resident=int(300 + 50 * scale)),
+            **process(21, 2 + 4.0 * scale, written=int(30 * scale), resident=300),
+            **(files or {}),
+        },
+    )
+    return root
+
+
+def seen(root: Path, top: int = 0, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
+    """Figures of two seconds."""
+    box(root, 1.0, files=files[0])
+    looks = Host(read_limits(root), root, pid=10, top=top)
+    before, _ = looks.counters(), looks.resident()
+    box(root, 3.0, files=files[1])
+    after = looks.counters()
+    return {**rates(before, after, 2.0), "rss": looks.resident()}
+
+
+def test_a_rank_with_its_workers(tmp_path: Path) -> None:
+    found = seen(tmp_path)
+    assert found["cpu/used"] == pytest.approx(8.0)
+    assert found["cpu/others"] == pytest.approx(23 - 8)  # steal is others', iowait is nobody's
+    assert found["cpu/starved"] == pytest.approx(0.1)
+    assert (found["disk/read_bytes_per_s"], found["disk/written_bytes_per_s"]) == (100, 30)
+    assert "cpu/throttled" not in found
+    # The rank's own, and what the workers took since the fork; what they shared with it then is its.
+    assert found["rss"] == (1000 + 100) * PAGE
+
+
+def test_all_ranks_of_the_host_count_but_memory(tmp_path: Path) -> None:
+    found = seen(tmp_path, top=1)
+    assert found["cpu/used"] == pytest.approx(10.0)
+    assert found["rss"] == (1000 + 100) * PAGE
+
+
+def test_a_bridge_does_not_count_twice_and_loopback_is_apart(tmp_path: Path) -> None:
+    found = seen(tmp_path)
+    assert (found["network/received_bytes_per_s"], found["network/sent_bytes_per_s"]) == (1000, 500)
+    assert found["network/loopback_bytes_per_s"] == 7
+
+
+def test_in_a_container_every_interface_counts(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/net/eth0").mkdir(parents=True)
+    box(tmp_path, 1.0)
+    (tmp_path / "sys/class/net/eth0/device/vendor").unlink()
+    (tmp_path / "sys/class/net/eth0/device").rmdir()
+    looks = Host(read_limits(tmp_path), tmp_path, pid=10)
+    assert looks.counters()["network/received"] == 5000
+
+
+def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
+    """It counts for the process that waited for it, and processes that come are found."""
+    looks = Host(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10)
+    before = looks.counters()
+    for file in (tmp_path / "proc/20").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    write(tmp_path, process(10, 3 + 5, "21 22") | process(22, 4))
+    looks.counters()  # notices that one is gone
+    after = looks.counters()
+    assert after["used"] - before["used"] == pytest.approx(5 - 5 + 4)
+
+
+def test_another_rank_that_ended_makes_us_look_around(tmp_path: Path) -> None:
+    looks = Host(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10, top=1)
+    before = looks.counters()
+    (tmp_path / "proc/11/stat").unlink()
+    write(tmp_path, process(1, 2 + 4, "10 12") | process(12, 8))
+    looks.counters()
+    assert looks.counters()["used"] - before["used"] == pytest.approx(8)
+
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+
+
+def test_v2_with_a_quota(tmp_path: Path) -> None:
+    def at(used: float, stops: int, stopped: float) -> dict[str, str]:
+        stat = f"usage_usec {int(used * 1e6)}\nuser_usec 1\nnr_periods 100\nnr_throttled {stops}\n"
+        return {
+            "proc/self/cgroup": "0::/job",
+            "proc/self/mountinfo": V2,
+            "sys/fs/cgroup/cpu.stat": "usage_usec 99000000",
+            "sys/fs/cgroup/job/cpu.max": "200000 100000",
+            "sys/fs/cgroup/job/cpu.stat": f"{stat}throttled_usec {int(stopped * 1e6)}",
+        }
+
+    # Eight threads with a quota of two CPUs, all the time: three quarters of it they stand still.
+    found = seen(tmp_path, files=(at(1, 0, 0), at(1 + 4, 20, 12)))
+    assert found["cpu/used"] == pytest.approx(2.0)
+    assert found["cpu/throttled"] == pytest.approx(0.75)
+    # The same for a tenth of the time.
+    found = seen(tmp_path, files=(at(5, 20, 12), at(5 + 1, 22, 12 + 1.2)))
+    assert found["cpu/throttled"] == pytest.approx(0.075)
+    assert seen(tmp_path, files=(at(5, 20, 12), at(6, 20, 12)))["cpu/throttled"] == 0
+
+
+@pytest.mark.parametrize("layout", ["together", "apart", "elsewhere"])
+def test_v1_with_a_quota(tmp_path: Path, layout: str) -> None:
+    cpu = "sys/fs/cgroup/cpu,cpuacct" if layout == "together" else "sys/fs/cgroup/cpu"
+    usage = cpu if layout == "together" else "sys/fs/cgroup/cpuacct"
+    controllers = "cpu,cpuacct" if layout == "together" else "cpu"
+    own = "2:cpuacct:/\n" if layout == "elsewhere" else "" if layout == "together" else "2:cpuacct:/job\n"
+
+    def at(used: float, stops: int, stopped: float) -> dict[str, str]:
+        return {
+            "proc/self/cgroup": f"{own}1:{controllers}:/job\n0::/",
+            "proc/self/mountinfo": f"32 31 0:29 / /{cpu} rw - cgroup cgroup rw,{controllers}",
+            f"{cpu}/job/cpu.cfs_quota_us": "50000",
+            f"{cpu}/job/cpu.cfs_period_us": "50000",
+            f"{cpu}/job/cpu.stat": f"nr_periods 9\nnr_throttled {stops}\nthrottled_time {int(stopped * 1e9)}",
+            f"{usage}/cpuacct.usage": "7",
+            f"{usage}/job/cpuacct.usage": str(int(used * 1e9)),
+        }
+
+    found = seen(tmp_path, files=(at(1, 0, 0), at(3, 40, 2)))
+    # Where the usage is another cgroup's, the processes are asked instead.
+    assert found["cpu/used"] == pytest.approx(8.0 if layout == "elsewhere" else 1.0)
+    assert found["cpu/throttled"] == pytest.approx(0.5)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    looks = Host(read_limits(tmp_path), tmp_path, pid=10)
+    assert (looks.counters(), looks.resident()) == ({}, None)
+    write(tmp_path, {"proc/stat": "cpu 0 0 0 0 0 0 0 0 0 0"})  # gVisor
+    assert looks.counters() == {}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(st.sampled_from("0123456789 \n:()cpu_usecreadlo-"), max_size=80))
+def test_garbage_never_raises(text: str) -> None:
+    for name in ("stat", "io", "statm", "busy", "schedstat", "usage", "throttled", "network"):
+        getattr(host, f"read_{name}")(text)
+
+
+class Lost(Exception):  # noqa: N818
+    """An error of NVML."""
+
+
+class FakeNvml:
+    """Two GPUs; what isn't told raises."""
+
+    NVMLError = Lost
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __init__(self, **changes: Any) -> None:
+        self.gpus: list[dict[str, Any]] = [
+            {"uuid": "GPU-aaaa-1", "power": 100_000, "energy": 5_000_000, "reasons": 0x4, "used": 10 * GIB},
+            {"uuid": "GPU-bbbb-2", "power": 300_000, "energy": 9_000_000, "reasons": 0x1, "used": 30 * GIB},
+        ]
+        self.closed = 0
+        for name, value in changes.items():
+            for gpu in self.gpus:
+                gpu[name] = value
+
+    def _of(self, handle: dict[str, Any], name: str) -> Any:
+        if handle.get(name) is None or handle.get("lost"):
+            raise Lost
+        return handle[name]
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.closed += 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:  # noqa: N802
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:  # noqa: N802
+        return {"uuid": uuid, "used": GIB}
+
+    def nvmlDeviceGetUUID(self, handle: dict[str, Any]) -> bytes:  # noqa: N802
+        return str(handle["uuid"]).encode()
+
+    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:  # noqa: N802
+        self._of(handle, "power")
+        return SimpleNamespace(gpu=40 if handle["uuid"].startswith("GPU-a") else 60)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any]) -> Any:  # noqa: N802
+        return SimpleNamespace(used=self._of(handle, "used"), total=80 * GIB)
+
+    def nvmlDeviceGetClockInfo(self, handle: dict[str, Any], _: int) -> int:  # noqa: N802
+        return 1000 + 0 * int(self._of(handle, "power"))
+
+    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:  # noqa: N802
+        return int(self._of(handle, "power"))
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: dict[str, Any]) -> int:  # noqa: N802
+        return 700_000 + 0 * int(self._of(handle, "power"))
+
+    def nvmlDeviceGetTemperature(self, handle: dict[str, Any], _: int) -> int:  # noqa: N802
+        return int(self._of(handle, "power")) // 5000
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: dict[str, Any]) -> int:  # noqa: N802
+        return int(self._of(handle, "reasons"))
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: dict[str, Any]) -> int:  # noqa: N802
+        return int(self._of(handle, "energy"))
+
+
+def test_figures_of_two_gpus() -> None:
+    figures, reasons = Gpus(FakeNvml(), {}, 2).sample(0.5)
+    assert figures == {
+        "gpu/utilisation": 0.5,
+        "gpu/power_w": 200.0,
+        "gpu/power_limit_w": 700.0,
+        "gpu/clock_mhz": 1000.0,
+        "gpu/memory_bytes": 30 * GIB,
+        "gpu/memory_total_bytes": 80 * GIB,
+        "gpu/temperature_c": 60.0,
+        "gpu/throttled": 0.5,  # the other is idle
+        "energy/joules": 14_000.0,
+    }
+    assert reasons == ["power"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "uuids"),
+    [
+        (None, 1, ["GPU-aaaa-1"]),
+        (None, 2, ["GPU-aaaa-1", "GPU-bbbb-2"]),
+        ("1", 2, ["GPU-bbbb-2"]),
+        ("1,0", 1, ["GPU-bbbb-2"]),
+        ("GPU-bb", 1, ["GPU-bbbb-2"]),
+        ("GPU-bbbb-2, 0", 2, ["GPU-bbbb-2", "GPU-aaaa-1"]),
+        ("GPU-", 1, []),  # could be either
+        ("0,7,1", 3, ["GPU-aaaa-1"]),
+        ("-1", 1, []),
+        ("", 1, []),
+        ("MIG-x", 1, ["MIG-x"]),
+    ],
+)
+def test_the_gpus_are_those_of_the_ranks(visible: str | None, ranks: int, uuids: list[str]) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [handle["uuid"] for handle in Gpus(FakeNvml(), environ, ranks)._handles] == uuids
+
+
+def test_energy_from_power_where_there_is_no_counter() -> None:
+    gpus = Gpus(FakeNvml(energy=None), {}, 2)
+    first = gpus.sample(0.5)[0]["energy/joules"]
+    assert gpus.sample(2.0)[0]["energy/joules"] - first == pytest.approx(800.0)
+
+
+def test_what_is_not_told_is_absent() -> None:
+    assert Gpus(FakeNvml(lost=True), {}, 2).sample(0.5) == ({}, [])
+    mig, _ = Gpus(FakeNvml(), {"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1).sample(0.5)
+    assert mig == {"gpu/memory_bytes": GIB, "gpu/memory_total_bytes": 80 * GIB}
+
+
+def test_no_driver_at_all() -> None:
+    class Broken(FakeNvml):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise Lost
+
+    assert Gpus(Broken(), {}, 1).sample(0.5) == ({}, [])
+
+
+def test_the_newer_name_of_the_reasons_is_asked_first() -> None:
+    class Newer(FakeNvml):
+        def nvmlDeviceGetCurrentClocksEventReasons(self, _: Any) -> int:  # noqa: N802
+            return 0x40
+
+    assert Gpus(Newer(), {}, 2).sample(0.5)[1] == ["thermal", "thermal"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "reason"),
+    [
+        *[(0x0, ""), (0x1, ""), (0x2, ""), (0x10, ""), (0x4, "power"), (0x80 | 0x8, "power")],
+        *[(0x20, "thermal"), (0x40 | 0x8, "thermal"), (0x8, "hardware"), (0x4 | 0x20, "thermal"), (0x5, "")],
+    ],
+)
+def test_reasons_in_words(bits: int, reason: str) -> None:
+    assert slowdown(bits) == reason
+
+
+def wait_for_figures(machine: Machine) -> dict[str, float | str]:
+    for _ in range(200):
+        if found := machine.take():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("no sample came")
+
+
+def test_a_machine_hands_out_means_once() -> None:
+    nvml = FakeNvml()
+    machine = Machine(True, 2, interval=0.02, environ={}, nvml=nvml)
+    try:
+        found = wait_for_figures(machine)
+        assert found["gpu/power_w"] == 200.0
+        assert found["gpu/throttle_reason"] == "power"
+        assert found["energy/joules"] == 0.0
+        assert float(found["cpu/limit"]) == read_limits().cpus
+        assert 50 << 20 < float(found["memory/rss_bytes"]) < 50 * GIB
+        for gpu in nvml.gpus:
+            gpu["energy"] += 7_000
+    finally:
+        machine.close()
+    assert machine.take()["energy/joules"] == 14.0  # what came until the end is not lost
+    assert machine.take() == {}
+    assert nvml.closed == 1
+    assert not any(thread.name == "machine" for thread in threading.enumerate())
+
+
+def test_gpus_that_get_lost_disturb_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    nvml = FakeNvml()
+    machine = Machine(True, 1, interval=0.02, environ={}, nvml=nvml)
+    for gpu in nvml.gpus:
+        gpu["lost"] = True
+    time.sleep(0.1)
+    machine.take()
+    found = wait_for_figures(machine)
+    machine.close()
+    assert not [key for key in found if key.startswith(("gpu/", "energy/"))]
+    assert "cpu/limit" in found
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_of_ours_ends_only_the_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(False, interval=0.02)
+    monkeypatch.setattr(machine._host, "counters", lambda: 1 / 0)
+    time.sleep(0.3)
+    machine.close()
+    assert "the training goes on" in capsys.readouterr().err
+
+
+def test_a_dear_look_is_taken_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(False, interval=0.01)
+    looks = 0
+
+    def dear() -> dict[str, float]:
+        nonlocal looks
+        looks += 1
+        began = time.thread_time()
+        while time.thread_time() - began < 0.005:
+            pass
+        return {}
+
+    monkeypatch.setattr(machine._host, "counters", dear)
+    time.sleep(1.0)
+    assert looks == 1  # 5 ms of 7 s are 0.07 %
+    machine.close()
+
+
+@pytest.mark.timed
+def test_the_thread_costs_less_than_a_thousandth_of_a_cpu() -> None:
+    workers = [subprocess.Popen(["sleep", "30"]) for _ in range(8)]
+    machine = Machine(False)
+    try:
+        (task,) = (t.native_id for t in threading.enumerate() if t.name == "machine")
+        file = Path(f"/proc/self/task/{task}/schedstat")
+        began, before = time.monotonic(), int(file.read_text().split()[0])
+        time.sleep(6.0)
+        used = (int(file.read_text().split()[0]) - before) / 1e9
+        share = used / (time.monotonic() - began)
+    finally:
+        machine.close()
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert 0 < share < 0.0015, share  # the sample that is just being taken isn't spread over its pause yet
+
+
+SPINNING = """
+import os, pathlib, subprocess, sys, time
+from trainer.observe.machine import Machine
+pathlib.Path({file!r}).write_text(str(os.getpid()))
+machine = Machine(False)
+busy = "import time\\nt = time.monotonic()\\nwhile time.monotonic() < t + 3: pass"
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", busy])
+time.sleep(3)
+machine.close()
+found = machine.take()
+print(found["cpu/limit"], found["cpu/used"], found["cpu/throttled"])
+"""
+
+
+@pytest.fixture
+def a_fifth() -> Iterator[Path]:
+    reason = "no cgroups"
+    for mount, values in (
+        ("cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "20000"}),
+        ("", {"cpu.max": "20000 100000"}),
+    ):
+        folder = Path("/sys/fs/cgroup", mount, f"trainer-machine-{os.getpid()}")
+        try:
+            folder.mkdir()
+            for name, value in values.items():
+                with (folder / name).open("r+") as file:
+                    file.write(value)
+            yield folder
+            return
+        except OSError as error:
+            reason = str(error)
+        finally:
+            for _ in range(50):
+                with suppress(OSError):
+                    folder.rmdir()
+                if not folder.exists():
+                    break
+                time.sleep(0.1)
+    pytest.skip(f"no cgroup can be made here: {reason}")
+
+
+@pytest.mark.slow
+@pytest.mark.timed
+def test_a_real_quota_is_seen(a_fifth: Path) -> None:
+    """Two processes that want a CPU each and get a tenth."""
+    program = SPINNING.format(file=str(a_fifth / "cgroup.procs"))
+    child = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    limit, used, throttled = map(float, child.stdout.split())
+    assert limit == 0.2
+    assert 0.1 < used < 0.3
+    assert 0.3 < throttled < 0.98  # on a busy machine they get less than their tenth now and then

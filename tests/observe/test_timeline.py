@@ -1,0 +1,320 @@
+"""Promise: a run says where its time went: by the host's marks, by the device's events, and of all ranks."""
+
+import gc
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from trainer.data.loader import Batch
+from trainer.loop import train
+from trainer.observe.advice import host_clock
+from trainer.observe.flops import Count, peak_flops, waits
+from trainer.observe.log import Meter
+from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
+from trainer.operations import count_operations
+from trainer.parallel import World, gather_rows
+from trainer.pulse import PHASES, PULSE, Phase, mark
+from trainer.step import take_figures
+
+CPU = torch.device("cpu")
+NAP = 0.004
+
+
+class Slow(TokenTask):
+    """Its model, and the gradient of its model, take so much longer."""
+
+    def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
+        super().__init__(48, ragged=False)
+        self._naps = forward, backward
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        time.sleep(self._naps[0])
+        if loss.requires_grad:
+            loss.register_hook(lambda _: time.sleep(self._naps[1]))
+        return loss
+
+
+def rows_of(task: Any, count: Any = None, **naps: float) -> list[dict[str, Any]]:
+    """Trains 12 windows of two shards; the rows of figures."""
+    recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
+    parts = assemble_alone(recipe, task)
+    t = parts.training
+    rows: list[Any] = []
+    PULSE.reset()
+    meter = Meter(t.share.plan, CPU, [rows.append], lambda: take_figures(t))
+    meter.count = count
+
+    def batches() -> Iterator[Batch]:
+        for batch in parts.loader(t.share.batches()):
+            time.sleep(naps.get("data", 0.0))
+            yield batch
+
+    step = t.optimizer.step
+
+    def update(*arguments: Any, **named: Any) -> Any:
+        time.sleep(naps.get("update", 0.0))
+        return step(*arguments, **named)
+
+    def evaluate(_: int) -> None:
+        mark("evaluation")
+        time.sleep(naps.get("evaluation", 0.0))
+        mark("logging")
+
+    def window_done(_: int) -> None:
+        mark("checkpoint")
+        time.sleep(naps.get("checkpoint", 0.0))
+
+    t.optimizer.step = update  # type: ignore[method-assign]
+    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, window_done)
+    rows.append({"kind": "train", **meter.rest()})
+    return [row for row in rows if row["kind"] == "train"]
+
+
+# How often each of them happens in a window.
+TIMES = {"data": 2, "forward": 2, "backward": 2, "update": 1, "evaluation": 1, "checkpoint": 1}
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("phase", list(TIMES))
+def test_time_is_found_where_it_was_spent(phase: str) -> None:
+    model = {phase: NAP} if phase in ("forward", "backward") else {}
+    rows = rows_of(Slow(**model), **({} if model else {phase: NAP}))
+    assert len(rows) == 13
+    for row in rows[1:-1]:
+        parts = {name: row[f"time/{name}"] for name in (*PHASES, "unexplained")}
+        assert sum(parts.values()) == pytest.approx(row["time/wall"], abs=1e-9)
+        assert abs(parts["unexplained"]) <= 0.03 * row["time/wall"]
+    for name, times in TIMES.items():
+        spent = sum(row[f"time/{name}"] for row in rows)
+        least = 12 * times * NAP
+        assert (spent >= least) == (name == phase), (name, spent)
+
+
+class Clock:
+    """A host and a device that does what it is told one after another; nothing here takes real time."""
+
+    def __init__(self) -> None:
+        self.now = self.free_at = 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.now) + seconds
+
+    def event(self) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.at = clock, 0.0
+
+    def record(self) -> None:
+        self.at = max(self._clock.free_at, self._clock.now)
+
+    def query(self) -> bool:
+        return self._clock.now >= self.at
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return float(end_event.at - self.at) * 1e3
+
+
+def on_a_device(host: dict[str, float], device: dict[str, float], windows: int = 16) -> tuple[Split, Clock]:
+    """What the timeline says of windows whose phases take so long on the host and on the device."""
+    clock = Clock()
+    timeline = DeviceTimeline(clock.event)
+    for window in range(1, windows + 1):
+        PULSE.window = window
+        for phase in ("data", "host", "forward", "backward", "update", "logging"):
+            timeline(phase)
+            clock.now += host.get(phase, 10e-6)
+            if phase in device:
+                clock.launch(device[phase])
+    clock.now = clock.free_at
+    return timeline.read(), clock
+
+
+WORK = {"forward": 0.010, "backward": 0.020, "update": 0.002}
+
+
+def test_a_device_that_waits_for_data_says_so() -> None:
+    split, _ = on_a_device({"data": 0.050}, WORK)
+    assert split.windows == 4
+    assert split.seconds["data"] / 4 == pytest.approx(0.050 - 0.032, rel=0.02)
+    assert split.seconds["backward"] / 4 == pytest.approx(0.020, rel=0.02)
+
+
+def test_data_that_comes_in_time_costs_the_device_nothing() -> None:
+    """Although the host waits for it most of its time."""
+    split, _ = on_a_device({"data": 0.020}, WORK)
+    assert split.seconds["data"] < 0.001
+    assert split.seconds["forward"] / 4 == pytest.approx(0.010, rel=0.02)
+    assert split.caught_up == 0
+
+
+def test_a_device_that_is_done_before_the_host_waits_for_it() -> None:
+    split, _ = on_a_device({"forward": 0.020, "backward": 0.020, "update": 0.020}, WORK)
+    assert split.caught_up == 4
+
+
+def test_windows_that_are_not_over_yet_are_read_later() -> None:
+    clock = Clock()
+    timeline = DeviceTimeline(clock.event, every=1)
+    for window in (1, 2):
+        PULSE.window = window
+        for phase in ("data", "forward", "logging"):
+            timeline(phase)
+            clock.launch(1.0 if phase == "forward" else 0.0)
+    clock.now = 1.5
+    assert timeline.read() == Split({**timeline.read().seconds, "forward": 1.0}, 1, 0)
+    clock.now = 2.5
+    assert timeline.read().seconds["forward"] == 1.0
+    assert timeline.read().windows == 0
+
+
+def test_what_a_device_says_replaces_what_the_host_says() -> None:
+    PULSE.reset()
+    start = reading(0)._replace(wall=0.0)
+    host = {**start.host, "backward": start.host["backward"] + 0.5, "evaluation": 2.0}
+    end = start._replace(wall=10.0, host=host, window=8)
+    seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
+    seconds |= {"data": 0.5, "forward": 0.5, "backward": 0.9}
+    figures = split_between(start, end, Split(seconds, 2, 1))
+    assert figures["time/backward"] == pytest.approx(3.6)
+    assert figures["time/evaluation"] == pytest.approx(2.0, abs=1e-3)
+    assert figures["time/unexplained"] == pytest.approx(10 - 4 * 1.9 - 2.0, abs=1e-3)
+    assert figures["gpu/caught_up"] == 0.5
+    # Slower windows happened to be sampled: no more is explained than there was.
+    slow = split_between(start, end._replace(wall=5.0), Split(seconds, 2, 1))
+    assert slow["time/unexplained"] == pytest.approx(0.0, abs=1e-9)
+    assert slow["time/backward"] / slow["time/data"] == pytest.approx(1.8)
+
+
+table = st.lists(
+    st.lists(st.floats(0, 100), min_size=len(PHASES), max_size=len(PHASES)), min_size=2, max_size=5
+)
+
+
+@given(table, st.integers(0, 4), st.sampled_from([p for p in PHASES if p != "communication"]))
+def test_the_slowest_rank_is_named_with_its_phase(seconds: list[list[float]], rank: int, phase: str) -> None:
+    rank %= len(seconds)
+    seconds[rank][PHASES.index(phase)] += 10_000.0
+    found = straggler(seconds, wall=20_000.0)
+    assert (found["slow_rank"], found["slow_phase"]) == (rank, phase)
+    assert 0.4 < float(found["slow_excess"]) < 0.6
+
+
+def test_waiting_for_others_makes_no_straggler() -> None:
+    even = [[1.0] * len(PHASES) for _ in range(3)]
+    even[1][PHASES.index("communication")] = 50.0
+    assert straggler(even, wall=60.0)["slow_excess"] == 0.0
+
+
+def test_rows_of_all_ranks_are_gathered(ranks: Any) -> None:
+    for told in ranks.run(2, _gather_of_rank):
+        assert told == [[0.0, 7.0], [1.0, 7.0]]
+
+
+def _gather_of_rank(world: World) -> list[list[float]]:
+    gathered: list[list[float]] = gather_rows(
+        world, torch.tensor([world.rank, 7.0], dtype=torch.float64)
+    ).tolist()
+    return gathered
+
+
+# Operations are counted.
+
+# Per sample 5 tokens through 3 x 6 and 6 x 4, a multiplication and an addition each; backward twice that, but
+# for the gradient of the input, which nobody wants.
+OPERATIONS = 5 * 2 * (3 * 6 + 6 * 4) + 5 * 2 * (3 * 6 + 2 * 6 * 4)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+def test_operations_are_those_of_the_matrix_products(device: torch.device) -> None:
+    """Of a GPU with shapes alone."""
+    task = TokenTask(48, ragged=False, dtype=torch.float32)
+    count = count_operations(task, task.model(), 4, device)
+    assert count == Count(OPERATIONS, "")
+
+
+def test_rows_say_how_much_was_computed() -> None:
+    rows = rows_of(TokenTask(48, ragged=False), Count(7.0))
+    assert all(row["flops_per_s"] == row["samples_per_s"] * 7.0 for row in rows[1:-1])
+    assert "mfu" not in rows[1]
+
+
+class Waits(TokenTask):
+    """Its model asks for a value in each step."""
+
+    def model(self) -> Any:
+        return Asking(super().model())
+
+
+class Asking(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        if y.abs().max().item() > 1e9:  # the line that is named
+            y = y * 0
+        return y
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")])
+def test_who_waits_for_the_device_is_named_with_its_line(device: torch.device) -> None:
+    task = Waits(48, ragged=False, dtype=torch.float32)
+    count = count_operations(task, task.model(), 4, device)
+    file, _, number = count.waits.rpartition(":")
+    assert file == __file__
+    assert "the line that is named" in open(file).read().splitlines()[int(number) - 1]  # noqa: PTH123, SIM115
+    assert count.per_sample == OPERATIONS  # where shapes alone don't do, a few samples
+
+
+def test_copies_to_the_host_wait_unless_they_are_told_not_to() -> None:
+    gpu, host = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+
+    def wait(name: str, *args: Any, **kwargs: Any) -> bool:
+        return waits(name, args, kwargs, gpu.device)
+
+    assert wait("aten::_to_copy", gpu, device="cpu")
+    assert wait("aten::copy_", host, gpu)
+    assert not wait("aten::copy_", host, gpu, True)
+    assert not wait("aten::_to_copy", gpu, device="cpu", non_blocking=True)
+    assert not wait("aten::_to_copy", gpu, dtype=torch.float16)
+    assert not wait("aten::_to_copy", host, device="cuda")
+    assert not wait("aten::add", gpu, gpu)
+    assert wait("aten::_local_scalar_dense", gpu)
+    assert not wait("aten::_local_scalar_dense", host)
+
+
+def test_peaks_of_gpus() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H200", "tf32") == 494.7e12
+    assert peak_flops("Tesla T4", "tf32") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") is None
+    assert peak_flops("Some other", "bf16") is None
+
+
+def test_the_garbage_collector_is_timed() -> None:
+    with host_clock() as take:
+        take()
+        gc.disable()
+        kept = [[number] for number in range(400_000)]
+        began = time.perf_counter()
+        gc.collect()
+        took = time.perf_counter() - began
+        gc.enable()
+        assert 0.5 * took < take()["time/gc"] <= took
+        del kept
+        assert take()["time/gc"] < took
+    assert not any("host_clock" in getattr(one, "__qualname__", "") for one in gc.callbacks)

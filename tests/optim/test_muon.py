@@ -1,0 +1,359 @@
+"""Promise: Muon's update is the published one, is skipped on the device, and learns."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.bench.optimizers import PatchTransformer
+from trainer.errors import BadInputError
+from trainer.evaluate import evaluate
+from trainer.models import ModelConfig, SmallResNet, build_model
+from trainer.muon import Muon, hidden_matrices, orthogonalise
+from trainer.optim import OptimConfig, Rates, layer_factors, make_optimizer, parameter_groups
+from trainer.parallel import World
+from trainer.run import make_task
+from trainer.step import train_window
+
+pytestmark = pytest.mark.compat
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A first and a last layer, and between them kernels and matrices, wide and tall, two of a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.wide = nn.Conv2d(4, 4, 3, padding=1)
+        # Without biases: their gradients would be rounding noise, because the norm takes them out again.
+        self.alike = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.tall = nn.Conv2d(4, 10, 1, bias=False)
+        self.norm = nn.BatchNorm2d(10)
+        self.inner = nn.Linear(10, 7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.alike(torch.tanh(self.wide(torch.tanh(self.stem(x)))))
+        logits: torch.Tensor = self.head(torch.tanh(self.inner(self.norm(self.tall(x)).mean((2, 3)))))
+        return logits
+
+
+def make_net(layout: torch.memory_format = torch.contiguous_format) -> tuple[Net, Muon]:
+    torch.manual_seed(0)
+    net = Net().to(memory_format=layout)  # type: ignore[call-overload]
+    config = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1)
+    optimizer = make_optimizer(config, parameter_groups(config, net), Rates([0.02], CPU))
+    assert isinstance(optimizer, Muon)
+    return net, optimizer
+
+
+def loss_of(net: nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    image = torch.randn(8, 1, 6, 6, generator=generator)
+    return F.cross_entropy(net(image), torch.randint(0, 3, (8,), generator=generator))
+
+
+def learn(net: nn.Module, optimizer: torch.optim.Optimizer, batches: range) -> None:
+    for number in batches:
+        optimizer.zero_grad()
+        loss_of(net, number).backward()
+        optimizer.step()
+
+
+def contents(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    slots = [slot for state in optimizer.state.values() for slot in state.values()]
+    return [tensor.detach().clone() for tensor in (*net.parameters(), *slots)]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(32, 288), (288, 32), (24, 216), (10, 40), (1, 50), (50, 1), (3, 200)])
+def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * 1e-3
+    values = torch.linalg.svdvals(orthogonalise(matrices))
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+
+
+def test_singular_vectors_stay_and_nothing_stays_nothing() -> None:
+    matrix = torch.randn(1, 6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    left, before, right = torch.linalg.svd(matrix, full_matrices=False)
+    after = left.mT @ orthogonalise(matrix) @ right.mT
+    scalars = before / before.norm()
+    for _ in range(5):
+        scalars = 3.4445 * scalars - 4.7750 * scalars**3 + 2.0315 * scalars**5
+    assert torch.allclose(after, scalars.diag_embed(), atol=1e-6)
+    assert torch.equal(orthogonalise(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
+
+
+def by_the_book(
+    weight: torch.Tensor,
+    momentum: torch.Tensor,
+    gradient: torch.Tensor,
+    rate: float,
+    beta: float,
+    decay: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One update of one matrix, one line for each line of the papers; float64."""
+    momentum = beta * momentum + gradient
+    x = (gradient + beta * momentum).flatten(1)
+    rows, columns = x.shape
+    x = x / x.norm()
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    step = 0.2 * max(rows, columns) ** 0.5 * x.view(weight.shape)
+    return weight - rate * (step + decay * weight), momentum
+
+
+def test_the_update_is_the_published_one() -> None:
+    net, optimizer = make_net()
+    hidden = hidden_matrices(net)
+    others = [p for p in net.parameters() if all(p is not h for h in hidden)]
+    expected = [h.detach().double() for h in hidden]
+    momenta = [torch.zeros_like(e) for e in expected]
+    twin = copy.deepcopy(others)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in twin if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in twin if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.02,
+        fused=True,
+    )
+    for number in range(5):
+        optimizer.zero_grad()
+        loss_of(net, number).backward()
+        for index, parameter in enumerate(hidden):
+            assert parameter.grad is not None
+            expected[index], momenta[index] = by_the_book(
+                expected[index], momenta[index], parameter.grad.double(), 0.02, 0.9, 0.1
+            )
+        for theirs, ours in zip(twin, others, strict=True):
+            theirs.grad = None if ours.grad is None else ours.grad.clone()
+        optimizer.step()
+        adamw.step()
+    for parameter, value in zip(hidden, expected, strict=True):
+        assert torch.allclose(parameter.double(), value, atol=2e-4), parameter.shape
+    for ours, theirs in zip(others, twin, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_it_agrees_with_torchs() -> None:
+    """Torch's computes in bfloat16."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(12, 30, generator=generator)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    settings: Any = {"momentum": 0.9, "weight_decay": 0.1}
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon([{"params": [ours], "orthogonal": True}], lr=torch.tensor(0.1), **settings),
+        torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="match_rms_adamw", **settings),
+    ]
+    for _ in range(5):
+        ours.grad = torch.randn(12, 30, generator=generator)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (theirs.detach() - start).norm()
+    assert float((ours - theirs).detach().norm()) < 0.02 * float(moved)
+
+
+def test_hidden_matrices_are_those_between_the_ends() -> None:
+    def names(model: nn.Module) -> set[str]:
+        chosen = {id(p) for p in hidden_matrices(model)}
+        return {name for name, p in model.named_parameters() if id(p) in chosen}
+
+    assert names(Net()) == {"wide.weight", "alike.weight", "tall.weight", "inner.weight"}
+    resnet = SmallResNet(ModelConfig(width=4, blocks=(1, 1)), 3, 5)
+    blocks = {name for name, p in resnet.blocks.named_parameters(prefix="blocks") if p.ndim >= 2}
+    assert names(resnet) == blocks
+    layer = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+    assert names(PatchTransformer()) == {f"layers.layers.{i}.{name}" for i in (0, 1) for name in layer}
+    words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
+    assert names(words) == {"1.weight"}
+    words[2].weight = words[0].weight
+    assert names(words) == {"1.weight"}
+    assert names(nn.Linear(3, 3)) == set()
+    frozen = Net()
+    frozen.wide.requires_grad_(False)
+    assert names(frozen) == {"alike.weight", "tall.weight", "inner.weight"}
+
+
+@pytest.mark.parametrize("unscaled_before", [True, False])
+def test_an_overflow_moves_nothing(unscaled_before: bool) -> None:
+    net, optimizer = make_net()
+    scaler = GradScaler("cpu", init_scale=64.0)
+
+    def step(number: int, factor: float) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net, number) * factor).backward()
+        if unscaled_before:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return contents(net, optimizer)
+
+    start = contents(net, optimizer)
+    assert same(start, step(0, float("inf"))), "with the very first update skipped"
+    before = step(1, 1.0)
+    assert not same(start, before)
+    assert same(before, step(2, float("inf")))
+    assert same(before, step(3, float("nan")))
+    after = step(4, 1.0)
+    assert all(bool(tensor.isfinite().all()) for tensor in after)
+    steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    assert set(steps) == {2.0}
+
+
+def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
+    """As the trainer does it: unscaled, then clipped, which makes NaN of infinity, then skipped."""
+    recipe = make_recipe(
+        model={"width": 8, "norm": "group"},
+        precision={"mode": "fp16", "initial_scale": 1e30},
+        optim={"name": "muon", "clip": 1.0, "warmup": 0.0},
+    )
+    parts = assemble_alone(recipe, make_task(recipe))
+    training = parts.training
+    before = contents(training.model, training.optimizer)
+    batches = parts.loader(training.share.batches())
+    for window in range(3):
+        train_window(training, batches, window)
+    assert int(training.rates.applied) == 0
+    assert same(before, contents(training.model, training.optimizer))
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where the host reads a value, or a value is copied between host and device."""
+
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name = str(function)
+        assert not any(word in name for word in ("_local_scalar_dense", "is_nonzero", "_to_copy", "nonzero"))
+        return function(*arguments, **(keywords or {}))
+
+
+def test_the_host_reads_nothing() -> None:
+    net, optimizer = make_net()
+    loss_of(net, 0).backward()
+    with NoReading():  # type: ignore[no-untyped-call]
+        optimizer.step()
+    fields: Any = optimizer
+    fields.grad_scale, fields.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    with NoReading():  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with pytest.raises(AssertionError):
+            float(fields.found_inf)
+
+
+def test_a_loss_scale_changes_nothing() -> None:
+    results = []
+    for scale in (None, 1024.0):
+        net, optimizer = make_net()
+        scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for number in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, number)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(contents(net, optimizer))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
+
+
+def test_the_layout_in_memory_does_not_matter() -> None:
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        net, optimizer = make_net(layout)
+        learn(net, optimizer, range(3))
+        results.append(contents(net, optimizer))
+    assert net.wide.weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
+
+
+def test_a_state_dict_goes_on_where_it_was() -> None:
+    net, optimizer = make_net()
+    learn(net, optimizer, range(3))
+    other, loaded = make_net()
+    other.load_state_dict(copy.deepcopy(net.state_dict()))
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert same(contents(net, optimizer), contents(other, loaded))
+    learn(net, optimizer, range(3, 6))
+    learn(other, loaded, range(3, 6))
+    assert same(contents(net, optimizer), contents(other, loaded))
+
+
+def test_parameters_without_a_gradient_stay_and_a_closure_is_called() -> None:
+    net, optimizer = make_net()
+    net.wide.requires_grad_(False)
+    net.norm.requires_grad_(False)
+    before = [p.detach().clone() for p in (*net.wide.parameters(), *net.norm.parameters())]
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        loss.backward()
+        return loss.detach()
+
+    first = optimizer.step(closure)
+    for _ in range(5):
+        last = optimizer.step(closure)
+    assert first is not None
+    assert last is not None
+    assert last < first
+    assert same(before, [*net.wide.parameters(), *net.norm.parameters()])
+
+
+def test_it_learns_digits() -> None:
+    """As much as AdamW in the same updates, with room for chance."""
+    losses = {}
+    for name in ("adamw", "muon"):
+        recipe = make_recipe(
+            epochs=3,
+            model={"width": 8, "norm": "group"},
+            optim={"name": name, "lr": 0.01, "momentum": 0.95},
+        )
+        task = make_task(recipe)
+        parts = assemble_alone(recipe, task)
+        batches = parts.loader(parts.training.share.batches())
+        for window in range(parts.training.share.plan.windows):
+            train_window(parts.training, batches, window)
+        world = World(0, 1, 0, CPU, None)
+        held = evaluate(
+            task,
+            parts.training.model,
+            parts.evaluation_loader,
+            parts.evaluation_share,
+            world,
+            recipe.precision,
+        )
+        losses[name] = held["loss"]
+    assert losses["muon"] < max(1.3 * losses["adamw"], 0.5), losses
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    with pytest.raises(BadInputError, match="no matrices between its first and its last layer; use adamw"):
+        parameter_groups(OptimConfig(name="muon"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+def test_groups_keep_their_rates_and_decay_when_split() -> None:
+    config = OptimConfig(name="muon", layer_decay=0.5, weight_decay=0.1)
+    model = build_model(ModelConfig(width=4, blocks=(1, 1)), 1, 10)
+    factors = layer_factors(model, 0.5)
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices = {id(p) for p in hidden_matrices(model)}
+    seen = 0
+    for group in parameter_groups(config, model):
+        for p in group["params"]:
+            seen += 1
+            assert group["factor"] == factors[names[id(p)]]
+            assert group["orthogonal"] == (id(p) in matrices)
+            assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0)
+    assert seen == len(names)

@@ -1,0 +1,584 @@
+"""Promise: the model sees no later token; packed, padded and one big batch give one loss and one gradient;
+every token is a target once; a token that the model doesn't know is found before the start.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn import functional as F
+
+from tests.data.test_loader import source
+from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.bucket_order import in_buckets
+from trainer.config import read_recipe
+from trainer.data import documents
+from trainer.data.dataset import UNITS, ArrayDataset
+from trainer.data.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader
+from trainer.data.text import Text, decode, encode
+from trainer.data.tokenize import tokenize
+from trainer.data.tokens import TOKENS
+from trainer.errors import BadInputError
+from trainer.gpt import GPT, GPTConfig, generate, place_in_segment, turned, turns
+from trainer.limits import read_limits
+from trainer.muon import hidden_matrices
+from trainer.optim import OptimConfig, parameter_groups
+from trainer.plan import Plan
+from trainer.recipe import Recipe
+from trainer.run import check_request, make_plan, make_task
+from trainer.step import train_window
+from trainer.tasks.language import Language, LanguageConfig
+
+END = 0
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "sequence_length": 12}
+GPT2: dict[str, Any] = {"positions": "learned", "norm": "layer", "mlp": "gelu"}
+KINDS: list[dict[str, Any]] = [{}, GPT2, {**GPT2, "bias": True}]
+
+
+def make_model(vocabulary: int = 20, **keys: Any) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**SMALL | keys), vocabulary).double()
+    for parameter in model.parameters():  # so that every part has a say
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def a_text(lengths: list[int], seed: int = 0) -> Text:
+    """Documents of so many tokens besides their ends."""
+    random = np.random.default_rng(seed)
+    parts = [np.append(random.integers(1, 20, n), END) for n in lengths]
+    return Text(np.concatenate(parts).astype(np.uint8), 20, END, "bytes")
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("keys", KINDS)
+def test_a_later_token_changes_no_earlier_logit(keys: dict[str, Any]) -> None:
+    model = make_model(**keys)
+    tokens = torch.randint(20, (3, 12))
+    other = tokens.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % 20
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(-1).any(), "and every later one does change"
+
+
+@pytest.mark.compat
+@settings(deadline=None, max_examples=20)
+@given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(1, 5000))
+def test_turned_products_depend_on_the_distance_alone(first: int, second: int, shift: int) -> None:
+    torch.manual_seed(first)
+    query, key = torch.randn(2, 1, 1, 2, 8, dtype=torch.float64)
+
+    def product(at: int, to: int) -> torch.Tensor:
+        places = (turns(torch.tensor([place]), 8, torch.float64) for place in (at, to))
+        q, k = (turned(x, turn) for x, turn in zip((query, key), places, strict=True))
+        return (q * k).sum(-1)
+
+    assert torch.allclose(product(first, second), product(first + shift, second + shift))
+    assert torch.allclose(product(5, 5), (query * key).sum(-1))
+    assert not torch.allclose(product(0, 3), product(0, 4))
+
+
+def test_places_begin_anew_in_each_document() -> None:
+    segment = torch.tensor([[1, 1, 1, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
+    assert place_in_segment(segment).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "vocabulary", "wanted"),
+    [
+        # GPT-2 small, as its weights are published; nanoGPT's, which it prints without the positions: 123.59M
+        # of gpt2-124m, 10.65M of the characters on a GPU, 0.80M on a CPU.
+        ({"bias": True}, 50257, 124_439_808),
+        ({}, 50304, 123_587_328 + 1024 * 768),
+    ],
+)
+def test_it_has_as_many_parameters_as_gpt2(keys: dict[str, Any], vocabulary: int, wanted: int) -> None:
+    config = GPTConfig(layers=12, heads=12, width=768, sequence_length=1024, **GPT2, **keys)
+    with torch.device("meta"):
+        model = GPT(config, vocabulary)
+    assert sum(p.numel() for p in model.parameters()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt2-124m", 123.59), ("gpt-char-gpu", 10.65), ("gpt-char", 0.80)]
+)
+def test_the_published_sizes_are_the_recipes(name: str, millions: float) -> None:
+    """What nanoGPT prints: without the table of positions, and for 65 characters."""
+    config = Recipe.model_validate(read_recipe(name)).language
+    with torch.device("meta"):
+        model = GPT(config, config.vocabulary or 65)
+    assert model.positions is not None
+    count = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel()
+    assert round(count / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize("keys", KINDS)
+def test_the_head_is_the_embedding(keys: dict[str, Any]) -> None:
+    model = make_model(**keys)
+    logits = model(torch.tensor([[1, 2, 3]]))
+    assert not any(name.startswith("head") for name in model.state_dict()), "stored once"
+    with torch.no_grad():
+        model.embedding.weight[7] *= 2
+    again = model(torch.tensor([[1, 2, 3]]))
+    assert torch.allclose(again[..., 7], logits[..., 7] * 2)
+    again[..., 7].sum().backward()
+    assert model.embedding.weight.grad is not None
+    assert bool(model.embedding.weight.grad[7].any())
+
+
+def test_what_decays_and_what_muon_takes() -> None:
+    model = make_model(bias=True, **GPT2)
+    decayed, others = parameter_groups(OptimConfig(weight_decay=0.1), model)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in others["params"]} == {1}
+    assert {p.ndim for p in decayed["params"]} == {2}
+    matrices = {id(p) for p in hidden_matrices(model)}
+    names = {name for name, p in model.named_parameters() if id(p) in matrices}
+    assert len(names) == 2 * 4, "all four of each block, the last one's too"
+    assert all(name.startswith("blocks.") for name in names)
+
+
+def test_it_begins_by_knowing_nothing() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SMALL | {"width": 64}), 200)
+    tokens = torch.randint(200, (8, 13))
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(float(loss.detach()) - math.log(200)) < 0.1
+    residual = model.get_parameter("blocks.0.mlp.out.weight").detach()
+    assert abs(float(residual.std()) - 0.02 / math.sqrt(4)) < 1e-3
+
+
+lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=lengths_of_documents, length=st.integers(1, 16), way=st.sampled_from([packed, padded]))
+def test_every_token_is_a_target_once_and_sees_its_own_document(
+    lengths: list[int], length: int, way: Any
+) -> None:
+    # Tokens that are all different, but for the ends, tell where they come from.
+    count = sum(lengths)
+    ends = np.cumsum([n + 1 for n in lengths]) - 1
+    tokens = np.zeros(count + len(lengths), np.uint16)
+    tokens[np.setdiff1d(np.arange(len(tokens)), ends)] = np.arange(1, count + 1)
+    document = np.repeat(np.arange(len(lengths)), [n + 1 for n in lengths])
+    of_token = dict(zip(tokens.tolist(), document.tolist(), strict=True))
+    dataset = way(Text(tokens, 1 << 16, END, "bytes"), length)
+    arrays = dataset.arrays
+    assert arrays is not None
+    valid = np.arange(length) < arrays[UNITS][:, None]
+    assert sorted(arrays[TARGETS][valid].tolist()) == sorted(tokens.tolist())
+    assert not arrays[TARGETS][~valid].any()
+    segments = arrays[SEGMENT] if way is packed else valid.astype(int)
+    assert ((segments > 0) == valid).all()
+    for given_, wanted, segment in zip(arrays[TOKENS], arrays[TARGETS], segments, strict=True):
+        for number in range(1, segment.max() + 1):
+            here = segment == number
+            inside = [t for t in (*given_[here], *wanted[here]) if t != END]
+            assert len({of_token[t] for t in inside}) <= 1, "one document"
+            follows = np.flatnonzero(tokens == wanted[here][0])
+            assert (given_[here][1:] == wanted[here][:-1]).all()
+            if wanted[here][0] != END:
+                before = tokens[follows[0] - 1] if follows[0] else END
+                assert given_[here][0] == before
+    if way is packed:
+        fullest = np.sort(arrays[UNITS])
+        assert len(fullest) < 2 or fullest[0] + fullest[1] > length, "no two samples that would fit in one"
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    buckets=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    shard=st.integers(1, 9),
+    epoch=st.integers(0, 5),
+    cross=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_buckets_keep_their_samples_together(
+    buckets: list[int], shard: int, epoch: int, cross: bool, seed: int
+) -> None:
+    count = sum(buckets)
+    position = np.arange(count)
+    found = in_buckets(seed, np.full(count, epoch), position, tuple(buckets), shard, cross)
+    assert sorted(found.tolist()) == list(range(count))
+    one = in_buckets(seed, np.full(1, epoch), position[-1:], tuple(buckets), shard, cross)
+    assert one[0] == found[-1], "looked up, not built"
+    bucket = np.searchsorted(np.cumsum(buckets), found, "right")
+    run = position + (epoch * count if cross else 0)
+    mixed = sum(len(set(bucket[run // shard == number])) > 1 for number in np.unique(run // shard))
+    assert mixed <= len(buckets) + 2, "but for the rests"
+
+
+def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
+    plan = Plan(64, 4, 4, 2, "cross", 3, buckets=(32, 32))
+    first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
+    assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
+    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "shards of both come mixed"
+
+
+@pytest.mark.parametrize("way", [packed, padded])
+def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(
+    way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = read_limits()
+    monkeypatch.setattr(documents, "read_limits", lambda: replace(limits, memory_bytes=1000))
+    with pytest.raises(BadInputError, match="more than half of the"):
+        way(Text(np.array([1, 0] * 200, np.uint16), 2, 0, "toy"), 64)
+
+
+def test_the_order_inside_a_bucket_is_the_seeds() -> None:
+    """One bucket that is one shard: nothing else is shuffled."""
+    orders = {
+        tuple(in_buckets(seed, np.zeros(40, np.int64), np.arange(40), (40,), 40, False).tolist())
+        for seed in range(4)
+    }
+    assert len(orders) == 4
+
+
+class InFloat64(Language):
+    """The task on documents of its own, in float64."""
+
+    def __init__(self, text: Text, config: LanguageConfig) -> None:
+        self._config, self._about, self._vocabulary, self._bytes = config, text, text.vocabulary, True
+        self.train_data = self._samples(text, measured=False)
+        self.evaluation_data = self._samples(text, measured=True)
+        self.metric, self.padding, self.notes = "bits_per_byte", 0.0, ()
+
+    def model(self) -> torch.nn.Module:
+        return super().model().double()
+
+
+DOCUMENTS = a_text([3, 11, 1, 0, 7, 30, 12, 5, 2, 9, 4, 8], seed=4)
+
+
+def window_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one window that has every document in it."""
+    config = LanguageConfig(**SMALL, text=way, buckets=3, **keys)
+    task = InFloat64(DOCUMENTS, config)
+    assert len(task.train_data) < batch, "the last shard is filled up"
+    recipe = make_recipe(
+        task="language",
+        language=config.model_dump(),
+        data={"global_batch": batch, "micro_batch": shard},
+        optim={
+            "name": "sgd",
+            "momentum": 0,
+            "lr": 1.0,
+            "schedule": "constant",
+            "warmup": 0,
+            "weight_decay": 0,
+        },
+        window={"last": "weighted"},
+    )
+    t = assemble_alone(recipe, task)
+    before = {name: p.detach().clone() for name, p in t.training.model.named_parameters()}
+    train_window(t.training, t.loader(t.training.share.batches()), 0)
+    # Plain descent with a rate of 1 takes the gradient away from the weights.
+    after = dict(t.training.model.named_parameters())
+    return float(t.training.loss), {name: (p - after[name]).detach() for name, p in before.items()}
+
+
+def one_big_batch(**keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same by hand: each piece on its own, summed, over the number of tokens."""
+    torch.manual_seed(0)
+    config = LanguageConfig(**SMALL, **keys)
+    task = InFloat64(DOCUMENTS, config.model_copy(update={"text": "padded"}))
+    recipe = make_recipe(task="language", language=config.model_dump())
+    model = assemble_alone(recipe, task).training.model
+    tokens, length = DOCUMENTS.tokens.astype(np.int64), config.sequence_length
+    total = torch.zeros((), dtype=torch.float64)
+    ends = [-1, *np.flatnonzero(tokens == END).tolist()]
+    for before, end in pairwise(ends):
+        document = torch.tensor([END, *tokens[before + 1 : end + 1]])
+        for first in range(0, len(document) - 1, length):
+            piece = document[first : first + length + 1]
+            total = total + F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="sum")
+    (total / len(tokens)).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()) / len(tokens), gradients
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("keys", KINDS)
+@pytest.mark.parametrize(("way", "shard", "batch"), [("padded", 3, 18), ("packed", 2, 12)])
+def test_ragged_documents_weigh_as_in_one_big_batch(
+    way: str, shard: int, batch: int, keys: dict[str, Any]
+) -> None:
+    """In micro-batches of unequal numbers of tokens, the last one padded with samples of weight 0."""
+    wanted_loss, wanted = one_big_batch(**keys)
+    loss, found = window_of(way, shard, batch, **keys)
+    assert loss == pytest.approx(wanted_loss, rel=1e-12)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("way", ["packed", "padded"])
+def test_evaluation_counts_each_token_once(way: Any) -> None:
+    from trainer.evaluate import evaluate
+    from trainer.parallel import World
+    from trainer.precision import PrecisionConfig
+
+    wanted, _ = one_big_batch()
+    config = LanguageConfig(**SMALL, text=way)
+    recipe = make_recipe(
+        task="language", language=config.model_dump(), data={"evaluation_batch": 4, "micro_batch": 2}
+    )
+    task = InFloat64(DOCUMENTS, config)
+    parts = assemble_alone(recipe, task)
+    world = World(0, 1, 0, CPU, None)
+    figures = evaluate(
+        task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, PrecisionConfig()
+    )
+    assert figures["loss"] == pytest.approx(wanted, rel=1e-12)
+    assert figures["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
+    assert 0 < figures["padding"] < 0.6
+
+
+def test_both_loaders_tell_the_longest_sample() -> None:
+    dataset = padded(DOCUMENTS, 12)
+    each = source(dataset, micro_batch=4, uniforms=0)
+    resident, ring = ResidentLoader(each, CPU), RingLoader(each, CPU, 0, LoaderConfig())
+    for one, other in zip(resident(range(4)), ring(range(4)), strict=True):
+        assert one.weight is not None
+        longest = int((one.fields[UNITS] * one.weight).max())
+        assert one.longest == other.longest == longest
+        assert one.units == other.units
+
+
+def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
+    recipe = make_recipe(
+        task="language",
+        language={**SMALL, "text": "padded", "buckets": 4, "sequence_length": 64},
+        data={"name": "synthetic", "samples": 64, "micro_batch": 4, "global_batch": 8},
+    )
+    task = make_task(recipe)
+    plan = make_plan(recipe, task)
+    assert len(plan.buckets) == 4
+    assert sum(plan.buckets) == len(task.train_data)
+    loader = RingLoader(source(task.train_data, micro_batch=4, uniforms=0), CPU, 0, LoaderConfig())
+    widths = {task.inputs(batch)[0].shape[1] for batch in loader(range(20))}  # type: ignore[attr-defined]
+    assert widths <= {16, 32, 48, 64}
+    parts = assemble_alone(recipe, task)
+    units = places = 0
+    shards = len(task.train_data) // 4
+    for batch in parts.loader(range(shards)):
+        units += batch.units
+        places += task.inputs(batch)[0].numel()  # type: ignore[attr-defined]
+    share = task.describe()["padding"]
+    assert share == pytest.approx(1 - units / places, abs=1e-6)
+    (note,) = parts.notes
+    assert f"{share:.1%} of the places are padding" in note
+    assert task.train_data.arrays is not None
+    full = 1 - np.asarray(task.train_data.arrays[UNITS]).mean() / 64
+    assert share < full / 2, "similar lengths together"
+    assert f"({full:.1%} if every sample were padded to 64)" in note
+
+
+def test_packing_leaves_little_room() -> None:
+    recipe = make_recipe(
+        task="language",
+        language={**SMALL, "text": "packed", "sequence_length": 64},
+        data={"name": "synthetic", "samples": 64, "micro_batch": 4, "global_batch": 8},
+    )
+    task = make_task(recipe)
+    assert isinstance(task.train_data, ArrayDataset)
+    assert 0 < task.describe()["padding"] < 0.06, "of 64 samples; half if each document had its own"
+
+
+@settings(deadline=None, max_examples=40)
+@given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())
+def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -> None:
+    tokens = np.arange(count, dtype=np.uint8)
+    length = min(length, count - 1)
+    data = StreamDataset(tokens, length, None if whole else stride, whole=whole)
+    out = {name: np.full((len(data), *f.shape), 7, f.dtype) for name, f in data.fields.items()}
+    data.read(np.arange(len(data)), None, out)
+    if whole:
+        valid = np.arange(length) < out[UNITS][:, None]
+        assert out[TOKENS][:, 1:][valid].tolist() == list(range(1, count))
+        return
+    firsts = range(0, count - length, stride)
+    assert out[TOKENS].tolist() == [list(range(first, first + length + 1)) for first in firsts]
+
+
+def run_of(folder: Path, **language: Any) -> tuple[Recipe, Any]:
+    recipe = make_recipe(
+        task="language",
+        data={"name": "tokens", "path": str(folder), "micro_batch": 2, "global_batch": 4},
+        language=SMALL | language,
+    )
+    return recipe, make_task(recipe)
+
+
+def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the question") -> Path:
+    for name in ("train", "val"):
+        source = folder / f"{name}.txt"
+        source.write_bytes(text)
+        tokenize(source, folder / f"{name}.bin", "bytes", None, "**/*", True, None)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
+    recipe, task = run_of(token_folder(tmp_path), text=way)
+    check_request(recipe, task, 1)
+    parts = assemble_alone(recipe, task)
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert 4 < float(parts.training.loss) < 7, "about the logarithm of 257"
+    about = task.describe()
+    assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+def test_a_token_above_the_vocabulary_is_found_before_the_start(tmp_path: Path, way: str) -> None:
+    folder = token_folder(tmp_path)
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[26] = 300
+    tokens.tofile(folder / "train.bin")
+    with pytest.raises(BadInputError, match=r"train\.bin: sample 2 holds token 300, .* vocabulary is 257"):
+        check_request(*run_of(folder, text=way), 1)
+
+
+def test_a_token_above_the_vocabulary_is_found_without_a_launcher_too(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    _, task = run_of(tmp_path, dtype="uint16", vocabulary=90)
+    out = {TOKENS: np.zeros((2, 13), np.uint16)}
+    with pytest.raises(BadInputError, match="sample 7 holds token 96, but the vocabulary is 90"):
+        task.train_data.read(np.array([1, 7]), None, out)
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    folder = token_folder(tmp_path)
+    with pytest.raises(BadInputError, match="too few for a sample of 99"):
+        run_of(folder, sequence_length=99)
+    with pytest.raises(BadInputError, match=r"sample 0 holds token 116, .* raise language\.vocabulary"):
+        check_request(*run_of(folder, vocabulary=100), 1)
+    with pytest.raises(BadInputError, match=r"language\.stride is for"):
+        run_of(folder, stride=2)
+    (folder / "val.bin.json").unlink()
+    with pytest.raises(BadInputError, match=r"give language\.dtype and language\.vocabulary"):
+        run_of(folder)
+    with pytest.raises(BadInputError, match=r"data\.path is missing"):
+        make_task(make_recipe(task="language", data={"name": "tokens"}))
+    text = tmp_path / "input.txt"
+    text.write_text("ab")
+    with pytest.raises(BadInputError, match="no text to learn from"):
+        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
+    text.write_text("abcd" * 100)
+    with pytest.raises(BadInputError, match="are for documents, and there are none"):
+        make_task(
+            make_recipe(
+                task="language", data={"name": "text", "path": str(text)}, language=SMALL | {"text": "packed"}
+            )
+        )
+    text.write_text("abcd" * 40)
+    with pytest.raises(BadInputError, match="too few for a sample"):
+        make_task(make_recipe(task="language", data={"name": "text", "path": str(text)}))
+    for keys, what in (({"heads": 3}, "multiple of language.heads"), ({"width": 6}, "even number")):
+        with pytest.raises(ValueError, match=what):
+            LanguageConfig(**SMALL | keys)
+
+
+def test_nanogpts_files_need_their_dtype_and_vocabulary(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    _, task = run_of(tmp_path, dtype="uint16", vocabulary=50257)
+    assert task.describe()["vocabulary"] == 50257
+    assert (task.metric, task.lower_is_better) == ("loss", True)
+
+
+def test_a_character_file_is_shared_as_in_nanogpt(tmp_path: Path) -> None:
+    text = tmp_path / "input.txt"
+    text.write_text("the quick brown føx: " * 20)
+    recipe = Recipe.model_validate(read_recipe("gpt-char"))
+    recipe.data.path, recipe.language.sequence_length = text, 16
+    task = make_task(recipe)
+    about = task.describe()
+    content = text.read_text()
+    assert about["characters"] == "".join(sorted(set(content)))
+    assert about["vocabulary"] == len(about["characters"])
+    first = int(0.9 * len(content))
+    assert len(task.train_data) == first - 16, "a sample at every character"
+    out = {TOKENS: np.zeros((1, 17), np.uint8)}
+    task.train_data.read(np.array([3]), None, out)
+    assert decode(out[TOKENS][0].tolist(), "characters", about["characters"]) == content[3:20]
+    assert task.metric == "loss"
+
+
+def test_text_becomes_tokens_and_text_again() -> None:
+    assert decode(encode("größer", "bytes"), "bytes") == "größer"
+    assert decode([103, 195], "bytes") == "g\ufffd"
+    assert decode(encode("cab", "characters", "abc"), "characters", "abc") == "cab"
+    with pytest.raises(BadInputError, match="holds no 'x'"):
+        encode("x", "characters", "abc")
+
+
+def test_generating_is_what_the_model_says() -> None:
+    model = make_model().eval()
+    prompt = torch.tensor([3, 1, 4])
+    likeliest = generate(model, prompt, 20, temperature=0)
+    assert len(likeliest) == 20
+    assert int(likeliest[0]) == int(model(prompt[None])[0, -1].argmax())
+    whole = torch.cat((prompt, likeliest))
+    last = model(whole[None, -13:-1])[0, -1]  # no further back than a sample is long
+    assert int(whole[-1]) == int(last.argmax())
+    drawn = [
+        generate(model, prompt, 9, 1.0, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    counts = torch.bincount(
+        torch.cat([generate(model, prompt, 1, 2.0, torch.Generator().manual_seed(n)) for n in range(600)]),
+        minlength=20,
+    )
+    wanted = (model(prompt[None])[0, -1].detach() / 2).softmax(0)
+    assert float((counts / 600 - wanted).abs().max()) < 0.08
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt-stdlib-gpu", "gpt-char-gpu"])
+def test_the_large_recipes_have_a_dry_run(name: str) -> None:
+    """Random tokens, and shapes alone: on two cores a window of theirs takes minutes."""
+    values = read_recipe(name)
+    values["data"] = values["data"] | {
+        "name": "synthetic",
+        "samples": 16,
+        "global_batch": 4,
+        "micro_batch": 2,
+    }
+    recipe = Recipe.model_validate(values)
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    with torch.device("meta"):
+        model = task.model()
+    tokens = torch.zeros(2, recipe.language.sequence_length, dtype=torch.int64, device="meta")
+    vocabulary = task.describe()["vocabulary"]
+    assert model(tokens).shape == (2, recipe.language.sequence_length, vocabulary)
+
+
+@pytest.mark.parametrize("way", ["stream", "packed", "padded"])
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_a_window_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
+    recipe = make_recipe(
+        task="language",
+        language={**SMALL, "text": way, "dropout": 0.1},
+        data={"name": "synthetic", "samples": 32, "micro_batch": 4, "global_batch": 8},
+        memory={"checkpointing": "blocks"},
+        precision={"mode": mode},
+        parallel={"reduction": "tree", "threads": 1},
+        optim={"name": "muon"},
+    )
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    parts = assemble_alone(recipe, task)
+    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert abs(float(parts.training.loss) - math.log(256)) < 0.5

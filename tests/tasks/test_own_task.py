@@ -1,0 +1,756 @@
+"""Promise: one's own task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import trainer
+from tests.helpers import forked
+from trainer import start
+from trainer.cli import main
+from trainer.config import read_recipe, validated
+from trainer.data.loader import Batch
+from trainer.data.workers import check_known_there
+from trainer.errors import BadInputError
+from trainer.own_file import MODULE
+from trainer.predict.command import _show
+from trainer.recipe import Recipe
+from trainer.resume import differences
+from trainer.tasks.example import Spirals
+from trainer.tasks.own import OwnTask
+
+WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def recipe_of(path: Path, **sections: Any) -> Recipe:
+    return validated(Recipe, {**read_recipe(str(path)), **sections}, str(path))
+
+
+def test_a_new_task_trains_at_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "mine.py"]) == 0
+    assert "trainer train mine.py" in capfd.readouterr().out
+    lines = [line for line in (here / "mine.py").read_text().splitlines() if line.strip()]
+    assert len(lines) < 60
+    assert main(["train", "mine.py", "--set", "epochs=6", "--out", "run"]) == 0
+    accuracy = re.findall(r"accuracy +(\d\.\d+)", capfd.readouterr().out)
+    assert float(accuracy[-1]) > 0.9
+
+
+def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text("mine = 1\n")
+    assert main(["new", "mine.py"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (here / "mine.py").read_text() == "mine = 1\n"
+    assert main(["new", "mine"]) == 2
+    assert "name it mine.py" in capsys.readouterr().err
+
+
+def test_it_resumes_to_the_same_bits(here: Path) -> None:
+    main(["new", "mine.py"])
+    more = {"epochs": 2, "log": {"every": 5, "sinks": ["jsonl"]}, "parallel": {"threads": 1}}
+    recipe = recipe_of(here / "mine.py", **more)
+    assert forked.attempt(here / "whole", recipe).code == 0
+    assert forked.attempt(here / "cut", recipe, stop_after=17).code == 75
+    assert forked.attempt(here / "cut", recipe).code == 0
+    whole, cut = ((here / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+
+
+def test_a_changed_file_is_another_task(here: Path) -> None:
+    main(["new", "mine.py"])
+    recipe = recipe_of(here / "mine.py", epochs=1, log={"sinks": ["jsonl"]}, parallel={"threads": 1})
+    assert forked.attempt(here / "run", recipe, stop_after=5).code == 75
+    with (here / "mine.py").open("a") as file:
+        file.write("# changed\n")
+    told = forked.attempt(here / "run", recipe)
+    assert told.code == 2
+    assert "task: " in told.line
+
+
+@pytest.mark.compat
+@pytest.mark.usefixtures("here")
+def test_fit_in_this_process() -> None:
+    state = torch.get_rng_state()
+    run = trainer.fit(
+        Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch": 64, "data.micro_batch": 32}
+    )
+    assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
+    assert run.figures["accuracy"] > 0.7
+    assert run.folder.parent.name == "runs"
+    assert [row["window"] for row in run.rows()] == sorted(row["window"] for row in run.rows())
+    points = torch.from_numpy(Spirals().data()[1]["point"])
+    labels = torch.from_numpy(Spirals().data()[1]["label"])
+    right = (run.model()(points).argmax(1) == labels).float().mean()
+    assert float(right) == pytest.approx(run.figures["accuracy"])
+
+
+class Bound(nn.Module):
+    """Keeps a function of its own, as `torch.compile(self._method)` is one: a copy calls the original's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2))
+        self.register_buffer("seen", torch.zeros(()))
+
+        def layered(point: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.get_buffer("seen").lerp_(point.mean() + 1, 0.1)
+            logits: torch.Tensor = self.layers(point)
+            return logits
+
+        self.closure: Callable[[torch.Tensor], torch.Tensor] = layered
+
+    def forward(self, point: torch.Tensor) -> torch.Tensor:
+        return self.closure(point)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Kept(Spirals):
+        def model(self) -> nn.Module:
+            return Bound()
+
+    # The average stays near where it began, far from the weights as trained.
+    settings = {"epochs": 3, "optim.lr": 0.05, "ema.decay": 0.999, "ema.every": 70, "parallel.threads": 1}
+    run = trainer.fit(Kept, {**settings, "data.global_batch": 64, "data.micro_batch": 32})
+    assert "changes the buffers seen" in capsys.readouterr().out
+    batch: Any = SimpleNamespace(
+        fields={name: torch.from_numpy(array) for name, array in Spirals().data()[1].items()}
+    )
+    losses = []
+    for name in ("ema", "model"):
+        model = Bound().eval()
+        model.load_state_dict(safetensors.torch.load_file(run.folder / f"{name}.safetensors"))
+        losses.append(float(Spirals().measure(model, batch)["loss"].detach()) / 400)
+    assert losses[0] == pytest.approx(run.figures["loss"], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1], rel=0.01)
+
+
+@pytest.mark.usefixtures("here")
+def test_fit_goes_on() -> None:
+    """Of an interrupted run, with the same `out`, to the same bits."""
+    settings = {"epochs": 1, "checkpoint.every": 5, "parallel.threads": 1}
+    whole = trainer.fit(Spirals, settings, out="whole")
+
+    class Interrupted(Spirals):
+        RECIPE = Spirals.__dict__.get("RECIPE", {})
+        left = 30  # as many are called before the training, to see whether it is right
+
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            Interrupted.left -= 1
+            if not Interrupted.left:
+                raise KeyboardInterrupt
+            return super().loss(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Interrupted, settings, out="cut")
+    again = trainer.fit(Interrupted, settings, out="cut")
+    assert again.figures == whole.figures
+    weights = [(run.folder / "model.safetensors").read_bytes() for run in (whole, again)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_fit_with_another_class_does_not_go_on() -> None:
+    """As a notebook's cell that was changed and run again."""
+    trainer.fit(Small, {"epochs": 1}, out="run")
+
+    class Other(Small):
+        pass
+
+    Other.__name__ = "Small"
+    with pytest.raises(BadInputError, match="task: "):
+        trainer.fit(Other, {"epochs": 1}, out="run")
+
+
+@pytest.mark.usefixtures("here")
+def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
+    run = trainer.fit(Small, {"optim.lr": np.float64(0.01), "data.cache_limit": None}, out=Path("run"))
+    assert run.folder == Path("run")
+
+
+def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
+    inner: Any = OwnTask(Small(), "small").train_data
+    of_the_file = type("Mine", (type(inner),), {"__module__": MODULE})({"x": np.zeros((8, 2))})
+    check_known_there(of_the_file, "fork")
+    check_known_there(inner, "spawn")
+    with pytest.raises(BadInputError, match="can't import Mine from a task's file"):
+        check_known_there(of_the_file, "forkserver")
+
+
+class Small:
+    """Ten samples of two numbers; what is wrong with it is put in by a test."""
+
+    def data(self) -> Any:
+        x = np.arange(20, dtype=np.float32).reshape(10, 2) / 10
+        return {"x": x, "y": x[:, :1]}, {"x": x[:5], "y": x[:5, :1]}
+
+    def model(self) -> Any:
+        return nn.Linear(2, 1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.mse_loss(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": self.loss(model, batch)}
+
+
+def test_a_right_one_passes() -> None:
+    OwnTask(Small(), "small").check()
+
+
+def mean(_: Small, model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch.fields["x"]), batch.fields["y"])
+
+
+WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
+    ("loss", None, "the method loss is missing; it gives a float tensor of shape ()"),
+    ("data", lambda _: 3, "data gave int; it gives the samples to learn from"),
+    ("data", lambda _: ({"x": np.zeros(3), "y": np.zeros(2)}, {}), "different lengths"),
+    ("data", lambda _: ({"x": np.array(["a"])}, {"x": np.zeros(1)}), "which is no number"),
+    ("data", lambda _: ({}, {}), "data gave"),
+    ("model", lambda _: 3, "model gave int; it gives a torch.nn.Module"),
+    ("model", lambda _: 1 / 0, "in model: ZeroDivisionError: division by zero"),
+    ("loss", lambda *_: None, "loss gave nothing; it gives a float tensor of shape ()"),
+    ("loss", lambda *_: torch.zeros(4), "loss gave a tensor of shape (4,)"),
+    ("loss", lambda *_: torch.zeros(()), "without a gradient"),
+    ("loss", mean, 'loss gave a mean (reduction="sum" instead'),
+    ("loss", lambda _, m, b: m(b.fields["y"]).sum(), "in loss: RuntimeError"),
+    ("measure", lambda *_: 3, "measure gave a int"),
+    ("data", lambda _: ({"x": [[1], [2, 3]]}, {}), "in data: ValueError"),
+    ("describe", lambda _: {"classes": {1, 2}}, "describe gave what JSON can't hold"),
+    (
+        "measure",
+        lambda *_: {"a": torch.zeros(())},
+        "metric is 'loss', which measure doesn't give (it gives a)",
+    ),
+    ("measure", lambda *_: {"loss": torch.zeros(3)}, "'loss' as a tensor of shape (3,)"),
+    ("measure", lambda *_: {"loss": torch.zeros(4)}, "and there is no summarise"),
+]
+
+
+@pytest.mark.parametrize(("method", "instead", "message"), WRONG)
+def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, message: str) -> None:
+    wrong = type("Wrong", (Small,), {method: instead})
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        OwnTask(wrong(), "wrong").check()
+
+
+def check(**methods: Any) -> None:
+    OwnTask(type("Mine", (Small,), methods)(), "mine").check()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_means_of_every_kind_are_refused(seed: int) -> None:
+    """Weighted by class or by sample, or of ragged tokens: halves needn't have the mean of the whole."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(12, 3)).astype(np.float32)
+    data: dict[str, Any] = {
+        "x": x,
+        "y": random.integers(0, 4, 12),
+        "w": random.uniform(0.1, 5, 12).astype(np.float32),
+        "t": random.integers(0, 3, (12, 5)),
+    }
+    data["t"][np.arange(5) >= random.integers(1, 6, 12)[:, None]] = -100
+    classes = torch.from_numpy(random.uniform(0.1, 9, 4)).float()
+
+    def tokens(model: nn.Module, batch: Any) -> Any:
+        return model(batch.fields["x"])[:, None, :3].expand(-1, 5, -1).flatten(0, 1)
+
+    def weighted(model: nn.Module, batch: Any) -> Any:
+        each = F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="none")
+        return (each * batch.fields["w"]).sum() / batch.fields["w"].sum()
+
+    losses: dict[str, Callable[..., Any]] = {
+        "plain": lambda _, m, b: F.cross_entropy(m(b.fields["x"]), b.fields["y"]),
+        "classes": lambda _, m, b: F.cross_entropy(m(b.fields["x"]), b.fields["y"], weight=classes),
+        "samples": lambda _, m, b: weighted(m, b),
+        "tokens": lambda _, m, b: F.cross_entropy(tokens(m, b), b.fields["t"].flatten()),
+        "noise": lambda _, m, b: (
+            (m(b.fields["x"])[:, :1] - torch.randn(len(b.fields["x"]), 400)).square().mean()
+        ),
+    }
+    common = {"data": lambda _: (data, data), "model": lambda _: nn.Linear(3, 4)}
+    torch.manual_seed(seed)
+    for name, loss in losses.items():
+        with pytest.raises(BadInputError, match="loss gave a mean"):
+            check(**common, loss=loss, measure=lambda _, m, b: {"loss": m(b.fields["x"]).sum()})
+        assert name
+
+
+class Normed(nn.Module):
+    """What a training forward pass changes, and a checkpoint holds; and what each pass fills or sets anew."""
+
+    steps: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(8), persistent=False)
+        self.last = 0.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.steps += 1
+        self.cache = torch.full((8,), 0.1)
+        y = self.head(self.body(x) + self.cache) * (1 + 0.01 * self.steps)
+        self.last = float(y.detach().sum())
+        return y
+
+
+def infonce(model: nn.Module, batch: Any) -> torch.Tensor:
+    z = F.normalize(torch.cat((model(batch.fields["x"]), batch.fields["x"]), 1), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"model": lambda _: Normed()},
+        {"loss": lambda _, m, b: infonce(m, b)},
+        {
+            "loss": lambda _, m, b: F.mse_loss(
+                m(b.fields["x"]), torch.randn_like(b.fields["y"]), reduction="sum"
+            )
+        },
+        {"loss": lambda _, m, b: F.dropout(m(b.fields["x"]) - b.fields["y"], 0.3).square().sum()},
+        {"loss": lambda _, m, b: F.mse_loss(m(b.fields["x"]), b.fields["y"]) * len(b.fields["x"])},
+    ],
+    ids=["buffers", "contrastive", "noise", "dropout", "mean x samples"],
+)
+def test_no_false_alarm(methods: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check(**methods)
+    assert not capsys.readouterr().err
+
+
+class Counter(nn.Module):
+    """A layer that scales by the number of steps so far, however that is kept."""
+
+    seen: torch.Tensor
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.inner, self.keep, self.steps = nn.Linear(2, 1), keep, 0
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training and self.keep == "buffer":
+            self.seen += 1
+        elif self.training and self.keep != "numpy":
+            self.steps += 1
+        y = self.inner(x)
+        if self.keep == "reversal":  # the loss is the same, its gradient isn't
+            return y + (0.1 * self.steps * (y - y.detach()))
+        factor = {"attribute": self.steps, "numpy": np.random.default_rng().random()}.get(self.keep, 0)
+        return y * (1 + 0.1 * float(factor))
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("buffer", "'seen' is registered with persistent=False and changes"),
+        (
+            "attribute",
+            r"the loss differs for the same samples.*\(model.steps changes each time\).*register_buffer",
+        ),
+        ("reversal", "the gradient of inner.weight differs"),
+        ("numpy", "the loss differs.*torch's default generator"),
+    ],
+)
+def test_state_that_no_checkpoint_holds_is_refused(keep: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        check(model=lambda _: Counter(keep))
+
+
+def test_a_count_without_effect_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    check(model=lambda _: Counter("count"))
+    assert "model.steps changes with each forward pass, and no checkpoint holds it" in capsys.readouterr().err
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    """Where the same model is given each time, as by a class of a notebook."""
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    check(model=lambda _: model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("attributes", "lower"),
+    [
+        ({}, True),
+        ({"metric": "accuracy"}, False),
+        ({"metric": "top5_accuracy"}, False),
+        ({"metric": "mae", "mode": "min"}, True),
+        ({"metric": "map", "mode": "max"}, False),
+        ({"metric": "mae", "lower_is_better": True}, True),
+        ({"mode": "max"}, False),
+    ],
+)
+def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -> None:
+    assert OwnTask(type("Mine", (Small,), attributes)(), "mine").lower_is_better is lower
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"metric": "mae"}, 'nothing says which way it is better; add to the class mode = "min"'),
+        ({"metric": "mae", "mode": "low"}, 'mode is \'low\'; give "min" or "max"'),
+        ({"metric": "mae", "mode": "max", "lower_is_better": True}, "contradict"),
+    ],
+)
+def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        OwnTask(type("Mine", (Small,), attributes)(), "mine")
+
+
+def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    return {"loss": model(batch.fields["x"]).sum(), "score": batch.fields["x"][:, 0]}
+
+
+def many(_: Small) -> Any:
+    """More samples than `summarise` is tried on."""
+    x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
+    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
+
+
+def broken(_: Small, rows: Any) -> Any:
+    return {"auc": float(rows["scores"].sum())}
+
+
+def complaining(*_: Any) -> Any:
+    raise ValueError("only one class")
+
+
+AUC = {"metric": "auc", "mode": "max", "measure": rows}
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            {"summarise": lambda *_: {"f1": 0.5}},
+            "metric is 'auc', which neither measure nor summarise gives (they",
+        ),
+        ({"summarise": broken}, "in summarise: KeyError: 'scores'; summarise gives figures by name"),
+        ({"summarise": lambda *_: 0.5}, "summarise gave a float"),
+        ({"summarise": lambda *_: {"auc": torch.zeros(3)}}, "summarise gave 'auc' as a tensor of shape (3,)"),
+        ({"summarise": complaining}, "in summarise: ValueError: only one class"),
+        ({"metric": "score", "summarise": lambda *_: {}}, "metric is 'score', which neither"),
+    ],
+)
+def test_summarise_is_tried(methods: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        check(**AUC | methods)
+
+
+def test_summarise_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a complaint about what few of them lack is only told."""
+    labels = torch.arange(100)
+
+    def summarise(_: Small, rows: Any) -> Any:
+        return {"auc": (rows["score"] - labels).mean(), "n": np.float32(len(rows["score"]))}
+
+    check(**AUC, data=many, summarise=summarise)
+    assert not capsys.readouterr().err
+    check(**AUC, data=many, summarise=complaining)
+    assert "ValueError: only one class" in capsys.readouterr().err
+
+
+def test_figures_of_summarise_are_plain_numbers() -> None:
+    mine = type(
+        "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
+    )
+    figures = OwnTask(mine(), "mine").summarise({})
+    assert {name: type(value) for name, value in figures.items()} == {"auc": float, "t": float}
+
+
+def doubled(_: Any) -> Any:
+    x = np.arange(20).reshape(10, 2) / 10
+    return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
+
+
+def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
+    with pytest.raises(
+        BadInputError, match=r"data gave 'x' as float64 .* float32: give it as .astype\(np.float32"
+    ):
+        check(data=doubled)
+    check(data=doubled, model=lambda _: nn.Linear(2, 1).double())
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (np.zeros(10, np.int64), "'units' that are 0 for every sample"),
+        (np.full(10, -1), "aren't one whole number"),
+        (np.ones(10), "aren't one whole number"),
+    ],
+)
+def test_units_are_counts(units: Any, message: str) -> None:
+    x = np.ones((10, 2), np.float32)
+    part = {"x": x, "y": x[:, :1], "units": units}
+    with pytest.raises(BadInputError, match=message):
+        check(data=lambda _: (part, part))
+
+
+def test_a_loss_that_is_nan_without_units_is_refused() -> None:
+    x = np.ones((10, 2), np.float32)
+    part = {"x": x, "y": x[:, :1], "units": np.array([1] * 6 + [0] * 4)}
+
+    def nan(_: Small, model: nn.Module, batch: Any) -> Any:
+        valid = batch.fields["units"] > 0
+        return F.mse_loss(model(batch.fields["x"][valid]), batch.fields["y"][valid]) * valid.sum()
+
+    with pytest.raises(BadInputError, match="loss gave nan for samples of 0 units"):
+        check(data=lambda _: (part, part), loss=nan)
+
+
+class Held(nn.Linear):
+    """With a tensor of another type in it."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__(2, 1)
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("phase", lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64, which the fused"),
+        ("phase", lambda: torch.ones(2, dtype=torch.complex128), "complex128, which safetensors can't hold"),
+        ("phase", lambda: torch.ones(2, dtype=torch.complex64), ""),
+    ],
+)
+def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: str, here: Path) -> None:
+    """Refused before the start where they would fail, whatever the task; else trained and saved."""
+    own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
+    settings = {"data.global_batch": 4, "data.micro_batch": 4, "ema.decay": 0.9, "checkpoint.every": 1}
+    if message:
+        with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
+            trainer.fit(own, settings)
+        assert not (here / "runs").exists()
+    else:
+        assert torch.equal(trainer.fit(own, settings).model().phase, make())
+
+
+@pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d())])
+def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], here: Path) -> None:
+    with pytest.raises(BadInputError, match="has no shape yet"):
+        trainer.fit(type("Mine", (Small,), {"model": model}), {"data.global_batch": 4, "data.micro_batch": 4})
+    assert not (here / "runs").exists()
+
+
+def test_predict_says_what_is_missing() -> None:
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(task="mine.py"), task=OwnTask(Small(), "mine.py"), folder="run"
+    )
+    with pytest.raises(
+        BadInputError, match=r"class in mine.py has no method predict\(model, options\).*add it"
+    ):
+        _show(run)
+
+
+def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
+    main(["new", "mine.py"])
+    more = {"epochs": 1, "log": {"sinks": ["jsonl"]}, "parallel": {"threads": 1}}
+    assert forked.attempt(here / "run", recipe_of(here / "mine.py", **more), stop_after=5).code == 75
+    (here / "elsewhere").mkdir()
+    (here / "mine.py").rename(here / "elsewhere" / "yours.py")
+    moved = recipe_of(here / "elsewhere" / "yours.py", **more)
+    told = forked.attempt(here / "run", moved)
+    assert told.code == 0, told.line
+    (here / "elsewhere" / "yours.py").write_text("# another\n")
+    assert "task: " in differences({"task": "digits"}, {"task": "mine.py"})[0]
+
+
+def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path) -> None:
+    """Nor does it make the next one with units a leap."""
+    (here / "mine.py").write_text(SPARSE)
+    guard = {"spike": "stop", "spike_history": 10}
+    told = forked.attempt(here / "run", recipe_of(here / "mine.py", guard=guard))
+    assert (told.code, told.line) == (0, ""), told.said
+    lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [row["loss"] for row in map(json.loads, lines) if row["kind"] == "train"]
+    assert len(losses) == 48
+    assert losses.count(0.0) > 24, "steps without any unit"
+    assert max(losses) > 0
+
+
+SPARSE = """
+import numpy as np
+from torch import nn
+from torch.nn import functional as F
+RECIPE = {
+    "epochs": 6,
+    "data": {"global_batch": 8, "micro_batch": 4},
+    "log": {"every": 1, "sinks": ["jsonl"]},
+    "parallel": {"threads": 1},
+}
+class Sparse:
+    def data(self):
+        random = np.random.default_rng(0)
+        x = random.normal(size=(64, 5, 3)).astype(np.float32)
+        units = np.zeros(64, np.int64)
+        units[:3] = 5
+        y = random.integers(0, 4, (64, 5))
+        y[np.arange(5) >= units[:, None]] = -100
+        return (both := {"x": x, "y": y, "units": units}), both
+    def model(self):
+        return nn.Linear(3, 4)
+    def loss(self, model, batch):
+        logits = model(batch.fields["x"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch.fields["y"].flatten(), reduction="sum")
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+
+FILES = [
+    ("def x(:\n", "mine.py line 1: invalid syntax"),
+    ("RECIPE = dict(epochs=1)\n", "line 1: RECIPE is read before the file is run"),
+    ("RECIPE = 3\n", "RECIPE is a dict such as"),
+    ("RECIPE = {'epochz': 1}\n", "unknown key 'epochz'; did you mean 'epochs'?"),
+    ("RECIPE = {'model': {'name': 'resnet18'}}\n", "has a model of its own; leave the name out"),
+    ("import nothing_like_it\n", "mine.py line 1: ModuleNotFoundError: No module named 'nothing_like_it'"),
+    ("x = 1\n", "one class with the methods data, model, loss, measure is wanted; found none"),
+    ("class A:\n    def loss(self): ...\nclass B(A): ...\n", "found A, B"),
+    ("class A:\n    def loss(self): ...\n    def __init__(self, x): ...\n", "A() raised TypeError"),
+    ("class A:\n    def loss(self): ...\n", "the method data is missing"),
+    (
+        "class A:\n    def data(self):\n        return [][0]\n    model = loss = measure = data\n",
+        "line 3, in data",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_a_file_with_something_wrong(
+    text: str, message: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(*_: Any, **__: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "launch", launch)
+    (here / "mine.py").write_text(text)
+    assert main(["train", "mine.py"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "langage"}, "no such task; did you mean 'language'?"),
+        ({"task": "audio", "data": {"name": "coco"}}, "data.name=coco is nothing that task=audio reads"),
+        ({"task": "language", "model": {"name": "resnet18"}}, "task=language has a model of its own"),
+        (
+            {"task": "audio", "regularization": {"mixup": 0.2}},
+            "regularization: nothing that task=audio reads",
+        ),
+        ({"task": "language", "model": {"width": 64}}, "model.width: nothing that task=language reads"),
+        ({"task": "audio", "data": {"augment": "flip"}}, "data.augment: nothing that task=audio reads"),
+        ({"detection": {"flip": 0.5}}, "detection: nothing that task=classification reads"),
+    ],
+)
+def test_a_task_goes_with_its_data_and_model(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        validated(Recipe, {"epochs": 1, **settings}, "here")
+
+
+def test_each_task_has_data_and_a_model_of_its_own() -> None:
+    recipe = validated(Recipe, {"epochs": 1, "task": "audio"}, "here")
+    assert (recipe.data.name, recipe.model.name) == ("dtmf", "audio_cnn")
+    assert validated(Recipe, recipe.model_dump(mode="json"), "again") == recipe
+
+
+def test_padding_never_comes_to_the_methods() -> None:
+    """Nor does it count: also where a batch is nothing else, and in rows."""
+    seen: list[int] = []
+
+    class Counting(Small):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            seen.append(len(batch.fields["x"]))
+            return super().loss(model, batch)
+
+        def measure(self, model: nn.Module, batch: Any) -> Any:
+            return {"loss": self.loss(model, batch), "first": batch.fields["x"][:, 0]}
+
+        def summarise(self, rows: Any) -> dict[str, float]:
+            return {"sum": float(rows["first"].sum())}
+
+    task, model = OwnTask(Counting(), "counting"), nn.Linear(2, 1)
+    fields = {"x": torch.arange(8.0).reshape(4, 2), "y": torch.zeros(4, 1)}
+    half = Batch(fields, torch.tensor([1.0, 1, 0, 0]), None, 2)
+    short = {name: value[:2] for name, value in fields.items()}
+    assert torch.equal(task.loss(model, half), task.loss(model, Batch(short, None, None, 2)))
+    assert seen == [2, 2]
+    measured = task.measure(model, half)
+    assert measured["first"].tolist() == [0.0, 2.0, 0.0, 0.0]
+    nothing = Batch(fields, torch.zeros(4), None, 0)
+    assert float(task.loss(model, nothing)) == 0
+    assert float(task.measure(model, nothing)["loss"]) == 0
+
+
+def test_it_can_be_exported_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "mine.py"])
+    text = (here / "mine.py").read_text()
+    lines = (
+        "def predict(self, model, options):",
+        "    print(model(torch.zeros(1, 2)).shape)",
+        "    return 0",
+    )
+    shows = "\n" + "".join(f"    {line}\n" for line in lines)
+    (here / "mine.py").write_text(text + shows)
+    trainer.fit("mine.py", {"epochs": 1}, out="run")
+    assert main(["predict", "run"]) == 0
+    assert "torch.Size([1, 2])" in capsys.readouterr().out
+    assert main(["export", "run", "--to", "torchscript", "--out", "exported"]) == 0
+    assert list((here / "exported").glob("*.ts"))
+    with (here / "mine.py").open("a") as file:
+        file.write("# changed\n")
+    assert main(["predict", "run"]) == 2
+    assert "isn't the file that the run was trained with" in capsys.readouterr().err
+
+
+def test_the_walk_through(here: Path) -> None:
+    """Every Python block of docs/your-own-task.md, one after another, as a reader would type them."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", WALK.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    (here / "walk.py").write_text("\n".join(blocks))
+    done = subprocess.run([sys.executable, "walk.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,205 @@
+"""Promise: mixup, CutMix and stochastic depth are what their papers say, and keyed by the shard."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.config import validated
+from trainer.data.loader import Batch
+from trainer.data.sources import DataConfig
+from trainer.errors import BadInputError
+from trainer.memory import blocks
+from trainer.mixing import RegularizationConfig, mix
+from trainer.models import ModelConfig, build_model
+from trainer.recipe import Recipe
+from trainer.run import make_task
+from trainer.step import train_window
+from trainer.stochastic_depth import add_stochastic_depth
+from trainer.tasks.classification import Classification
+
+pytestmark = pytest.mark.compat
+
+
+def images(count: int, side: int = 16) -> torch.Tensor:
+    """Each image is its number all over, so that one can see how much of which is where."""
+    return torch.arange(1.0, count + 1).view(-1, 1, 1, 1).expand(count, 1, side, side)
+
+
+def test_mixup_is_a_blend_with_one_neighbour() -> None:
+    torch.manual_seed(0)
+    image = images(64)
+    mixed = mix(image, 0.4, 0.0)
+    assert torch.equal(mixed.other, torch.arange(64).roll(1))
+    blended = mixed.share * image[:, 0, 0, 0] + (1 - mixed.share) * image[mixed.other, 0, 0, 0]
+    assert torch.allclose(mixed.image, blended.view(-1, 1, 1, 1).expand_as(image), atol=1e-4)
+
+
+def test_cutmix_pastes_a_rectangle_and_counts_its_pixels() -> None:
+    torch.manual_seed(0)
+    image = images(256)
+    mixed = mix(image, 0.0, 1.0)
+    own = mixed.image == image
+    pasted = mixed.image == image[mixed.other]
+    assert bool((own | pasted).all())
+    assert torch.allclose(mixed.share, own.float().mean((1, 2, 3)))
+    assert bool((mixed.share < 0.5).any())
+    assert bool((mixed.share > 0.5).any())
+    for pixels in pasted[:, 0]:
+        rows, columns = pixels.any(1), pixels.any(0)
+        assert torch.equal(pixels, rows[:, None] & columns[None]), "not a rectangle"
+        assert int(rows.int().diff().abs().sum()) <= 2, "not in one piece"
+
+
+@pytest.mark.parametrize("parameter", [0.2, 1.0, 4.0])
+def test_shares_are_beta_distributed(parameter: float) -> None:
+    torch.manual_seed(0)
+    share = mix(images(200_000, 1), parameter, 0.0).share
+    assert share.mean() == pytest.approx(0.5, abs=0.01)
+    assert share.var() == pytest.approx(1 / (4 * (2 * parameter + 1)), rel=0.03)
+
+
+def test_with_both_half_of_the_images_get_either() -> None:
+    torch.manual_seed(0)
+    image = images(4000)
+    mixed = mix(image, 1.0, 1.0)
+    flat = mixed.image.flatten(1)
+    uniform = (flat == flat[:, :1]).all(1) & (mixed.share < 1) & (mixed.share > 0)
+    assert float(uniform.float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def classification(regularization: dict[str, float]) -> Any:
+    return Classification(DataConfig(), ModelConfig(), RegularizationConfig(**regularization), 0)
+
+
+class Constant(nn.Module):
+    """Gives the same logits for every image."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(len(image), -1)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_that_of_the_mixed_target(smoothing: float) -> None:
+    torch.manual_seed(0)
+    label = torch.randint(10, (32,))
+    batch = Batch({"image": torch.zeros(32, 1, 8, 8, dtype=torch.uint8), "label": label}, None, None, 32)
+    logits = torch.randn(10)
+    torch.manual_seed(1)
+    loss = classification({"mixup": 0.5, "label_smoothing": smoothing}).loss(Constant(logits), batch)
+    torch.manual_seed(1)
+    mixed = mix(torch.zeros(32, 1, 8, 8), 0.5, 0.0)
+    hot = F.one_hot(label, 10).float()
+    target = mixed.share[:, None] * hot + (1 - mixed.share[:, None]) * hot[mixed.other]
+    target = (1 - smoothing) * target + smoothing / 10
+    wanted = -(target * F.log_softmax(logits, 0)).sum()
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_padding_is_never_mixed_into_samples() -> None:
+    values = {"epochs": 1, "window": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
+    with pytest.raises(BadInputError, match=r"would mix the padding .* use window\.last=cross"):
+        validated(Recipe, values, "mine")
+
+
+def test_padding_counts_for_nothing_when_mixed() -> None:
+    weight = torch.tensor([1.0, 1.0, 0.0])
+    label = torch.tensor([1, 2, 3])
+    batch = Batch({"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": label}, weight, None, 2)
+    torch.manual_seed(0)
+    loss = classification({"mixup": 1.0}).loss(Constant(torch.zeros(10)), batch)
+    assert float(loss) == pytest.approx(2 * torch.tensor(10.0).log().item(), rel=1e-6)
+
+
+def test_a_micro_batch_of_one_has_nothing_to_mix() -> None:
+    values = {"epochs": 1, "data": {"micro_batch": 1}, "regularization": {"mixup": 0.2}}
+    with pytest.raises(BadInputError, match="nothing to mix; use a larger one or 0"):
+        validated(Recipe, values, "mine")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "small_resnet",
+        "resnet18",
+        "resnet50",
+        "vit_b_32",
+        "regnet_y_400mf",
+        "convnext_tiny",
+        "efficientnet_b0",
+    ],
+)
+def test_stochastic_depth_reaches_the_branches_of_known_models(name: str) -> None:
+    """Without branches nothing is left of a sample's image but what the shortcuts carry."""
+    model = build_model(ModelConfig(name=name, blocks=(2, 2)), 3, 10)
+    names = set(model.state_dict())
+    add_stochastic_depth(model, 0.5)
+    assert set(model.state_dict()) == names
+    hooked = [m for m in model.modules() if m._forward_hooks]
+    own = [m for m in model.modules() if type(m).__name__ == "StochasticDepth"]
+    assert bool(hooked) != bool(own)
+    if own:
+        assert own[-1].p == 0.5
+        assert own[0].p == pytest.approx(0.5 / len(own))
+    else:
+        hooks = [next(iter(m._forward_hooks.values())) for m in hooked]
+        drops = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial)]
+        assert drops == sorted(drops)
+        assert (drops[-1], drops[0]) == (0.5, pytest.approx(0.5 / len(blocks(model))))
+
+
+def test_a_model_without_known_branches_is_refused() -> None:
+    with pytest.raises(BadInputError, match="no residual blocks that it knows"):
+        add_stochastic_depth(nn.Sequential(nn.Linear(2, 2)), 0.1)
+
+
+def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(width=4, blocks=(1,), norm="group"), 1, 10)
+    block = model.get_submodule("blocks.0")
+    x = torch.randn(1, 4, 8, 8).expand(4000, 4, 8, 8)
+    with torch.no_grad():
+        whole = block(x[:1])
+        shortcut = torch.relu(block.get_submodule("norm1")(x[:1]))
+        add_stochastic_depth(model, 0.25)
+        model.train()
+        dropped = block(x)
+        left_out = (dropped == shortcut).flatten(1).all(1)
+        assert float(left_out.float().mean()) == pytest.approx(0.25, abs=0.03)
+        kept = shortcut + (whole - shortcut) / 0.75
+        assert torch.allclose(dropped[~left_out], kept.expand_as(dropped[~left_out]), atol=1e-5)
+        model.eval()
+        assert torch.equal(block(x[:1]), whole)
+
+
+@pytest.mark.parametrize(
+    "regularization", [{"mixup": 0.4, "cutmix": 1.0}, {"stochastic_depth": 0.5}, {"cutmix": 0.5}]
+)
+def test_it_is_keyed_by_the_shard(regularization: dict[str, float]) -> None:
+    """Twice the same run gives the same bits, also when something else draws numbers in between."""
+    losses = []
+    for disturbed in (False, True):
+        recipe = make_recipe(
+            data={"global_batch": 64, "micro_batch": 16},
+            model={"width": 8},
+            regularization=regularization,
+            max_windows=4,
+            memory={"checkpointing": "blocks" if disturbed else "none"},
+        )
+        parts = assemble_alone(recipe, make_task(recipe))
+        batches = parts.loader(parts.training.share.batches())
+        parts.training.replica.train()
+        for window in range(4):
+            if disturbed:
+                torch.rand(window + 1)
+            train_window(parts.training, batches, window)
+        losses.append(float(parts.training.loss))
+    assert losses[0] == losses[1]

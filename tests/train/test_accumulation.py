@@ -1,0 +1,146 @@
+"""Promise: the gradient of every window is that of its samples concatenated, whatever the cut."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.world import Ranks
+from trainer.errors import BadInputError
+from trainer.keyed_rng import permuted
+from trainer.parallel import World
+from trainer.run import assemble
+from trainer.step import train_window
+
+
+class Case(NamedTuple):
+    samples: int
+    micro_batch: int
+    accumulation: int
+    world: int
+    last: str
+    epochs: int
+    ragged: bool
+    resident: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    micro_batch = draw(st.integers(1, 3))
+    micro_batches = draw(st.integers(1, 64))
+    missing = draw(st.integers(0, micro_batch - 1))
+    return Case(
+        samples=micro_batches * micro_batch - missing,
+        micro_batch=micro_batch,
+        accumulation=draw(st.integers(1, 16)),
+        world=draw(st.sampled_from((1, 2, 4))),
+        last=draw(st.sampled_from(("cross", "drop", "weighted"))),
+        epochs=draw(st.integers(1, 3)),
+        ragged=draw(st.booleans()),
+        resident=draw(st.booleans()),
+    )
+
+
+class Capture:
+    """In the optimiser's place: keeps gradients, changes nothing."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        parts = [p.grad.flatten() for p in self.parameters if p.grad is not None]
+        self.gradients.append(torch.cat(parts).clone())
+
+
+def window_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+    """What the trainer's own step computes, on one of the ranks."""
+    data = {
+        "global_batch": case.micro_batch * case.accumulation * case.world,
+        "micro_batch": case.micro_batch,
+        "resident": case.resident,
+    }
+    recipe = make_recipe(epochs=case.epochs, data=data, window={"last": case.last})
+    parts = assemble(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
+    training = parts.training
+    capture: Any = Capture(training.parameters)
+    training.optimizer = capture
+    plan = training.share.plan
+    batches = parts.loader(training.share.batches())
+    for window in range(plan.windows):
+        train_window(training, batches, window)
+    assert next(batches, None) is None
+    return capture.gradients, training.loss, int(training.rates.applied)
+
+
+def expected_windows(case: Case) -> list[list[int]]:
+    """The samples of each window, by cutting lists: shares nothing with the plan but the order."""
+    size = case.micro_batch * case.accumulation * case.world
+    orders = [
+        permuted(0, np.full(case.samples, epoch), np.arange(case.samples), case.samples).tolist()
+        for epoch in range(case.epochs + size // case.samples + 1)
+    ]
+    if case.last == "cross":
+        stream = [sample for order in orders for sample in order]
+        windows = -(-case.samples * case.epochs // size)
+        return [stream[number * size : (number + 1) * size] for number in range(windows)]
+    cut = [order[at : at + size] for order in orders[: case.epochs] for at in range(0, case.samples, size)]
+    return [window for window in cut if case.last == "weighted" or len(window) == size]
+
+
+def expected_gradient(task: TokenTask, model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
+    """Mean over all valid tokens of all samples at once."""
+    model.zero_grad()
+    logits = model(task.arrays["x"][samples])
+    label = task.arrays["y"][samples]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="mean").backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def initial_model(task: TokenTask) -> torch.nn.Module:
+    recipe = make_recipe(data={"global_batch": 1, "micro_batch": 1})
+    return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.model
+
+
+@pytest.mark.compat
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_every_window_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
+    windows = expected_windows(case)
+    if not windows:
+        with pytest.raises(AssertionError, match="leaves no window"):
+            ranks.run(case.world, window_gradients, case)
+        return
+    answers = ranks.run(case.world, window_gradients, case)
+    task = TokenTask(case.samples, case.ragged)
+    model = initial_model(task)
+    for gradients, _, applied in answers:
+        assert len(gradients) == applied == len(windows)
+    for number, samples in enumerate(windows):
+        wanted = expected_gradient(task, model, samples)
+        for gradients, _, _ in answers:
+            error = (gradients[number] - wanted).norm() / wanted.norm()
+            assert error <= 1e-12, f"window {number}: relative error {error}"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_logged_loss_is_the_mean_over_each_window(ranks: Ranks, ragged: bool) -> None:
+    case = Case(20, 2, 2, 2, "weighted", 1, ragged, True)
+    answers = ranks.run(2, window_gradients, case)
+    task = TokenTask(20, ragged)
+    model = initial_model(task)
+    wanted = 0.0
+    for samples in expected_windows(case):
+        logits = model(task.arrays["x"][samples]).flatten(0, 1)
+        wanted += torch.nn.functional.cross_entropy(logits, task.arrays["y"][samples].flatten()).item()
+    assert float(sum(loss for _, loss, _ in answers)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_shards_must_divide_among_the_ranks() -> None:
+    recipe = make_recipe(data={"global_batch": 6, "micro_batch": 2})
+    with pytest.raises(BadInputError, match="not a multiple"):
+        assemble(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)

@@ -1,0 +1,93 @@
+"""Promise: what the first window compiled serves all others; nothing is compiled again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.counting import skip_with_another_torch
+from tests.helpers.toys import assemble_alone
+from trainer import prepare
+from trainer.config import override, read_recipe, validated
+from trainer.evaluate import evaluate
+from trainer.loop import train
+from trainer.observe.log import Meter
+from trainer.parallel import World
+from trainer.recipe import Recipe
+from trainer.run import make_task
+from trainer.step import take_figures
+
+CPU = torch.device("cpu")
+# Two micro-batches a window, and windows that cross the ends of epochs (or, weighted, are padded there); a
+# learning rate that changes in each; the digits' own augmentation, average of the weights and clipping.
+_DIGITS = (
+    *("data.global_batch=400", "data.micro_batch=200", "model.width=4", "model.norm=group"),
+    *("max_windows=9", "log.every=4", "parallel.threads=1"),
+)
+_EVALUATED = (3, 6)  # windows done
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Graphs that were handed to the compiler, forward and backward; they run as they are."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    graphs: list[Any] = []
+    original: Callable[..., Any] = torch.compile
+
+    def as_it_is(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def compile_quickly(what: Any, *, mode: str, **keywords: Any) -> Any:
+        assert mode == "default"
+        backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is)
+        return original(what, backend=backend, **keywords)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    monkeypatch.setattr(prepare, "missing_for_compiling", lambda _: None)
+    return graphs
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("last", ["cross", "weighted"])
+@pytest.mark.parametrize("resident", [True, False])
+def test_nothing_is_compiled_after_the_first_window(
+    scope: str, last: str, resident: bool, compiled: list[Any]
+) -> None:
+    words = [*_DIGITS, "compile.mode=default", f"compile.scope={scope}", f"window.last={last}"]
+    words += [f"data.resident={resident}", "data.workers=0"]
+    recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
+    task = make_task(recipe)
+    parts = assemble_alone(recipe, task)
+    t, world = parts.training, World(0, 1, 0, CPU, None)
+    plan, rates, counts = t.share.plan, set[float](), list[int]()
+    assert plan.epoch_at(plan.windows) > 1 and t.accumulation == 2
+
+    def evaluated(_: int) -> None:
+        loader, share = parts.evaluation_loader, parts.evaluation_share
+        evaluate(task, t.model, loader, share, world, recipe.precision)
+
+    def done(_: int) -> None:
+        counts.append(len(compiled))
+        rates.add(float(t.rates.current))
+
+    train(
+        t,
+        parts.loader(t.share.batches()),
+        range(plan.windows),
+        Meter(plan, CPU, [], lambda: take_figures(t)),
+        recipe.log.every,
+        lambda window: window in _EVALUATED,
+        evaluated,
+        done,
+    )
+    assert len(rates) == plan.windows - 1  # the last one is kept
+    blocks = 2
+    assert counts[0] > 0 and counts == counts[:1] * plan.windows
+    skip_with_another_torch()
+    # Forward and backward; of blocks, the second is another function only where its shapes differ.
+    assert counts[0] == (2 if scope == "model" else 2 * blocks)

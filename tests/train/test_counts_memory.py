@@ -1,0 +1,162 @@
+"""Promise: a window allocates so much and leaves nothing behind; a sample is moved once, as bytes."""
+
+import gc
+import sys
+import tracemalloc
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.autograd.profiler import profile
+
+from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
+from tests.helpers.toys import assemble_alone
+from trainer.config import override, read_recipe, validated
+from trainer.data.ring import Ring
+from trainer.parallel import silenced
+from trainer.recipe import Recipe
+from trainer.run import Parts, make_task
+from trainer.step import train_window
+
+# Of a window of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
+ALLOCATIONS, ALLOCATED = 28, 1064
+# Bytes that operators copy in a window of the digits recipe, besides those of its batch: pixels to floats
+# (16,384), the grid of the augmentation (32,768), and 2,620 of norms, the rate, BatchNorm's statistics and
+# which of its layers ran.
+COPIED_BY_DIGITS = 51_776
+_COUNTED = range(55, 95)  # windows between two rows
+
+
+def test_a_window_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> None:
+    # What was taken before it looks it doesn't see given back; so it looks twice.
+    first, counted = (profile(use_cpu=True, profile_memory=True) for _ in range(2))
+
+    def done(window: int) -> None:
+        if window == _COUNTED.start - 1:
+            first.__enter__()
+        elif window == _COUNTED.start:
+            first.__exit__(None, None, None)
+            counted.__enter__()
+        elif window == _COUNTED.stop:
+            counted.__exit__(None, None, None)
+
+    with silenced(sys.stderr):
+        tiny_windows(tmp_path, 100, done)
+    sizes = changes(counted)
+    taken = [size for size in sizes if size > 0]
+    assert len(taken) >= len(_COUNTED), "the windows weren't looked at"
+    assert sum(sizes) == 0, "tensors stay"
+    skip_with_another_torch()
+    assert (len(taken), sum(taken)) == (ALLOCATIONS * len(_COUNTED), ALLOCATED * len(_COUNTED))
+
+
+def changes(counted: profile) -> list[int]:
+    """Bytes of each piece of memory that was taken, and of each that was given back as less than 0."""
+    sizes, events = [], list(counted.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while events:
+        event = events.pop()
+        events += event.children
+        if hasattr(event.extra_fields, "alloc_size"):
+            sizes.append(int(event.extra_fields.alloc_size))
+    return sizes
+
+
+def test_nothing_of_pythons_grows_from_window_to_window(tmp_path: Path) -> None:
+    """Bytes of Python's own memory after 350, 450, … windows, with no row of figures between."""
+    looks = range(350, 1000, 100)
+    kept = array("q", [0] * len(looks))  # so that what is found takes no memory of its own
+
+    def done(window: int) -> None:
+        if window == 300:
+            gc.freeze()  # what is there already needn't be looked through each time
+            tracemalloc.start()
+        if window in looks:
+            gc.collect()
+            forget_names()
+            kept[looks.index(window)] = tracemalloc.get_traced_memory()[0]
+
+    try:
+        tiny_windows(tmp_path, looks[-1] + 1, done, log_every=1000)
+    finally:
+        tracemalloc.stop()
+        gc.unfreeze()
+    assert all(kept), "not every look was taken"
+    growth = np.diff(np.array(kept))
+    # A list that gets None in each window would take 800 bytes more each time. The median, because another
+    # thread may keep something, once.
+    assert abs(np.median(growth)) < 200, growth
+
+
+def forget_names() -> None:
+    """Empties the interpreter's table of attributes: it holds names that C++ made anew for each look-up."""
+    getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
+
+
+def digits(*settings: str) -> Parts:
+    words = ["model.width=8", "data.workers=0", "parallel.threads=1", *settings]
+    recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
+    return assemble_alone(recipe, make_task(recipe))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_bytes_that_a_window_of_the_digits_copies(resident: bool) -> None:
+    parts = digits(f"data.resident={resident}")
+    training = parts.training
+    training.replica.train()
+    batches = parts.loader(training.share.batches())
+    windows = []
+    for window in range(6):
+        with counting(seen := Counter[str]()):
+            train_window(training, batches, window)
+        windows.append(seen)
+    assert windows[1:] == windows[1:2] * 5
+    assert not of(windows[1], "waits")
+    copied = of(windows[1], "copied")
+    batch = (64 * 8 * 8 + 64 * 8) if resident else 0  # images and labels, gathered; or they lie in the ring
+    assert copied.get("copied aten.index_select.default", 0) == batch
+    assert copied["copied aten._to_copy.default"] == 4 * 64 * 8 * 8  # to float32, once
+    skip_with_another_torch()
+    assert sum(copied.values()) == COPIED_BY_DIGITS + batch, copied
+
+
+def test_a_batch_that_lies_in_memory_is_gathered_once() -> None:
+    batches = digits("data.resident=true").loader(range(4))
+    for _ in range(3):
+        with counting(seen := Counter[str]()):
+            batch = next(batches)
+        size = sum(field.nbytes for field in batch.fields.values())
+        assert of(seen, "copied") == {"copied aten.index_select.default": size}
+        assert size == 64 * (8 * 8 + 8), "uint8 until the device"
+
+
+def test_a_batch_is_written_once_to_the_ring_and_used_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    original: Any = np.take
+
+    def take(*arguments: Any, out: Any = None, **keywords: Any) -> Any:
+        written.append(out.nbytes if out is not None else 0)
+        return original(*arguments, out=out, **keywords)
+
+    parts = digits("data.resident=false", "data.global_batch=512", "data.micro_batch=512")
+    ring: Ring = parts.loader._ring  # type: ignore[union-attr]
+    batches = parts.loader(range(6))
+    next(batches)  # the order of many batches is worked out with the first
+    monkeypatch.setattr(np, "take", take)
+    for number in range(1, 3):
+        written.clear()
+        gc.collect()
+        tracemalloc.start()
+        with counting(seen := Counter[str]()):
+            batch = next(batches)
+        extra = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        size = sum(field.nbytes for field in batch.fields.values())
+        assert size == 512 * (8 * 8 + 8), "uint8 until the device"
+        assert sum(written) == size and not of(seen, "copied")
+        place = ring.slot(number)
+        inside = range(place.data_ptr(), place.data_ptr() + place.nbytes)
+        assert all(field.data_ptr() in inside for field in batch.fields.values())
+        assert extra < size / 2, "as much as another copy"

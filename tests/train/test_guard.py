@@ -1,0 +1,443 @@
+"""Promise: bad numbers are found, told and survived as the recipe says, by all ranks alike."""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from tests.chaos import ending
+from tests.helpers.forked import Attempt, attempt, replace, small
+from tests.helpers.rows import read_rows
+from trainer import incidents, preempt, rank
+from trainer.attempt import train_rank
+from trainer.checkpoint import store
+from trainer.checkpoint.store import newest_good
+from trainer.errors import BadInputError
+from trainer.guard import Finding, GuardConfig, judge, median_and_deviation
+from trainer.incidents import incidents_before, left_out, read_incidents
+from trainer.recipe import Recipe
+from trainer.run import make_plan, make_task
+from trainer.tasks.classification import Classification
+
+Harm = Literal["loss", "gradient", "leap"]
+SEED = {
+    "data": {"augment": "flip"},
+    "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.3},  # so low that it counts from the start
+}
+
+
+def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
+    """What makes some windows go bad, in a fork."""
+
+    def install() -> None:
+        at = -1
+        loop, original = sys.modules["trainer.loop"], Classification.loss
+        train_window = loop.__dict__["train_window"]
+
+        def noted(t: Any, batches: Any, window: int) -> None:
+            nonlocal at
+            at = window
+            train_window(t, batches, window)
+
+        def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+            loss = original(self, model, batch)
+            if at not in windows or int(os.environ["RANK"]) != only_rank or not model.training:
+                return loss
+            if harm == "leap":
+                return loss * 1e3
+            if harm == "loss":
+                return loss + math.nan
+            zero = sum((p * 0).sum().abs().sqrt() for p in model.parameters())  # its slope there is infinite
+            return loss + zero
+
+        replace(loop, "train_window", noted)
+        replace(Classification, "loss", harmed)
+
+    return install
+
+
+def guarded(**guard: Any) -> Recipe:
+    return small(**SEED, guard=guard)
+
+
+def samples_of(recipe: Recipe, window: int) -> list[int]:
+    plan = make_plan(recipe, make_task(recipe))
+    shards = np.arange(window * plan.shards, (window + 1) * plan.shards)
+    samples: list[int] = plan.read(shards).sample.flatten().tolist()
+    return samples
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
+    folder = tmp_path / "run"
+    recipe = small(**{**SEED, "optim": {"name": "adamw", "lr": 0.01, "clip": clip}}, checkpoint={"every": 1})
+    stopped = attempt(folder, recipe, before=poison([7], harm))
+    assert stopped.code == 1
+    assert f"window 8: the {harm} isn't finite" in stopped.line
+    assert "Traceback" not in stopped.said
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["status"] == "diverged" and manifest["reason"].endswith(stopped.line)
+    (incident,) = read_incidents(folder)
+    assert (incident["number"], incident["window"], incident["kind"]) == (1, 8, "nonfinite")
+    assert incident["samples"] == samples_of(recipe, 7)
+    assert math.isnan(float(incident["loss"])) == (harm == "loss")
+    # Nothing that was written lies behind the incident.
+    newest, _ = newest_good(folder / "checkpoints")
+    assert newest is not None and newest.step == 7
+    assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
+
+    again = attempt(folder, recipe)
+    assert again.code == 1 and "is diverged already" in again.said and "--resume force" in again.said
+    cured = attempt(folder, recipe, "force")
+    assert cured.code == 0 and read_incidents(folder) == []
+    whole = attempt(tmp_path / "whole", recipe)
+    assert whole.code == 0 and ending(folder) == ending(tmp_path / "whole")
+
+
+def test_stop_in_the_last_windows(tmp_path: Path) -> None:
+    recipe = small(**SEED, log={"every": 50})
+    stopped = attempt(tmp_path / "run", recipe, before=poison([15], "gradient"))
+    assert stopped.code == 1 and "window 16" in stopped.line
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_skip(tmp_path: Path, harm: Harm) -> None:
+    folder = tmp_path / "run"
+    recipe = guarded(nonfinite="skip")
+    done = attempt(folder, recipe, before=poison([3, 7, 8], harm))
+    assert done.code == 0
+    assert [one["window"] for one in read_incidents(folder)] == [4, 8, 9]
+    assert done.said.count("its update was not made") == 3
+    rows = read_rows(folder)
+    assert [row["applied"] for row in rows if row["kind"] == "train"][-1] == 13
+    newest, _ = newest_good(folder / "checkpoints")
+    assert newest is not None
+    assert all(t.isfinite().all() for ts in newest.tensors.values() for t in ts.values())
+    # Cut between the incidents, it ends the same, and tells each once.
+    cut = tmp_path / "cut"
+    assert attempt(cut, recipe, stop_at=6, before=poison([3, 7, 8], harm)).code == 75
+    assert attempt(cut, recipe, stop_at=9, before=poison([3, 7, 8], harm)).code == 75
+    assert attempt(cut, recipe, before=poison([3, 7, 8], harm)).code == 0
+    assert [one["window"] for one in read_incidents(cut)] == [4, 8, 9]
+    assert ending(cut).weights == ending(folder).weights
+
+
+def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
+    """A window with a bad loss and one with a bad gradient leave the same weights: those without it."""
+    recipe = guarded(nonfinite="skip")
+    harms: tuple[Harm, ...] = ("loss", "gradient")
+    for harm in harms:
+        assert attempt(tmp_path / harm, recipe, before=poison([5], harm)).code == 0
+    assert ending(tmp_path / "loss").weights == ending(tmp_path / "gradient").weights
+
+
+@pytest.mark.parametrize("harm", ["gradient", "leap"])
+def test_rollback(tmp_path: Path, harm: Harm) -> None:
+    kind = "spike" if harm == "leap" else "nonfinite"
+    recipe = guarded(**{kind: "rollback"}, spike_history=10)
+    # The oracle: the same, told from the start to leave the window out.
+    whole = leaves_out_the_13th(tmp_path / "whole", kind)
+    assert attempt(whole, recipe, before=poison([12], harm)).code == 0
+    folder = tmp_path / "run"
+    done = attempt(folder, recipe, before=poison([12], harm))
+    assert done.code == 0
+    trace = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    rows = [(row["kind"], int(row["window"])) for row in trace]
+    assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
+    assert "back to the checkpoint before it" in done.said and "goes on after window 10" in done.said
+    assert "without window 13" in done.said
+    assert ending(folder) == ending(whole)
+    (incident,) = read_incidents(folder)
+    assert (incident["window"], incident["kind"], incident["samples"]) == (13, kind, samples_of(recipe, 12))
+    # Stopped before, within and after it, too.
+    for stop_at in (11, 13, 14):
+        cut = tmp_path / f"cut-{stop_at}"
+        assert attempt(cut, recipe, stop_at=stop_at, before=poison([12], harm)).code == 75
+        assert attempt(cut, recipe, before=poison([12], harm)).code == 0
+        assert ending(cut).weights == ending(whole).weights, stop_at
+    cut = leaves_out_the_13th(tmp_path / "right-after", kind)
+    assert attempt(cut, recipe, stop_at=13).code == 75
+    assert attempt(cut, recipe).code == 0
+    assert ending(cut).weights == ending(whole).weights
+
+
+def leaves_out_the_13th(folder: Path, kind: str) -> Path:
+    """A run folder of a run that was rolled back before its first window, so to say."""
+    folder.mkdir()
+    told = {"number": 1, "window": 13, "kind": kind, "policy": "rollback"}
+    (folder / "incidents.jsonl").write_text(json.dumps(told) + "\n")
+    return folder
+
+
+def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
+    losses = {}
+    for every in (1, 2):
+        folder = leaves_out_the_13th(tmp_path / f"every-{every}", "spike")
+        assert attempt(folder, small(**SEED, log={"every": every})).code == 0
+        rows = read_rows(folder)
+        losses[every] = next(row["loss"] for row in rows if row["window"] == 14)
+    assert losses[1] == losses[2]
+
+
+def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
+    """Writing a checkpoint takes long; and a signal comes in the middle of a window."""
+
+    def install() -> None:
+        poison([12], "gradient")()
+        commit, harmed = store.commit, Classification.loss
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return commit(*arguments)
+
+        def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+            if number and sys.modules["trainer.pulse"].PULSE.window == at + 1 and model.training:
+                os.kill(os.getpid(), number)
+            return harmed(self, model, batch)
+
+        replace(store, "commit", slow)
+        replace(Classification, "loss", signalled)
+
+    return install
+
+
+def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="rollback")
+    done = attempt(tmp_path / "run", recipe, before=slowly(0.7))
+    assert done.code == 0 and "goes on after window 10" in done.said
+
+
+def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="rollback")
+    folder = tmp_path / "run"
+    stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
+    assert stopped.code == 75 and "goes on after window 10" in stopped.said
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+    assert attempt(folder, recipe).code == 0
+    whole = leaves_out_the_13th(tmp_path / "whole", "nonfinite")
+    assert attempt(whole, recipe).code == 0
+    assert ending(folder) == ending(whole)
+
+
+def test_rollback_to_the_very_start(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="rollback")
+    done = attempt(tmp_path / "run", recipe, before=poison([0, 1], "gradient"))
+    assert done.code == 0 and left_out(read_incidents(tmp_path / "run")) == {0, 1}
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_too_many(tmp_path: Path, policy: str) -> None:
+    recipe = guarded(nonfinite=policy, most=2)
+    stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
+    assert stopped.code == 1 and "window 7" in stopped.line and "guard.most=2" in stopped.line
+    assert [one["policy"] for one in read_incidents(tmp_path / "run")] == [policy, "stop"]
+
+
+@pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0), ("rollback", 1)])
+def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def install() -> None:
+        poison([6], "gradient")()
+        replace(incidents.IncidentLog, "_add", full)
+
+    done = attempt(tmp_path / "run", guarded(nonfinite=policy), before=install)
+    assert done.code == code and "Traceback" not in done.said
+    told = done.said if policy == "skip" else done.line
+    assert "window 7: the gradient isn't finite" in told and "No space left on device" in told
+
+
+def test_off(tmp_path: Path) -> None:
+    recipe = guarded(nonfinite="off")
+    done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
+    assert done.code == 1 and "the evaluation isn't finite" in done.line
+    assert read_incidents(tmp_path / "run") == []
+
+
+def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
+    """An overflow is no incident while the scale can be its cause; gradients that are always bad are one."""
+    scaled = {"precision": {"mode": "fp16", "initial_scale": 2.0**60}}
+    assert attempt(tmp_path / "run", small(**SEED, **scaled, max_windows=12)).code == 0
+    scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
+    bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"))
+    assert bad.code == 1 and "window 4: the gradient isn't finite" in bad.line
+    lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"))
+    assert lost.code == 1 and "window 3: the loss isn't finite" in lost.line
+
+
+def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: Any, told: Path) -> None:
+    file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    preempt.install()
+    before()
+    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder))
+    manifest = folder / "manifest.json"
+    status = json.loads(manifest.read_text())["status"] if manifest.exists() else "none"
+    os.write(file, f"{outcome.traceback}status {status}\n{outcome.line}".encode())
+    os._exit(outcome.code)
+
+
+def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[Attempt]:
+    """An attempt with two ranks."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = [folder.with_name(f"{folder.name}.{number}") for number in range(2)]
+    processes = [
+        multiprocessing.get_context("fork").Process(
+            target=_rank_of_two, args=(number, port, folder, recipe, before, told[number])
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    texts = [file.read_text() for file in told]
+    return [
+        Attempt(process.exitcode or 0, text.splitlines()[-1] if text else "", text)
+        for process, text in zip(processes, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
+    """One rank's shard goes bad; both do the same about it."""
+    recipe = small(
+        **{**SEED, "data": {"augment": "flip", "micro_batch": 4}},
+        guard={"nonfinite": policy},
+        parallel={"reduction": reduction},
+    )
+    done = two_ranks(tmp_path / "run", recipe, poison([7], harm, only_rank=1))
+    assert {one.code for one in done} == {1 if policy == "stop" else 0}, done
+    (incident,) = read_incidents(tmp_path / "run")
+    assert (incident["window"], incident["policy"]) == (8, policy)
+    assert incident["samples"] == samples_of(recipe, 7)
+    if policy == "stop":
+        assert all(f"window 8: the {harm} isn't finite" in one.line for one in done)
+        return
+    ending(tmp_path / "run")
+    other = two_ranks(tmp_path / "other", recipe, poison([7], "gradient", only_rank=0))
+    assert {one.code for one in other} == {0}
+    assert ending(tmp_path / "run").weights == ending(tmp_path / "other").weights
+
+
+def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
+    """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
+    recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 1})
+    for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
+        assert one.code == 1 and "window 13" in one.line
+        assert "status diverged" in one.said
+    assert len(read_incidents(tmp_path / "run")) == 1
+
+
+def test_a_rollback_that_takes_long_is_no_hang(tmp_path: Path) -> None:
+    recipe = small(**SEED, guard={"nonfinite": "rollback"}, parallel={"hang_s": 1.0})
+
+    def install() -> None:
+        poison([12], "gradient")()
+        module = sys.modules["trainer.attempt"]
+        assemble = module.__dict__["assemble"]
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(2.0)
+            return assemble(*arguments)
+
+        replace(module, "assemble", slow)
+
+    done = attempt(tmp_path / "run", recipe, before=install)
+    assert done.code == 0 and "goes on after window 10" in done.said, done.line
+
+
+CONFIG = GuardConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)
+
+
+def test_a_leap_is_judged_by_what_was_before() -> None:
+    history: list[float] = []
+    for window in range(30):
+        assert judge(CONFIG, window, 1.0 + 0.1 * (window % 2), 1.0, history) is None
+    assert len(history) == 10
+    kept = list(history)
+    found = judge(CONFIG, 30, 1.5, 1.0, history)
+    assert found is not None and (found.kind, found.policy, found.median) == ("spike", "rollback", 1.05)
+    assert history == kept, "a leap is no part of what the next is measured by"
+    assert judge(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
+    assert judge(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
+    median = median_and_deviation(history)
+    assert all(judge(CONFIG, 33 + window, 0.0, 0.0, history) is None for window in range(9))
+    assert median_and_deviation(history) == median, "a window without valid units is nothing to compare with"
+
+
+def test_there_is_no_leap_without_a_history() -> None:
+    history: list[float] = []
+    assert all(judge(CONFIG, window, 10.0**window, 1.0, history) is None for window in range(10))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_not_finite_goes_before_a_leap(bad: float, which: int) -> None:
+    history = [1.0] * 10
+    loss, norm = (bad, 1.0) if which == 0 else (1.0, bad)
+    found = judge(CONFIG, 3, loss, norm, history)
+    assert found is not None and (found.kind, found.policy) == ("nonfinite", "stop")
+    assert history == [1.0] * 10
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
+def test_the_deviation_is_that_of_a_normal_distribution(values: list[float]) -> None:
+    median, deviation = median_and_deviation(values)
+    assert median == float(np.median(values))
+    wanted = 1.4826 * float(np.median(np.abs(np.array(values) - median)))
+    assert deviation == pytest.approx(max(wanted, 0.01 * abs(median)))
+
+
+def test_what_would_happen_again_is_forgotten() -> None:
+    recipe = small()
+    plan = make_plan(recipe, make_task(recipe))
+    incidents = [
+        {"window": 3, "policy": "skip"},
+        {"window": 9, "policy": "skip"},
+        {"window": 12, "policy": "rollback"},
+        {"window": 13, "policy": "rollback", "samples": samples_of(recipe, 12)},
+        {"window": 14, "policy": "rollback", "samples": [1]},  # of another plan
+        {"window": 17, "policy": "rollback"},  # and beyond the end of this one
+        {"window": 20, "policy": "stop"},
+    ]
+    assert incidents_before(incidents, 8, plan) == [incidents[0], incidents[2], incidents[3]]
+
+
+@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"window": "a", "policy": "rollback"}\n'])
+def test_an_odd_list_of_incidents_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "incidents.jsonl").write_text(text)
+    with pytest.raises(BadInputError, match=r"can't be read as a list of incidents"):
+        read_incidents(tmp_path)
+
+
+def test_a_finding_in_words() -> None:
+    assert str(Finding(4, "spike", "stop", 9.0, 1.0, 1.0, 0.5)) == (
+        "window 5: the loss leapt to 9, 16 deviations above 1"
+    )

@@ -1,0 +1,227 @@
+"""Promise: whatever observes a training changes no bit of it, and none of a model's own compiled code."""
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist, nn
+
+from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.windows import assert_same_bits
+from tests.helpers.world import Ranks
+from tests.tasks.test_detection import LITTLE
+from trainer.config import override, read_recipe
+from trainer.explain import explain
+from trainer.loop import train
+from trainer.observe.flops import Count
+from trainer.observe.log import LogConfig, Meter
+from trainer.observe.memory import memory_tracker
+from trainer.observe.profile import Kind, Profile
+from trainer.observe.trace import Trace, fingerprints_of
+from trainer.operations import count_operations
+from trainer.parallel import World
+from trainer.prepare import blank_batch
+from trainer.pulse import PULSE
+from trainer.recipe import Recipe
+from trainer.run import make_task
+from trainer.state import tensors_of
+from trainer.step import take_figures
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, CPU, None)
+
+_FEW = ["data.name=synthetic", "data.samples=8", "data.global_batch=2", "data.micro_batch=1"]
+_LESS = ["language.layers=1", "language.width=48", "language.heads=3", "language.sequence_length=32"]
+_SMALL = ["data.global_batch=4", "data.micro_batch=2"]
+# Of each recipe; compiled code is the subject of others.
+SMALLEST: dict[str, list[str]] = {
+    "coco-fasterrcnn": [*LITTLE, "data.samples=4"],
+    "digits": [*_SMALL, "model.width=4"],
+    "digits-detection": _SMALL,
+    "dtmf": [*_SMALL, "model.width=4"],
+    "gpt-char": [*_FEW, *_LESS],
+    "gpt-char-gpu": [*_FEW, *_LESS],
+    "gpt-stdlib": [*_FEW, *_LESS],
+    "gpt-stdlib-gpu": [*_FEW, *_LESS, "language.stride=32"],
+    "gpt2-124m": [*_FEW, *_LESS, "language.vocabulary=256"],
+    "resnet18-cifar10": [*_FEW, "model.width=4"],
+    "resnet50-imagenet": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
+    "resnet50-synthetic": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
+    "speech-commands": [*_FEW, "data.classes=3", "model.width=4"],
+    "vit-small": [*_FEW, "data.classes=3", "data.micro_batch=2"],
+}
+
+
+@pytest.fixture(autouse=True)
+def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.digits_canvas.TRAIN", 8)
+    monkeypatch.setattr("trainer.data.digits_canvas.TEST", 2)
+
+
+def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -> tuple[Any, Any]:
+    """Two windows of a run, with all that observes them or (no kind of profile) nothing.
+
+    Returns:
+        The state after them; and what was drawn from random generators before, and counted.
+    """
+    seen = kind is not None
+    precision = recipe.precision.model_copy(update={"debug": seen})
+    recipe = recipe.model_copy(update={"precision": precision, "log": LogConfig(tracemalloc=kind == "nvtx")})
+    PULSE.reset()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+    parts = assemble_alone(recipe, task)
+    t = parts.training
+    with ExitStack() as stack:
+        stack.callback(parts.loader.close)
+        stack.callback(parts.evaluation_loader.close)
+        trace = Trace(fingerprints_of(t.model), lambda *_: None) if seen else None
+        meter = Meter(t.share.plan, CPU, [lambda _: None], lambda: take_figures(t), trace)
+        done: Any = lambda _: None  # noqa: E731
+        if kind is not None:
+            explain(stack, recipe, parts, ALONE, 1, meter)
+            profile = Profile(folder, t.model, CPU, kind=kind, skip=1, warm_up=0, active=1)
+            stack.callback(profile.close)
+            stack.enter_context(memory_tracker("two windows", say=None))
+            done = profile.window_done
+        drawn = (torch.rand(2).tolist(), random.random(), np.random.rand())
+        windows = range(min(2, t.share.plan.windows))
+        train(t, parts.loader(t.share.batches()), windows, meter, 1, lambda _: False, lambda _: None, done)
+        state = {
+            kind: {n: v.detach().clone() for n, v in part.items()} for kind, part in tensors_of(t).items()
+        }
+    return state, (drawn, meter.count)
+
+
+def test_each_recipe_is_looked_at() -> None:
+    assert set(SMALLEST) == {file.stem for file in Path("trainer/recipes").glob("*.yaml")}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("digits", "nvtx"), *((name, "torch") for name in SMALLEST)])
+def test_no_observer_changes_a_bit(name: str, kind: Kind, tmp_path: Path) -> None:
+    words = ["parallel.threads=1", "data.workers=0", "compile.mode=none", *SMALLEST[name]]
+    recipe = Recipe.model_validate(override(read_recipe(name), words))
+    task = make_task(recipe)
+    torch.set_num_threads(1)
+    bare, (drawn, _) = trained(recipe, task, tmp_path)
+    observed, (drawn_too, count) = trained(recipe, task, tmp_path, kind)
+    assert_same_bits(bare, observed)
+    assert drawn == drawn_too
+    assert count is not None and count.per_sample > 0
+
+
+class Compiled(nn.Module):
+    """Compiles a part of itself, in one of the ways that there are."""
+
+    def __init__(self, way: str, backend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.way, self.backend = way, backend
+        self.inner: Any = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.later: Any = None
+        if way == "module":
+            self.inner = torch.compile(self.inner, backend=backend)
+        elif way == "method":
+            self.part = torch.compile(self.part, backend=backend)  # type: ignore[method-assign]
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "at first use" and self.later is None:
+            self.later = torch.compile(self.part, backend=self.backend)
+        y: torch.Tensor = (self.later or self.part)(x)
+        return y
+
+
+class CompiledTask(TokenTask):
+    """Counts how often what it compiled runs, and keeps something of each loss."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(16, ragged=False, dtype=torch.float32)
+        self.way, self.compiled, self.runs, self.losses = way, 0, 0, 0
+        self.mean: Any = 0.0
+
+    def backend(self, graph: Any, _: Any) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*values: Any) -> Any:
+            self.runs += 1
+            return graph(*values)
+
+        return run
+
+    def model(self) -> nn.Module:
+        return Compiled(self.way, self.backend)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        self.losses += 1
+        return loss
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("way", ["module", "method", "at first use"])
+def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> None:
+    recipe = make_recipe(epochs=1, data={"global_batch": 8, "micro_batch": 4, "workers": 0})
+    seen: list[Any] = []
+    kinds: tuple[Kind | None, ...] = (None, "torch")
+    for kind in kinds:
+        torch._dynamo.reset()
+        task = CompiledTask(way)
+        state, _ = trained(recipe, task, tmp_path, kind)
+        seen.append((state, (task.compiled, task.runs, task.losses, task.mean)))
+    (bare, counts), (observed, counts_too) = seen
+    assert counts == counts_too
+    assert counts[:3] == (1, 4, 4)
+    assert_same_bits(bare, observed)
+
+
+@pytest.mark.compat
+def test_torch_compile_that_is_called_first_while_counting_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch imports its compiler only then."""
+    torch._dynamo.reset()
+    task = CompiledTask("at first use")
+    monkeypatch.setattr("trainer.compiling.sys", SimpleNamespace(modules={}))
+    assert count_operations(task, nn.Linear(1, 1), 4, CPU).per_sample > 0
+    assert torch.compile.__module__ == "torch"
+    model = task.model()
+    for _ in range(3):
+        task.loss(model, blank_batch(task, 4, CPU))
+    assert (task.compiled, task.runs) == (1, 3)
+
+
+def test_a_task_that_gives_its_one_model_again_is_not_counted() -> None:
+    task = TokenTask(16, ragged=False, dtype=torch.float32)
+    only = task.model()
+    task.model = lambda: only  # type: ignore[method-assign]
+    assert count_operations(task, only, 4, CPU) == Count()
+    assert all(parameter.grad is None for parameter in only.parameters())
+
+
+class Talks(TokenTask):
+    """Its loss asks the other ranks."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+def test_a_loss_that_communicates_is_not_counted(ranks: Ranks) -> None:
+    """Rank 0 alone counts: nobody would answer."""
+    assert ranks.run(2, _counted) == [Count(), None]
+
+
+def _counted(world: World) -> Count | None:
+    task = Talks(16, ragged=False, dtype=torch.float32)
+    return count_operations(task, task.model(), 4, CPU) if world.rank == 0 else None
