@@ -1,0 +1,324 @@
+"""Processes of Python that don't import torch again: forks of a server that has imported it.
+
+Exit codes, signals and output are those of whole processes, started as users start them: `python -m trainer`.
+Each would import torch anew, 3 to 10 s on a busy machine. `run` and `Popen` here take the same words and
+give them a fork instead, with a process id, session, streams, environment and signals of its own; the Pythons
+that it starts (ranks, also those under torchrun) are its forks in turn, so parents and children are who they
+would be. Not the same: /proc/PID/environ and cmdline, what a variable does while a library is imported, and the
+interpreter's own end. Where that is the subject a test takes `subprocess`.
+"""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import inspect
+import io
+import json
+import logging
+import multiprocessing.util
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[2]
+_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+_getfqdn = socket.getfqdn
+
+
+def run(words: Sequence[str | Path], timeout: float = 300, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """`subprocess.run` with its output captured as text.
+
+    Args:
+        words: `sys.executable`, then `-m MODULE`, `-c CODE` or a file, and arguments.
+        timeout: In seconds.
+        options: Further ones of `Popen`.
+    """
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(words, text=True, **{**streams, **options}) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as late:
+            process.send_signal(signal.SIGABRT)  # its stacks, if it has faulthandler on
+            out, err = process.communicate()
+            raise AssertionError(f"no end after {timeout:g} s: {late.cmd}\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+class _Forking(subprocess.Popen[Any]):
+    """A Popen whose Pythons are forks; other programs start as ever."""
+
+    def _execute_child(self, *given: Any) -> None:
+        asked = _SIGNATURE.bind(self, *given).arguments
+        words = [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else []
+        if words[:1] != [sys.executable] or not _runs_a_program(words[1:]) or asked["preexec_fn"]:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        streams = [number if end == -1 else end for number, end in enumerate(ends)]
+        environment = dict(os.environ) if asked["env"] is None else {k: os.fspath(v) for k, v in asked["env"].items()}
+        request = {
+            "words": words[1:],
+            "folder": os.fspath(asked["cwd"] or os.getcwd()),
+            "environment": environment,
+            "session": bool(asked["start_new_session"]),
+        }
+        self.pid = self._start(request, streams)
+        self._child_created = True
+        self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+
+    def _start(self, request: dict[str, Any], streams: list[int]) -> int:
+        pid = os.fork()
+        if not pid:
+            _become(request, streams)
+        return pid
+
+
+class Popen(_Forking):
+    """`subprocess.Popen` for a Python that is a fork of the server."""
+
+    def _start(self, request: dict[str, Any], streams: list[int]) -> int:
+        self._status, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as text:
+            text.write(json.dumps(request).encode())
+            text.flush()
+            with _server_lock:
+                socket.send_fds(_server(), [b"."], [*streams, text.fileno(), theirs.fileno()])
+        theirs.close()
+        told = self._status.recv(16)
+        assert told, "the server of preloaded processes is gone"
+        return int(told)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (status := getattr(self, "_status", None)) is None:
+            return super().poll()
+        if self.returncode is None and select.select([status], [], [], 0)[0]:
+            self.returncode = int(status.recv(16))
+            status.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and (status := getattr(self, "_status", None)) is None:
+            return super().wait(timeout)
+        if self.returncode is None and not select.select([status], [], [], timeout)[0]:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        code = self.poll()
+        assert code is not None
+        return code
+
+
+_server_lock = threading.Lock()
+_servers: dict[int, socket.socket] = {}
+
+
+def _server() -> socket.socket:
+    """The way to this process's server, started when it is first needed."""
+    if os.getpid() not in _servers:
+        ours, theirs = socket.socketpair()
+        words = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        # It ends when the socket is closed, so with this process.
+        subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        theirs.close()
+        _servers[os.getpid()] = ours
+    return _servers[os.getpid()]
+
+
+def _serve(control: socket.socket) -> None:
+    """Forks whatever is asked for, and tells its process id and then its exit code."""
+    _preload()
+    gc.collect()
+    gc.freeze()
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            woken.recv(4096)
+            for pid in list(running):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _tell(running[pid], code)
+                os.close(running.pop(pid))
+        if control in ready:
+            data, fds, _, _ = socket.recv_fds(control, 1, 5)
+            if not data:
+                return
+            *streams, text, status = fds
+            with open(text, "rb") as file:
+                file.seek(0)
+                request = json.load(file)
+            pid = os.fork()
+            if not pid:
+                _become(request, streams)
+            running[pid] = status
+            _tell(status, pid)
+            for stream in streams:
+                os.close(stream)
+
+
+def _tell(status: int, number: int) -> None:
+    try:
+        os.write(status, str(number).encode())
+    except BrokenPipeError:  # nobody waits any more
+        pass
+
+
+def _preload() -> None:
+    subprocess.Popen = _Forking  # type: ignore[misc]  # first of all: torchrun's modules keep what they import
+    import torch
+
+    import trainer
+
+    for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
+        if not module.name.startswith("trainer.bench") and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in ("torch.distributed.run", "torch.utils.tensorboard", "torch.testing._internal.distributed.fake_pg"):
+        importlib.import_module(name)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # half of torch is imported by the first optimizer
+
+
+def _runs_a_program(words: Sequence[str]) -> bool:
+    words = words[1:] if words[:1] == ["-u"] else words
+    return bool(words) and (words[0] in ("-m", "-c") or words[0].endswith(".py"))
+
+
+def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
+    """Turns this fork into the process that was asked for; it ends with it."""
+    code = 1
+    try:
+        _forget()
+        _take_streams(streams)
+        if request["session"]:
+            os.setsid()
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        code = _run(list(request["words"]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _forget() -> None:
+    """What this process was until now: handlers, exit functions, and what torchrun sets in its own process."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD, signal.SIGABRT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.disable()
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    logging.disable(logging.NOTSET)
+    warnings.resetwarnings()
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # modules that are there already
+    socket.getfqdn = _getfqdn
+    _servers.clear()
+
+
+def _take_streams(streams: Sequence[int]) -> None:
+    high = [os.dup(stream) for stream in streams]  # none of them may be overwritten by another
+    for number, stream in enumerate(high):
+        os.dup2(stream, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    names = ("stdin", "stdout", "stderr")
+    for number, name in enumerate(names):
+        raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+        buffered: Any = io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
+        errors = "backslashreplace" if number == 2 else "strict"
+        stream = io.TextIOWrapper(buffered, "utf-8", errors, line_buffering=number == 2 or raw.isatty())
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(words: list[str]) -> int:
+    """Runs a program as the interpreter would; returns its exit code."""
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        del words[0]
+    kind = words.pop(0) if words[0] in ("-m", "-c") else ""
+    first = str(Path(words[0]).resolve().parent) if not kind else os.getcwd() if kind == "-m" else ""
+    further = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [first, *further, *_PATH]
+    if further:
+        sys.modules.pop("sitecustomize", None)
+        importlib.invalidate_caches()
+        try:
+            importlib.import_module("sitecustomize")
+        except ModuleNotFoundError:
+            pass
+    try:
+        if kind == "-c":
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            sys.argv[:] = ["-c", *words[1:]]
+            exec(compile(words[0], "<string>", "exec"), main.__dict__)
+        elif kind:
+            sys.argv[:] = words
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = words
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """Ends as an interpreter does, but for taking its objects apart."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except BaseException:
+        code = code or 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+_PATH = [path for path in sys.path if path not in ("", str(ROOT))]
+
+if __name__ == "__main__":
+    from tests.helpers import preloaded
+
+    # As the module, not as __main__: what it runs will be that.
+    preloaded._serve(socket.socket(fileno=int(sys.argv[1])))
