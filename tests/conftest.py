@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.world import Ranks
 from trainer.limits import read_limits
@@ -15,6 +16,15 @@ from trainer.limits import read_limits
 # processes that the tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A few examples, always the same ones, so that a change is what makes a test fail; `make test-all` draws many more.
+_FIXTURES = [HealthCheck.function_scoped_fixture]
+settings.register_profile(
+    "few", max_examples=20, derandomize=True, deadline=None, suppress_health_check=_FIXTURES
+)
+settings.register_profile("many", max_examples=300, deadline=None, suppress_health_check=_FIXTURES)
+settings.load_profile("few")
 
 
 def pytest_xdist_auto_num_workers() -> int:

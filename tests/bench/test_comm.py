@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.helpers.netns import hosts, in_host, on_each
@@ -69,7 +69,6 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert [bus_factor(ranks) for ranks in (2, 4, 8)] == [1.0, 1.5, 1.75]
 
 
-@settings(deadline=None)
 @given(st.floats(1e-7, 1e-1), st.floats(1e6, 1e12), st.integers(2, len(SIZES)))
 def test_the_fit_finds_the_line(alpha: float, speed: float, count: int) -> None:
     found = fitted([timed(size, alpha + size / speed) for size in SIZES[-count:]])
@@ -336,7 +335,6 @@ def host(rank: int, name: str = "", speed: float | None = None) -> Host:
     return Host(rank, name or f"n{rank + 1}", f"10.0.0.{rank + 1}", 1, "eth0", speed)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9), st.booleans())
 def test_each_pair_has_its_turn_once(count: int, together: bool) -> None:
     ends = [host(rank) for rank in range(count)]

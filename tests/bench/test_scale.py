@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trainer import checkpoint
 from trainer.bench.scale import document, formulas, life, measure, messages, probes, simulate as simulation
@@ -162,7 +162,6 @@ def ring_by_events(
     return last
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     ready=st.lists(st.floats(0, 1), min_size=2, max_size=9),
     steps=st.integers(1, 12),
@@ -191,7 +190,6 @@ def test_a_slow_rank_holds_all_up() -> None:
     assert 1.05 < slow / formulas.window_s(example(), 64) < 1.3
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     stall=st.floats(0.01, 30),
     mtbf=st.floats(600, 1e6),

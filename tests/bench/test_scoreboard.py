@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trainer.bench import accumulation, against, loader, resume, tokens
 from trainer.bench.accumulation import CASES
@@ -99,7 +99,6 @@ def test_a_time_is_decided_by_its_whole_interval(
     assert found.their_cost == pytest.approx(float(np.median(theirs)))
 
 
-@hypothesis_settings(deadline=None)
 @given(st.integers(1, 150))
 def test_the_interval_holds_the_median_with_at_least_95_percent(count: int) -> None:
     """By Pascal's triangle, row by row in fractions; and it is the narrowest that does."""

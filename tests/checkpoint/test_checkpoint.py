@@ -21,7 +21,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.faulty_disk import Disk, Killed
 from trainer.checkpoint import files, show, strict_json, tensor_file
@@ -374,7 +374,6 @@ def flip(file: Path, position: int, bit: int) -> None:
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(NAMES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_any_flipped_bit_is_found(victim: Path, name: str, share: float, bit: int) -> None:
     file = victim / name
@@ -672,7 +671,6 @@ def test_a_disk_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 GOOD = b"".join(tensor_file.encode({"a": torch.arange(6).view(2, 3), "b": torch.tensor(1.5).half()}))
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=3))
 def test_whatever_is_accepted_the_library_accepts_too(changes: list[tuple[int, int]]) -> None:
     data = bytearray(GOOD)

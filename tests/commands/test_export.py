@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.trained import train_digits
@@ -396,7 +396,6 @@ def _random_norm(kind: type[Any], width: int, affine: bool, eps: float) -> Any:
     return norm
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(["1d", "2d", "3d", "linear"]),
     groups=st.integers(1, 3),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from tests.helpers import job_files
@@ -196,7 +196,6 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), m
 NAMES = st.from_regex(r"[A-Z][A-Z_]{3,8}", fullmatch=True).filter(lambda name: not name.startswith("MASTER"))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(WORDS, max_size=3),
     environment=st.dictionaries(NAMES, WORDS, max_size=3),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.report_runs import manifest, train_row, write_run
 from trainer import pulse
@@ -344,7 +344,6 @@ def test_a_figure_that_was_not_finite_is_a_gap() -> None:
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=300)
 def test_axes_have_a_few_round_ticks_between_their_ends(
     low: float, span: float, kind: Any, zero: bool, may_log: bool
 ) -> None:

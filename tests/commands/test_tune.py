@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.forked import small
 from trainer.errors import BadInputError
@@ -62,7 +62,6 @@ class Box:
 
 
 @given(SIZES, st.integers(0, 1 << 20), st.floats(0, 3), st.floats(0.2, 3), st.integers(0, LIMIT // 3))
-@settings(max_examples=300, deadline=None)
 def test_the_largest_is_found_in_ten_probes(
     sizes: list[int], base: int, factor: float, power: float, others: int
 ) -> None:
@@ -78,7 +77,6 @@ def test_the_largest_is_found_in_ten_probes(
 
 
 @given(SIZES, st.integers(0, 1 << 32))
-@settings(max_examples=300, deadline=None)
 def test_what_did_not_fit_is_never_chosen_whatever_the_others_did(sizes: list[int], seed: int) -> None:
     luck = np.random.default_rng(seed)
     found = search(sizes, lambda size: Probe(size, bool(luck.integers(2)), int(luck.integers(LIMIT)), LIMIT))
@@ -177,7 +175,6 @@ def test_sizes_keep_the_global_batch() -> None:
 
 
 @given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
-@settings(max_examples=60, deadline=None)
 def test_every_size_trains_the_same_samples_in_the_same_windows(each: int, ranks: int, samples: int) -> None:
     recipe = small(data={"global_batch": each * ranks})
 

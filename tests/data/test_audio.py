@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.data.test_loader import CPU, read_all, source
 from trainer.data.audio import AUDIO, LABEL, AudioFolder
@@ -58,7 +58,6 @@ class Read(list[Any]):
         super().__init__(out[AUDIO].tolist())
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(
     frames=st.integers(1, 400),
     length=st.integers(1, 300),

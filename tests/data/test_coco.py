@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.data.test_loader import CPU, read_all, source
@@ -80,7 +80,6 @@ def test_twice_flipped_is_the_same(picture: Picture) -> None:
 
 
 @pytest.mark.compat
-@settings(deadline=None)
 @given(pictures(), st.tuples(UNIT, UNIT, UNIT, UNIT), st.floats(0.3, 2.0))
 def test_boxes_stay_on_what_they_frame(picture: Picture, numbers: Any, scale: float) -> None:
     out = np.full((64, 64, 1), 7, np.uint8)
@@ -94,7 +93,6 @@ def test_boxes_stay_on_what_they_frame(picture: Picture, numbers: Any, scale: fl
     np.testing.assert_allclose(everything.boxes, picture.boxes * factor, atol=0.6)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(pictures(), min_size=4, max_size=4), st.tuples(UNIT, UNIT), st.floats(0.5, 2.0), st.data())
 def test_a_mosaics_boxes_lie_in_it(parts: list[Picture], middle: Any, scale: float, data: Any) -> None:
     numbers = [data.draw(st.tuples(UNIT, UNIT, UNIT, UNIT)) for _ in range(4)]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trainer.errors import BadInputError
 from trainer.keyed_rng import Ints, key, keys, permuted, uniforms
@@ -185,7 +185,6 @@ def test_what_has_been_seen_adds_up(plan: Plan) -> None:
 
 
 @given(samples=st.integers(1, 100), micro_batch=st.integers(1, 16), world=st.integers(1, 5))
-@settings(max_examples=50)
 def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_world(
     samples: int, micro_batch: int, world: int
 ) -> None:

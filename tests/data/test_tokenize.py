@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.data.test_tokens import rows
 from tests.helpers.forked import replace
@@ -119,7 +119,6 @@ PARTS = [*"ab \n\n\t.é😀\r\u00a0", "<|endoftext|>", "def ", "x\n", "=\n"]
 WORDS = st.lists(st.sampled_from(PARTS), max_size=400).map("".join)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(texts=st.lists(WORDS, min_size=1, max_size=4), piece=st.sampled_from([1, 5, 40]))
 def test_no_piece_changes_a_token(tmp_path: Path, bpe: Path, texts: list[str], piece: int) -> None:
     """Pieces of a few characters, read from the disk in threes: as the library does the whole text."""

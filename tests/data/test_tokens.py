@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.data.test_loader import CPU, read_all, source
 from trainer.data.loader import LoaderConfig, RingLoader
@@ -33,7 +33,6 @@ def rows(data: TokenDataset, samples: Any = None) -> Any:
     return out
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     count=st.integers(2, 200),
     length=st.integers(1, 60),

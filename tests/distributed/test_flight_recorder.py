@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trainer.flight_recorder import dump, parse, shortened
 
@@ -180,7 +180,6 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
 STATES = st.sampled_from(["completed", "started", "scheduled"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.lists(STATES, max_size=12)), min_size=1, max_size=4))
 def test_a_shortened_dump_says_the_same(ranks: list[tuple[int, list[str]]]) -> None:
     texts = {}

@@ -40,7 +40,9 @@ _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[
 _getfqdn = socket.getfqdn
 
 
-def run(words: Sequence[str | Path], timeout: float = 300, **options: Any) -> "subprocess.CompletedProcess[str]":
+def run(
+    words: Sequence[str | Path], timeout: float = 300, **options: Any
+) -> "subprocess.CompletedProcess[str]":
     """`subprocess.run` with its output captured as text.
 
     Args:
@@ -64,14 +66,18 @@ class _Forking(subprocess.Popen[Any]):
 
     def _execute_child(self, *given: Any) -> None:
         asked = _SIGNATURE.bind(self, *given).arguments
-        words = [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else []
+        words = (
+            [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else []
+        )
         if words[:1] != [sys.executable] or not _runs_a_program(words[1:]) or asked["preexec_fn"]:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
-        environment = dict(os.environ) if asked["env"] is None else {k: os.fspath(v) for k, v in asked["env"].items()}
+        environment = (
+            dict(os.environ) if asked["env"] is None else {k: os.fspath(v) for k, v in asked["env"].items()}
+        )
         request = {
             "words": words[1:],
             "folder": os.fspath(asked["cwd"] or os.getcwd()),
@@ -133,7 +139,9 @@ def _server() -> socket.socket:
         ours, theirs = socket.socketpair()
         words = [sys.executable, "-m", __name__, str(theirs.fileno())]
         # It ends when the socket is closed, so with this process.
-        subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        subprocess.Popen(
+            words, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         theirs.close()
         _servers[os.getpid()] = ours
     return _servers[os.getpid()]
@@ -193,7 +201,11 @@ def _preload() -> None:
     for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
         if not module.name.startswith("trainer.bench") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in ("torch.distributed.run", "torch.utils.tensorboard", "torch.testing._internal.distributed.fake_pg"):
+    for name in (
+        "torch.distributed.run",
+        "torch.utils.tensorboard",
+        "torch.testing._internal.distributed.fake_pg",
+    ):
         importlib.import_module(name)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # half of torch is imported by the first optimizer
 
@@ -224,7 +236,14 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
 def _forget() -> None:
     """What this process was until now: handlers, exit functions, and what torchrun sets in its own process."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD, signal.SIGABRT):
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGHUP,
+        signal.SIGCHLD,
+        signal.SIGABRT,
+    ):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
@@ -234,7 +253,9 @@ def _forget() -> None:
     logging.disable(logging.NOTSET)
     warnings.resetwarnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # modules that are there already
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module="runpy"
+    )  # modules that are there already
     socket.getfqdn = _getfqdn
     _servers.clear()
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trainer.limits import (
     Limits,
@@ -315,7 +315,6 @@ GARBAGE = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(GARBAGE, min_size=len(FILES), max_size=len(FILES)))
 def test_garbage_never_raises(contents: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:

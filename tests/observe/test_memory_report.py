@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from trainer import peak
@@ -303,7 +303,6 @@ def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
     assert leak([5] * 100, [GIB * n for n in windows]) is None
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1e12), max_size=60))
 def test_any_series_can_be_asked(sizes: list[float]) -> None:
     slope = leak(range(len(sizes)), sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.forked import attempt
@@ -266,7 +266,6 @@ def by_hand(rows: dict[str, Any], threshold: float) -> Iterator[float]:
 
 
 @pytest.mark.compat
-@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.sampled_from([0.5, 2.0, 5.0]), st.booleans())
 def test_mean_average_precision_is_what_loops_give(seed: int, n: int, noise: float, crowds: bool) -> None:
     rows = perfect(n, noise, seed, crowds)

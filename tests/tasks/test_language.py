@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 from tests.data.test_loader import source
@@ -71,7 +71,6 @@ def test_a_later_token_changes_no_earlier_logit(keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.compat
-@settings(deadline=None, max_examples=20)
 @given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(1, 5000))
 def test_turned_products_depend_on_the_distance_alone(first: int, second: int, shift: int) -> None:
     torch.manual_seed(first)
@@ -160,7 +159,6 @@ def test_it_begins_by_knowing_nothing() -> None:
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=60)
 @given(lengths=lengths_of_documents, length=st.integers(1, 16), way=st.sampled_from([packed, padded]))
 def test_every_token_is_a_target_once_and_sees_its_own_document(
     lengths: list[int], length: int, way: Any
@@ -195,7 +193,6 @@ def test_every_token_is_a_target_once_and_sees_its_own_document(
         assert len(fullest) < 2 or fullest[0] + fullest[1] > length, "no two samples that would fit in one"
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     buckets=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     shard=st.integers(1, 9),
@@ -395,7 +392,6 @@ def test_packing_leaves_little_room() -> None:
     assert 0 < task.describe()["padding"] < 0.06, "of 64 samples; half if each document had its own"
 
 
-@settings(deadline=None, max_examples=40)
 @given(count=st.integers(2, 90), length=st.integers(1, 20), stride=st.integers(1, 25), whole=st.booleans())
 def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -> None:
     tokens = np.arange(count, dtype=np.uint8)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
@@ -106,7 +106,6 @@ def initial_model(task: TokenTask) -> torch.nn.Module:
 
 
 @pytest.mark.compat
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_every_window_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
     windows = expected_windows(case)

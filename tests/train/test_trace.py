@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from trainer.keyed_rng import Purpose, key, keys
@@ -124,7 +124,6 @@ def test_what_is_negated_or_moved_is_seen(
         assert (fingerprints_of(holding(one))().item() == fingerprints_of(holding(other))().item()) is same
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([100, 2048, 3 * 2048 + 100]),
     st.sampled_from([31, 30, 23, 0]),
