@@ -35,7 +35,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train doctor image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor mutants image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
@@ -98,6 +98,10 @@ compat-oldest compat-newest:
 test-all: ## run every test
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 chaos: ## cut, kill, signal and hang runs at random (up to 20 minutes); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)

@@ -4,6 +4,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A few examples, always the same ones, so that a change is what makes a test fail; `make test-all` draws many more.
-_FIXTURES = [HealthCheck.function_scoped_fixture]
-settings.register_profile(
-    "few", max_examples=20, derandomize=True, deadline=None, suppress_health_check=_FIXTURES
-)
-settings.register_profile("many", max_examples=300, deadline=None, suppress_health_check=_FIXTURES)
+# A few examples, always the same: where a test fails, the change made it fail. `make test-all` draws many.
+_QUIET: Any = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+settings.register_profile("few", max_examples=20, derandomize=True, **_QUIET)
+settings.register_profile("many", max_examples=300, **_QUIET)
 settings.load_profile("few")
 
 

@@ -4,11 +4,12 @@ Exit codes, signals and output are those of whole processes, started as users st
 Each would import torch anew, 3 to 10 s on a busy machine. `run` and `Popen` here take the same words and
 give them a fork instead, with a process id, session, streams, environment and signals of its own; the Pythons
 that it starts (ranks, also those under torchrun) are its forks in turn, so parents and children are who they
-would be. Not the same: /proc/PID/environ and cmdline, what a variable does while a library is imported, and the
-interpreter's own end. Where that is the subject a test takes `subprocess`.
+would be. Not the same: /proc/PID/environ and cmdline, what a variable does while a library is imported, and
+the interpreter's own end. Where that is the subject a test takes `subprocess`.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -66,22 +67,19 @@ class _Forking(subprocess.Popen[Any]):
 
     def _execute_child(self, *given: Any) -> None:
         asked = _SIGNATURE.bind(self, *given).arguments
-        words = (
-            [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else []
-        )
+        listed = isinstance(asked["args"], (list, tuple))
+        words = [os.fspath(word) for word in asked["args"]] if listed else []
         if words[:1] != [sys.executable] or not _runs_a_program(words[1:]) or asked["preexec_fn"]:
             super()._execute_child(*given)  # type: ignore[misc]
             return
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
-        environment = (
-            dict(os.environ) if asked["env"] is None else {k: os.fspath(v) for k, v in asked["env"].items()}
-        )
+        environment = os.environ if asked["env"] is None else asked["env"]
         request = {
             "words": words[1:],
-            "folder": os.fspath(asked["cwd"] or os.getcwd()),
-            "environment": environment,
+            "folder": os.fspath(asked["cwd"] or Path.cwd()),
+            "environment": {name: os.fspath(value) for name, value in environment.items()},
             "session": bool(asked["start_new_session"]),
         }
         self.pid = self._start(request, streams)
@@ -98,6 +96,8 @@ class _Forking(subprocess.Popen[Any]):
 class Popen(_Forking):
     """`subprocess.Popen` for a Python that is a fork of the server."""
 
+    _status: socket.socket
+
     def _start(self, request: dict[str, Any], streams: list[int]) -> int:
         self._status, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as text:
@@ -111,22 +111,19 @@ class Popen(_Forking):
         return int(told)
 
     def poll(self) -> int | None:
-        if self.returncode is None and (status := getattr(self, "_status", None)) is None:
-            return super().poll()
-        if self.returncode is None and select.select([status], [], [], 0)[0]:
-            self.returncode = int(status.recv(16))
-            status.close()
-        return self.returncode
+        return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and (status := getattr(self, "_status", None)) is None:
-            return super().wait(timeout)
-        if self.returncode is None and not select.select([status], [], [], timeout)[0]:
+        if (code := self._ended(timeout)) is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
-        code = self.poll()
-        assert code is not None
         return code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            self.returncode = int(self._status.recv(16))
+            self._status.close()
+        return self.returncode
 
 
 _server_lock = threading.Lock()
@@ -139,9 +136,8 @@ def _server() -> socket.socket:
         ours, theirs = socket.socketpair()
         words = [sys.executable, "-m", __name__, str(theirs.fileno())]
         # It ends when the socket is closed, so with this process.
-        subprocess.Popen(
-            words, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], **options)
         theirs.close()
         _servers[os.getpid()] = ours
     return _servers[os.getpid()]
@@ -173,7 +169,7 @@ def _serve(control: socket.socket) -> None:
             if not data:
                 return
             *streams, text, status = fds
-            with open(text, "rb") as file:
+            with os.fdopen(text, "rb") as file:
                 file.seek(0)
                 request = json.load(file)
             pid = os.fork()
@@ -186,10 +182,8 @@ def _serve(control: socket.socket) -> None:
 
 
 def _tell(status: int, number: int) -> None:
-    try:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
         os.write(status, str(number).encode())
-    except BrokenPipeError:  # nobody waits any more
-        pass
 
 
 def _preload() -> None:
@@ -201,12 +195,8 @@ def _preload() -> None:
     for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
         if not module.name.startswith("trainer.bench") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    for name in (
-        "torch.distributed.run",
-        "torch.utils.tensorboard",
-        "torch.testing._internal.distributed.fake_pg",
-    ):
-        importlib.import_module(name)
+    importlib.import_module("torch.distributed.run")
+    importlib.import_module("torch.utils.tensorboard")
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # half of torch is imported by the first optimizer
 
 
@@ -234,17 +224,10 @@ def _become(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
 
 
 def _forget() -> None:
-    """What this process was until now: handlers, exit functions, and what torchrun sets in its own process."""
+    """What this process was: handlers, exit functions, and what torchrun sets in its own process."""
     signal.set_wakeup_fd(-1)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGHUP,
-        signal.SIGCHLD,
-        signal.SIGABRT,
-    ):
-        signal.signal(number, signal.SIG_DFL)
+    for name in ("TERM", "USR1", "USR2", "HUP", "CHLD", "ABRT"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
     atexit._clear()
@@ -253,17 +236,15 @@ def _forget() -> None:
     logging.disable(logging.NOTSET)
     warnings.resetwarnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings(
-        "ignore", category=RuntimeWarning, module="runpy"
-    )  # modules that are there already
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # they are there
     socket.getfqdn = _getfqdn
     _servers.clear()
 
 
 def _take_streams(streams: Sequence[int]) -> None:
     high = [os.dup(stream) for stream in streams]  # none of them may be overwritten by another
-    for number, stream in enumerate(high):
-        os.dup2(stream, number)
+    for number, source in enumerate(high):
+        os.dup2(source, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     names = ("stdin", "stdout", "stderr")
     for number, name in enumerate(names):
@@ -285,16 +266,14 @@ def _run(words: list[str]) -> int:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         del words[0]
     kind = words.pop(0) if words[0] in ("-m", "-c") else ""
-    first = str(Path(words[0]).resolve().parent) if not kind else os.getcwd() if kind == "-m" else ""
+    first = str(Path(words[0]).resolve().parent) if not kind else str(Path.cwd()) if kind == "-m" else ""
     further = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [first, *further, *_PATH]
     if further:
         sys.modules.pop("sitecustomize", None)
         importlib.invalidate_caches()
-        try:
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("sitecustomize")
-        except ModuleNotFoundError:
-            pass
     try:
         if kind == "-c":
             main = types.ModuleType("__main__")
@@ -339,7 +318,5 @@ def _end(code: int) -> NoReturn:
 _PATH = [path for path in sys.path if path not in ("", str(ROOT))]
 
 if __name__ == "__main__":
-    from tests.helpers import preloaded
-
-    # As the module, not as __main__: what it runs will be that.
-    preloaded._serve(socket.socket(fileno=int(sys.argv[1])))
+    # As a module, not as __main__, which the programs that it runs will be.
+    importlib.import_module("tests.helpers.preloaded")._serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,88 @@
+"""`make mutants`: breaks a copy of the package in known ways; for each, the fast suite's test that fails.
+
+A mutant is a fault that somebody could make: a text of a file and what it becomes, one YAML file for each
+room, with the test that is to see it. A test that stays green is a defect; so is a text that is not found.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Mutant(NamedTuple):
+    """A fault: `old` stands once in `file` and becomes `new`; `test` is to fail. `what` says it in words."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def read_mutants(file: Path) -> list[Mutant]:
+    """The faults of a room."""
+    return [Mutant(**entry) for entry in yaml.safe_load(file.read_text())]
+
+
+def _seen(mutant: Mutant, copy: Path) -> str:
+    """Breaks the copy, runs the test, mends the copy; "" if the test failed, else what happened instead."""
+    file = copy / mutant.file
+    whole = file.read_text()
+    if whole.count(mutant.old) != 1:
+        return f"its text stands {whole.count(mutant.old)} times in the file"
+    file.write_text(whole.replace(mutant.old, mutant.new))
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    marks = "not slow and not container"
+    done = subprocess.run(
+        [*words, "-m", marks, mutant.test], cwd=copy, capture_output=True, text=True, check=False
+    )
+    file.write_text(whole)
+    return {0: "the test passes", 1: ""}.get(done.returncode, done.stdout[-500:])
+
+
+def main() -> int:
+    """Runs them, a line each; 1 if one wasn't seen."""
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", default="", metavar="TEXT", help="those whose room or words contain this")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write a table")
+    options = parser.parse_args()
+    rooms = {file.stem: read_mutants(file) for file in sorted(HERE.glob("*.yaml"))}
+    chosen = [
+        (room, mutant)
+        for room, mutants in rooms.items()
+        for mutant in mutants
+        if options.only in f"{room} {mutant.what}"
+    ]
+    rows, unseen = [], 0
+    with tempfile.TemporaryDirectory(prefix="trainer-mutants-") as folder:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+        copied = subprocess.run(
+            ["tar", "--null", "-T", "-", "-cf", "-"],
+            cwd=ROOT,
+            input=listed.stdout,
+            capture_output=True,
+            check=True,
+        )
+        subprocess.run(["tar", "-xf", "-", "-C", folder], input=copied.stdout, check=True)
+        for number, (room, mutant) in enumerate(chosen, 1):
+            trouble = _seen(mutant, Path(folder))
+            unseen += bool(trouble)
+            print(f"{number}/{len(chosen)} {room}: {mutant.what}: {trouble or 'seen'}", flush=True)
+            rows.append(f"| {room} | {mutant.what} | {trouble or f'`{mutant.test}`'} |")
+    if options.out:
+        head = "| room | fault | the test that fails |\n|---|---|---|\n"
+        options.out.write_text(head + "\n".join(rows) + "\n")
+    print(f"{len(chosen) - unseen} of {len(chosen)} were seen")
+    return bool(unseen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
