@@ -35,7 +35,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train doctor mutants image verify-image push shell up down image-test test compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor mutants image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
@@ -75,15 +75,15 @@ image-test: ## run the tests that need a container engine and the images
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest tests/container $(ARGS)
 
-# Tests that measure time run after the others, and alone. With ARGS all that it selects run in one process.
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)
-ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not slow and not container and not timed"
-	$(VENV)/bin/python -m pytest -m "timed and not slow"
-else
-	$(VENV)/bin/python -m pytest -m "not slow and not container" $(ARGS)
-endif
+	$(VENV)/bin/python -m pytest -m "not slow and not container" $(or $(ARGS),-n auto --dist loadgroup)
+
+coverage: ## run the fast tests, and name the lines and branches of trainer/ and scripts/ that they never reach
+	$(call bootstrap,--groups train test)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(VENV)/bin/coverage run -m pytest -n auto --dist loadgroup -m "not slow and not container" $(ARGS)
+	$(VENV)/bin/coverage combine -q && $(VENV)/bin/coverage report
 
 # In environments of their own, each from a hash-checked lock: the torch of the conda stacks, and the newest.
 compat: compat-oldest compat-newest ## run the tests marked compat on torch 2.5.1 and 2.14.1; ARGS="-k name"
@@ -95,9 +95,9 @@ compat-oldest compat-newest:
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m pytest -m compat $(or $(ARGS),-n auto --dist loadgroup)
 
-test-all: ## run every test
+test-all: ## run every test, with many more random examples; containers need an engine and images
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --hypothesis-profile=many $(or $(ARGS),-n auto --dist loadgroup)
 
 mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
 	$(call bootstrap,--groups train test)

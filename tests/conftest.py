@@ -31,6 +31,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(int(read_limits().cpus), 8))
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """No letter for a test that was skipped: the summary says it, by reason."""
+    return ("skipped", "", "SKIPPED") if report.skipped and not hasattr(report, "wasxfail") else None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what was skipped and why, each reason once."""
     reports = terminalreporter.stats.get("skipped", [])
