@@ -35,7 +35,7 @@ script = @$(find-python) python=$${python:-$(or $(PYTHON),python3)}; \
 where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(DATA)")
 
 .DEFAULT_GOAL := help
-.PHONY: help train doctor mutants image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
+.PHONY: help train doctor mutants steady image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
 	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
@@ -102,6 +102,10 @@ test-all: ## run every test, with many more random examples; containers need an 
 mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
+
+steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=docs/results/page.md
+	$(call bootstrap,--groups train test)
+	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2) $(if $(OUT),--out "$(OUT)")
 
 chaos: ## cut, kill, signal and hang runs at random (up to 20 minutes); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)

@@ -1,0 +1,126 @@
+"""`make steady`: runs the fast suite again and again, quiet, beside busy processes and on one core; a table.
+
+A test that fails once in twenty runs is a defect. What each run took and the slowest tests go into a page of
+docs/results; the runs are kept in a file beside, so that a page can be made of runs of several calls.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+CONDITIONS = {
+    "quiet": "two quiet cores",
+    "busy": "beside two busy processes",
+    "one core": "under `taskset -c 0`",
+}
+_SUITE = ["-m", "pytest", "-n", "auto", "--dist", "loadgroup", "-m", "not slow and not container"]
+
+
+@contextlib.contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    """Processes that compute without end."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def run_suite(condition: str, folder: Path) -> dict[str, Any]:
+    """Runs it once; what came of it, with seconds by test."""
+    report = folder / f"{condition.replace(' ', '-')}.xml"
+    words = [sys.executable, *_SUITE, f"--junitxml={report}"]
+    if condition == "one core":
+        words = ["taskset", "-c", "0", *words]
+    began = time.monotonic()
+    with (folder / "last.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
+        code = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, check=False).returncode
+    seconds = time.monotonic() - began
+    (suite,) = ElementTree.parse(report).getroot()
+    tests: defaultdict[str, float] = defaultdict(float)
+    failed = []
+    for case in suite:
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        tests[name] += float(case.get("time", 0))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+    count = {key: int(suite.get(key, 0)) for key in ("tests", "skipped", "failures", "errors")}
+    passed = count["tests"] - count["skipped"] - count["failures"] - count["errors"]
+    return {
+        "condition": condition,
+        "date": datetime.datetime.now().astimezone().date().isoformat(),
+        "code": code,
+        "seconds": round(seconds, 1),
+        "passed": passed,
+        "skipped": count["skipped"],
+        "failed": failed,
+        "slowest": dict(sorted(tests.items(), key=lambda item: -item[1])[:40]),
+    }
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    """The page of these runs."""
+    lines = ["| # | conditions | date | passed | skipped | failed | time |", "|---|---|---|---|---|---|---|"]
+    for number, run in enumerate(runs, 1):
+        failed = ", ".join(f"`{name}`" for name in run["failed"]) or "0"
+        minutes, seconds = divmod(round(run["seconds"]), 60)
+        words = [CONDITIONS[run["condition"]], run["date"], run["passed"], run["skipped"], failed]
+        lines.append(f"| {number} | {' | '.join(map(str, words))} | {minutes} min {seconds:02} s |")
+    times = defaultdict(list)
+    for run in runs:
+        for name, seconds in run["slowest"].items():
+            if run["condition"] == "quiet":
+                times[name].append(seconds)
+    slowest = sorted(((statistics.median(many), name) for name, many in times.items()), reverse=True)[:10]
+    lines += [
+        "",
+        "The ten slowest tests, seconds of wall time (median of the quiet runs, two tests at a time):",
+        "",
+    ]
+    lines += ["| seconds | test |", "|---|---|"]
+    lines += [f"| {seconds:.1f} | `{name}` |" for seconds, name in slowest]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Runs and writes; 1 if a run failed."""
+    parser = argparse.ArgumentParser(prog="steady", description=__doc__, allow_abbrev=False)
+    for condition in CONDITIONS:
+        parser.add_argument(f"--{condition.replace(' ', '-')}", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "steady.md", help="where the table goes")
+    options = parser.parse_args()
+    folder = ROOT / "build" / "steady"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / "runs.jsonl"
+    for condition in CONDITIONS:
+        for _ in range(getattr(options, condition.replace(" ", "_"))):
+            run = run_suite(condition, folder)
+            with kept.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+            print(
+                f"{condition}: {run['seconds']:.0f} s, {run['passed']} passed, failed: {run['failed']}",
+                flush=True,
+            )
+    runs = [json.loads(line) for line in kept.read_text().splitlines()]
+    options.out.write_text(page(runs))
+    print(f"{options.out}: {platform.processor() or platform.machine()}, {os.cpu_count()} CPUs")
+    return int(any(run["failed"] or run["code"] for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
