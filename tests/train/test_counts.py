@@ -1,6 +1,7 @@
 """Promise: what a step costs doesn't grow unseen. Counted, not timed: the machine's load changes nothing."""
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -10,22 +11,29 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
+from trainer.bench import overhead
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 
 # Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1 (0.891 with the
-# Python that Debian builds). After a change that is worth its price `make test ARGS="-k instructions -s"`
+# Python that Debian builds). After a change that is worth its price `make test-all ARGS="-k the_instructions -s"`
 # prints the new one.
 INSTRUCTIONS = 0.875
 TOLERANCE = 0.03
+# The same of Python's own instructions, which take a second to count: of torch's functions, too, where these
+# are Python. Counted with Python 3.11; another divides its work a little differently.
+BYTECODES = 0.840
+BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
 _FIRST, _LAST = 99, 199  # windows; the figures of every 50th are among them
@@ -51,6 +59,7 @@ def instructions(folder: Path, program: Path) -> list[int]:
     return [int(re.findall(r"^totals: (\d+)", dump.read_text(), re.MULTILINE)[0]) for dump in dumps]
 
 
+@pytest.mark.slow
 def test_the_instructions_of_a_step(tmp_path: Path) -> None:
     skip_with_another_torch()
     wanted = ("valgrind", "gcc")
@@ -62,6 +71,59 @@ def test_the_instructions_of_a_step(tmp_path: Path) -> None:
     assert ours / by_hand < INSTRUCTIONS * (1 + TOLERANCE)
     # Much below: the promise has become stricter, and INSTRUCTIONS should be, too.
     assert ours / by_hand > INSTRUCTIONS * (1 - 2 * TOLERANCE)
+
+
+class Bytecodes:
+    """Counts Python's instructions in this thread between two steps, which it is told of."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self._now = 0
+
+    def step(self, number: int) -> None:
+        """After step 55 it begins; 40 steps it counts."""
+        if number == 55:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                frame.f_trace, frame.f_trace_opcodes = self._traced, True
+                frame = frame.f_back
+            sys.settrace(self._entered)
+        elif 55 < number <= 95:
+            self.counts.append(self._now)
+        if number == 95:
+            sys.settrace(None)
+        self._now = 0
+
+    def _entered(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is Bytecodes.step.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        return self._traced
+
+    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
+        self._now += event == "opcode"
+        return self._traced
+
+
+def test_pythons_own_instructions_of_a_step(tmp_path: Path) -> None:
+    before = sys.gettrace()
+    ours, by_hand = Bytecodes(), Bytecodes()
+    try:
+        tiny_windows(tmp_path, 150, ours.step)
+
+        def cos(angle: float) -> float:  # of the learning rate, once a step
+            by_hand.step(round(angle * 150 / math.pi))
+            return math.cos(angle)
+
+        with mock.patch.dict(overhead.by_hand.__globals__, math=SimpleNamespace(cos=cos, pi=math.pi)):
+            overhead.by_hand(overhead.TinyTask(), overhead.tiny_recipe(150).optim, 150)
+    finally:
+        sys.settrace(before)
+    assert ours.counts == ours.counts[:1] * 40 and by_hand.counts == by_hand.counts[:1] * 40
+    ratio = ours.counts[0] / by_hand.counts[0]
+    print(f"{ours.counts[0]} bytecodes a step, by hand {by_hand.counts[0]}: {ratio:.4f}")
+    skip_with_another_torch()
+    assert ratio == pytest.approx(BYTECODES, rel=BYTECODES_TOLERANCE)
 
 
 def test_a_window_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> None:
