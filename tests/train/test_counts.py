@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 
 # Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1 (0.891 with the
-# Python that Debian builds). After a change that is worth its price `make test-all ARGS="-k the_instructions -s"`
-# prints the new one.
+# Python that Debian builds). After a change that is worth its price
+# `make test-all ARGS="-k the_instructions -s"` prints the new one.
 INSTRUCTIONS = 0.875
 TOLERANCE = 0.03
 # The same of Python's own instructions, which take a second to count: of torch's functions, too, where these
@@ -94,13 +94,13 @@ class Bytecodes:
             sys.settrace(None)
         self._now = 0
 
-    def _entered(self, frame: FrameType, event: str, argument: object) -> Any:
+    def _entered(self, frame: FrameType, _event: str, _argument: object) -> Any:
         if frame.f_code is Bytecodes.step.__code__:
             return None
         frame.f_trace_opcodes = True
         return self._traced
 
-    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
+    def _traced(self, _frame: FrameType, event: str, _argument: object) -> Any:
         self._now += event == "opcode"
         return self._traced
 

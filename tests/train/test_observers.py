@@ -103,7 +103,12 @@ def test_each_recipe_is_looked_at() -> None:
     assert set(SMALLEST) == {file.stem for file in Path("trainer/recipes").glob("*.yaml")}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("digits", "nvtx"), *((name, "torch") for name in SMALLEST)])
+# Seconds each, and what observes them goes the same ways as with others of their task.
+LARGE = {"coco-fasterrcnn", "resnet50-imagenet", "resnet50-synthetic", "speech-commands", "vit-small"}
+RECIPES = [pytest.param(name, "torch", marks=[pytest.mark.slow] * (name in LARGE)) for name in SMALLEST]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("digits", "nvtx"), *RECIPES])
 def test_no_observer_changes_a_bit(name: str, kind: Kind, tmp_path: Path) -> None:
     words = ["parallel.threads=1", "data.workers=0", "compile.mode=none", *SMALLEST[name]]
     recipe = Recipe.model_validate(override(read_recipe(name), words))
