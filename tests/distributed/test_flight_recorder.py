@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tests.helpers import preloaded
 from trainer.flight_recorder import dump, parse, shortened
 
 # As torch 2.5 to 2.14 write it; see "The contents of a Flight Recorder file" in PyTorch's tutorial.
@@ -206,6 +206,7 @@ import json, os, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed as dist
+from tests.helpers import preloaded
 from trainer.flight_recorder import dump, parse
 
 def settled():  # gloo's thread counts a collective a moment after it let the caller go
@@ -243,9 +244,7 @@ os._exit(0)
 def test_what_torch_itself_writes(tmp_path: Any) -> None:
     variables = {"TORCH_FR_BUFFER_SIZE": "100", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _HANG, str(tmp_path / "store")]
-    ended = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = preloaded.run(command, env={**os.environ, **variables})
     assert ended.stdout.splitlines()[-1:] == [
         "collective 3, all_reduce of 1000 Float: rank 0 entered it, rank 1 did not"
     ], ended.stderr

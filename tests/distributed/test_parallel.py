@@ -2,7 +2,6 @@
 
 import copy
 import os
-import subprocess
 import sys
 import warnings
 from typing import Any, Literal
@@ -11,7 +10,8 @@ import pytest
 import torch
 from torch import distributed as dist, nn
 
-from tests.distributed.test_ranks import DIGITS, train_digits
+from tests.helpers import preloaded
+from tests.helpers.digits_windows import DIGITS, train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
 from trainer.batchnorm import WindowStatistics
@@ -276,7 +276,7 @@ def test_leaving_the_others_never_hangs() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
+        preloaded.Popen([sys.executable, "-c", LEAVING, rank, str(store.port)], env=environment)
         for rank in ("0", "1")
     ]
     try:

@@ -11,14 +11,15 @@ from hypothesis import given, strategies as st
 from torch import distributed as dist, nn
 
 from tests.chaos import Tally
-from tests.distributed.test_ranks import DIGITS, train_digits
+from tests.helpers.digits_windows import DIGITS, train_digits
 from tests.helpers.topologies import topologies
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.windows import State, assert_same_bits, train_some
 from tests.helpers.world import SIZES, Ranks
 from trainer import agreement, attempt
 from trainer.errors import BadInputError
 from trainer.parallel import World
-from trainer.run import assemble, check_request
+from trainer.run import assemble, check_request, make_task
 from trainer.step import take_figures, train_window
 from trainer.tree import Sums, Tournament, TreeReduction, shares_a_tree
 
@@ -371,6 +372,28 @@ def test_ranks_that_split_no_tree_are_refused() -> None:
         check_request(recipe, task, 2)
 
 
+def windows_of(
+    world: World, values: dict[str, Any], windows: range, state: State | None
+) -> tuple[State, Any]:
+    recipe = make_recipe(**values)
+    return train_some(recipe, make_task(recipe), windows, state, world)
+
+
+@pytest.mark.parametrize("kind", ["batchnorm", "fp16"])
+def test_other_ranks_go_on_to_the_same_bits(ranks: Ranks, kind: str) -> None:
+    values = {**DIGITS, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
+    wanted, _ = ranks.run(1, windows_of, values, range(6), None)[0]
+    state = None
+    for size, windows in ((4, range(2)), (1, range(2, 3)), (2, range(3, 6))):
+        answers = ranks.run(size, windows_of, values, windows, state)
+        state = answers[0][0]
+        for other, _ in answers[1:]:
+            assert_same_bits(state, other)
+    assert state is not None
+    assert_same_bits(wanted, state)
+
+
+@pytest.mark.slow
 def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few histories; `make chaos` does a hundred."""
     monkeypatch.setattr(agreement, "_SECONDS_BETWEEN", agreement._SECONDS_BETWEEN)  # it is set there

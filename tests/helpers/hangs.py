@@ -27,7 +27,9 @@ from trainer import between_windows, loop, rank, step
 from trainer.attempt import train_rank
 from trainer.data import loader
 from trainer.errors import EXIT_HANG
+from trainer.hang import Watch
 from trainer.observe.log import Meter
+from trainer.pulse import PULSE
 from trainer.recipe import Recipe
 from trainer.tasks.classification import Classification
 
@@ -101,10 +103,12 @@ class Job:
             os.kill(process.pid, number)
 
     def over(self) -> bool:
-        """Whether all have ended, or their time is up."""
+        """Whether all have ended that can, or their time is up."""
+        running = [process for process in self.ranks if process.is_alive()]
         if any(process.exitcode for process in self.ranks):
-            self._deadline = min(self._deadline, time.monotonic() + 1.0)
-        return time.monotonic() > self._deadline or not any(process.is_alive() for process in self.ranks)
+            self._deadline = min(self._deadline, time.monotonic() + 20.0)
+            running = [process for process in running if not _is_stopped(process.pid)]
+        return time.monotonic() > self._deadline or not running
 
     def end(self) -> Ending:
         """Waits for them; how the job ended."""
@@ -151,6 +155,12 @@ def _rank(
     for fault in faults:
         fault(number)
     os._exit(rank.run_rank(lambda: train_rank(recipe, "small", folder)))
+
+
+def _is_stopped(pid: int | None) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def sleep_forever() -> None:
@@ -231,12 +241,21 @@ def _put(where: Hang, window: Callable[[], int]) -> None:
     }
     thing, name = places[where.phase]
     original = getattr(thing, name)
+    said: list[int] = []
+    word: Any = Watch._word
+
+    def noted(self: Watch) -> Any:
+        said.append(PULSE.window)
+        return word(self)
+
+    replace(Watch, "_word", noted)
 
     def stuck(*arguments: Any, **named: Any) -> Any:
         if window() == where.window:
             if where.phase != "stopped":
                 sleep_forever()
-            time.sleep(0.5)  # until it has said where it is
+            while said.count(where.window) < 2:  # the first of them has gone out then
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
         return original(*arguments, **named)
 

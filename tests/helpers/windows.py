@@ -10,18 +10,19 @@ from trainer.config import override, read_recipe
 from trainer.evaluate import evaluate
 from trainer.parallel import World
 from trainer.recipe import Recipe
-from trainer.run import check_request, make_task
+from trainer.run import assemble, check_request, make_task
 from trainer.state import load_tensors, tensors_of
 from trainer.step import train_window
 
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
 State = dict[str, dict[str, torch.Tensor]]
 
 
 def train_some(
-    recipe: Recipe, task: Any, windows: range, state: State | None = None
+    recipe: Recipe, task: Any, windows: range, state: State | None = None, world: World = ALONE
 ) -> tuple[State, list[float]]:
     """Trains some windows of a run, from a saved state; gives the state after them, and the losses."""
-    training, loader = (parts := assemble_alone(recipe, task)).training, parts.loader
+    training, loader = (parts := assemble(recipe, task, world, 0)).training, parts.loader
     if state is not None:
         load_tensors(training, windows.start, state)
     training.replica.train()
@@ -49,10 +50,9 @@ def dry_run(name: str, settings: Sequence[str]) -> dict[str, float]:
     recipe = Recipe.model_validate(override(read_recipe(name), ["parallel.threads=1", *settings]))
     task = make_task(recipe)
     check_request(recipe, task, 1)
-    world = World(0, 1, 0, torch.device("cpu"), None)
     parts = assemble_alone(recipe, task)
     parts.training.replica.train()
     train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
     assert bool(parts.training.loss.isfinite()) and float(parts.training.loss) > 0
-    args = parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+    args = parts.evaluation_loader, parts.evaluation_share, ALONE, recipe.precision
     return evaluate(task, parts.training.model, *args)

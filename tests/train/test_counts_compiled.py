@@ -52,9 +52,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-@pytest.mark.parametrize("last", ["cross", "weighted"])
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("scope", "last", "resident"),
+    [
+        ("model", "cross", True),
+        ("model", "weighted", False),
+        ("blocks", "weighted", True),
+        ("blocks", "cross", False),
+    ],
+)
 def test_nothing_is_compiled_after_the_first_window(
     scope: str, last: str, resident: bool, compiled: list[Any]
 ) -> None:

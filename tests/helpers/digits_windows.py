@@ -1,0 +1,42 @@
+"""A few windows of the digits on a rank of a world: what the tests of several ranks compare."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from tests.helpers.toys import make_recipe
+from trainer.evaluate import evaluate
+from trainer.parallel import World
+from trainer.run import assemble, make_task
+from trainer.step import train_window
+
+DIGITS: dict[str, Any] = {
+    "epochs": 1,
+    "max_windows": 6,
+    "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
+    "model": {"width": 8},
+    "optim": {"lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.9},
+}
+
+
+def train_digits(
+    world: World, recipe_values: dict[str, Any], workers: int
+) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor]]:
+    """Losses of each window, the evaluation, and the weights, on one rank."""
+    recipe = make_recipe(**recipe_values)
+    task = make_task(recipe)
+    parts = assemble(recipe, task, world, workers)
+    training = parts.training
+    batches = parts.loader(training.share.batches())
+    losses = []
+    for window in range(training.share.plan.windows):
+        before = training.loss.clone()
+        train_window(training, batches, window)
+        losses.append(float(training.loss - before))
+    share = parts.evaluation_share
+    with nullcontext() if training.average is None else training.average.in_place():
+        figures = evaluate(task, training.model, parts.evaluation_loader, share, world, recipe.precision)
+    parts.loader.close()
+    return losses, figures, {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
