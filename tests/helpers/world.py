@@ -21,6 +21,8 @@ class Ranks:
     """Processes that stay for the whole test session; forked, so that none imports torch again."""
 
     def __init__(self) -> None:
+        # torch imports half of itself when the first optimiser is made: here, and not in each of them.
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
