@@ -1,4 +1,4 @@
-"""Promise: the bench measures what reaches the optimiser, and fails where the trainer's own step is wrong."""
+"""Promise: the bench measures what reaches the optimizer, and fails where the trainer's own step is wrong."""
 
 import importlib
 import sys
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.libraries import require
+from tests.helpers.tables import table_rows
 from trainer import plan, step
 from trainer.bench import accumulation, against
 from trainer.bench.accumulation import CASES, Case, Recorded, judge, windows_due
@@ -17,14 +18,9 @@ from trainer.bench.against import timm
 from trainer.cli import main
 
 
-def rows(out: str) -> list[list[str]]:
-    lines = [line for line in out.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
-
-
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "accumulation"]) == 0
-    table = rows(capsys.readouterr().out)
+    table = table_rows(capsys.readouterr().out)
     assert len(table) == 2 * len(CASES)
     for row in table:
         assert row[-1] == "exact"
@@ -208,7 +204,7 @@ def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "not measured" in out
     assert "--timm-train FILE" in out
-    assert len(rows(out)) == 2 * len(CASES)
+    assert len(table_rows(out)) == 2 * len(CASES)
 
 
 @pytest.mark.parametrize(

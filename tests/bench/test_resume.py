@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench.test_accumulation import rows
 from tests.helpers.libraries import require
+from tests.helpers.tables import table_rows
 from trainer.bench import against, resume
 from trainer.bench.cut_run import BATCH, BATCHES, EPOCHS, UPDATES, Resumed, Steps
 from trainer.bench.resume import CUTS, judge
@@ -20,7 +20,7 @@ from trainer.step import Training
 
 def test_the_trainer_goes_on_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "resume"]) == 0
-    table = rows(capsys.readouterr().out)
+    table = table_rows(capsys.readouterr().out)
     assert [row[1:] for row in table] == [
         [str(cut), str(UPDATES - cut), "0", "0", "0", "same", "same"] for cut in CUTS
     ]
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_wrongly_fails_the_bench(
     monkeypatch.setattr(resume, what, mutant)
     monkeypatch.setattr(resume, "CUTS", (33,))
     assert main(["bench", "resume"]) == 1
-    (row,) = rows(capsys.readouterr().out)
+    (row,) = table_rows(capsys.readouterr().out)
     assert row[3] == other_samples
     assert row[-2:] == ["other", "DIFFERENT"]
 

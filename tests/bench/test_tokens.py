@@ -1,8 +1,5 @@
-"""Promise: token batches at least 8 times as many per CPU second as a nanoGPT-style get_batch; a bench that
-can fail.
-"""
+"""Promise: token batches are timed beside a nanoGPT-style get_batch of the same kind, and judged."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +7,41 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.clock import Clock
 from trainer.bench import tokens
 from trainer.bench.tokens import bench_tokens, get_batch, token_loader
 from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
 
-
-def test_the_target_is_met(capsys: pytest.CaptureFixture[str]) -> None:
-    """Up to four tries: other work on the machine falls on one of the loops now and then."""
-    codes: list[int] = []
-    while 0 not in codes and len(codes) < 4:
-        codes.append(bench_tokens(rounds=6, batches=200, megabytes=10))
-    out = capsys.readouterr().out
-    # Undecided each time is no proof of the contrary: the machine was too busy to say.
-    assert 0 in codes or 1 not in codes, out
-    assert "| trainer, no workers |" in out
+Capsys = pytest.CaptureFixture[str]
 
 
-def test_a_slower_loader_misses_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("theirs", "code", "verdict"), [(2**-7, 0, "met"), (2**-8, 1, "MISSED")])
+def test_a_slower_loader_misses_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    theirs: float,
+    code: int,
+    verdict: str,
 ) -> None:
-    original = TokenDataset.read
+    """On a clock that each batch moves, of ours by 2**-10 s."""
+    clock = Clock()
 
-    def slower(self: TokenDataset, *arguments: Any) -> None:
-        original(self, *arguments)
-        end = time.process_time() + 500e-6
-        while time.process_time() < end:
-            pass
+    def moved(seconds: float, function: Any) -> Any:
+        return lambda *arguments: (clock.move(seconds), function(*arguments))[1]
 
-    monkeypatch.setattr(TokenDataset, "read", slower)
-    assert bench_tokens(rounds=6, batches=100, megabytes=5) == 1
-    assert "MISSED" in capsys.readouterr().out
+    monkeypatch.setattr(tokens, "time", clock.time)
+    monkeypatch.setattr(tokens, "get_batch", moved(theirs, get_batch))
+    monkeypatch.setattr(TokenDataset, "read", moved(2**-10, TokenDataset.read))
+    assert bench_tokens(rounds=6, batches=20, megabytes=1) == code
+    out = capsys.readouterr().out
+    assert f"| trainer, no workers | 34 | 34 to 34 | {theirs * 2**10:.1f} (" in out
+    assert f"target 8x: {verdict}" in out
+
+
+def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = tokens.TokenTimes(np.array([7.0, 9.0] * 5), np.ones(10))
+    monkeypatch.setattr(tokens, "measure_tokens", lambda *_: times)
+    assert bench_tokens() == 3
 
 
 @pytest.mark.parametrize("arguments", [{"rounds": 0}, {"batches": 9}, {"megabytes": 0}])

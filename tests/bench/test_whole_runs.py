@@ -1,11 +1,15 @@
-"""`trainer bench setting --runs` compares whole runs in processes of their own."""
+"""Promise: `trainer bench setting --runs` compares whole runs, in turn and in processes of their own."""
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.helpers import preloaded
 from trainer.bench import whole_runs
 from trainer.bench.setting import bench_setting
 from trainer.bench.whole_runs import Figures, bench_whole_runs, figures
@@ -35,24 +39,33 @@ def test_sides_take_turns_and_are_compared_pair_by_pair(
     assert lines[-1] == "| memory.allocator=async | 450 | 1.500 | 1.500 to 1.500 | 3.00 |"
 
 
-def test_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_whole_runs("digits", [], ["data.micro_batch=32"], rounds=1, windows=3) == 0
-    speed = capsys.readouterr().out.splitlines()[-1].split("|")[2]
-    assert float(speed.replace(",", "")) > 0
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forks of the preloaded server; what they print on stderr goes where the test's own does."""
+
+    def run(words: list[str], *, check: bool, **options: Any) -> "subprocess.CompletedProcess[str]":
+        assert not check
+        return preloaded.run(words, stderr=None, **options)
+
+    module = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(whole_runs, "subprocess", module)
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_real_run() -> None:
+    found = whole_runs.run("digits", ["max_windows=2", "evaluate_every=0", "parallel.threads=1"])
+    assert found.samples_per_s > 0 and found.memory["resident"] > 0
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_variable_reaches_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ["env:PYTORCH_ALLOC_CONF=backend:native", "memory.allocator=async"]
     with pytest.raises(BadInputError, match=r"env:PYTORCH_ALLOC_CONF=backend:native .* ended with code 2"):
-        bench_whole_runs(
-            "digits",
-            [],
-            ["env:PYTORCH_ALLOC_CONF=backend:native", "memory.allocator=async"],
-            rounds=1,
-            windows=1,
-        )
+        bench_whole_runs("digits", [], settings, rounds=1, windows=1)
     assert "PYTORCH_ALLOC_CONF=backend:native says otherwise" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_run_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInputError, match="ended with code 2: see above"):
         bench_whole_runs("digits", [], ["parallel.cpu_binding=core"], rounds=1, windows=1)

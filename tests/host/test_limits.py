@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.planted import GIB, plant
 from trainer.limits import (
     Limits,
     compilers_per_rank,
@@ -25,21 +26,8 @@ from trainer.limits import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712"
-MACHINE = {
-    "/sys/devices/system/cpu/online": "0-63",
-    "/proc/meminfo": f"MemTotal:       {512 * GIB // 1024} kB\nMemFree:        1024 kB",
-}
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
-
-
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, text in {**MACHINE, **files}.items():
-        path = root / name.lstrip("/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
-    return root
 
 
 def limits(cpus: float, pids: int | None = None) -> Limits:

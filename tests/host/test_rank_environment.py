@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import trainer.local_ranks
 import trainer.start
+from tests.helpers import preloaded
 from trainer.affinity import VARIABLE, cpus_text, shares_of
 from trainer.allocator import VARIABLES
 from trainer.cli import main
@@ -131,14 +133,14 @@ def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_a_real_run_says_where_its_ranks_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["--set", "max_windows=2", "--set", "evaluate_every=0", "--set", "parallel.cpu_binding=cores"]
-    assert (
-        main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch=32", "--out", str(out), *words])
-        == 0
-    )
+    settings = ("max_windows=2", "evaluate_every=0", "parallel.cpu_binding=cores", "data.micro_batch=32")
+    words = [word for setting in (*settings, "parallel.threads=1") for word in ("--set", setting)]
+    trained = [sys.executable, "-m", "trainer", "train", "digits", "--ranks", "2", "--out", str(out), *words]
+    done = preloaded.run(trained)
+    assert done.returncode == 0, done.stdout + done.stderr
     (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]
-    assert note in capfd.readouterr().out
+    assert note in done.stdout
     first, second = note.removeprefix("CPUs: ranks on ").partition(", ")[0].split(" | ")
     assert first != second

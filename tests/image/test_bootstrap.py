@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -171,7 +170,7 @@ def test_groups_select_their_requirements(project: Project) -> None:
     assert digest(wheels, ["test"])["test"] != digest(wheels, ["dev"])["dev"]
 
 
-def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project) -> None:
+def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project, tools: Path) -> None:
     first = with_uv.bootstrap("test")
     assert "installing test of tiny" in first
     assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "")
@@ -179,14 +178,9 @@ def test_groups_are_added_and_the_second_call_does_nothing(with_uv: Project) -> 
     assert with_uv.version("pear") == "1.0"
     assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}
 
-    written, fastest = with_uv.stamp.stat().st_mtime_ns, 9.0
-    for _ in range(20):  # the machine may be busy
-        begun = time.perf_counter()
-        assert with_uv.bootstrap("test", "dev") == ""
-        fastest = min(fastest, time.perf_counter() - begun)
-        if fastest < 0.2:
-            break
-    assert fastest < 0.2
+    written = with_uv.stamp.stat().st_mtime_ns
+    (tools / "uv").unlink()  # nothing is asked of an installer
+    assert with_uv.bootstrap("test", "dev") == ""
     assert with_uv.stamp.stat().st_mtime_ns == written
 
 
@@ -282,6 +276,7 @@ def test_two_at_once_share_the_work(with_uv: Project) -> None:
     assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}
 
 
+@pytest.mark.slow  # ensurepip; the next one has the pip of the host in its place
 def test_without_uv_pip_brings_it_and_takes_over_when_it_fails(project: Project) -> None:
     output = project.bootstrap("test")
     if "no installer" in output:

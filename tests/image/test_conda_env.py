@@ -28,6 +28,7 @@ import pytest
 from explicit_lock import LockError, parse_lock
 
 from tests.container.stand_in_conda import raw_zstd, unraw_zstd
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "conda_env.py"
@@ -48,6 +49,7 @@ class Channel:
     asked: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[str]] = field(default_factory=dict)  # file: answers before the true one
     lines: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)  # what hangs goes on
 
     def pack(
         self,
@@ -139,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if answer == "hang":
-            time.sleep(3)
+            self.channel.over.wait(120)
         self.wfile.write(data[: len(data) // 2] if answer else data)
 
     def log_message(self, *_: Any) -> None:
@@ -153,6 +155,7 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
     channel.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=partial(server.serve_forever, 0.01), daemon=True).start()
     yield channel
+    channel.over.set()
     server.shutdown()
     server.server_close()
 
@@ -306,7 +309,8 @@ def test_two_creations_give_the_same_bytes(packages: Channel, make: Make) -> Non
     assert first.code == 0, first.out
     before = tree(first.prefix)
     shutil.rmtree(first.prefix)
-    time.sleep(1.1)  # past the whole second of a bytecode's time
+    before_that = int(time.time())
+    until(lambda: int(time.time()) > before_that, "the next second")  # bytecode holds whole ones
     assert (
         tree(make("--cache", first.prefix.parent.parent / "cache", mirror=str(packages.folder)).prefix)
         == before
@@ -539,11 +543,10 @@ def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, 
         packages.first["where-1.0-h1_0.conda"] = ["hang"]
     command: list[object] = [sys.executable, SCRIPT, lock, prefix, "--mirror", packages.url, "--conda", slow]
     with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as run:
-        while not ((prefix / "bin/half").exists() if when == "creating" else packages.asked):
-            assert run.poll() is None
-            time.sleep(0.05)
+        begun = (prefix / "bin/half").exists if when == "creating" else lambda: bool(packages.asked)
+        until(lambda: begun() or run.poll() is not None, f"it isn't {when}")
         run.send_signal(signal.SIGTERM)
-        _, error = run.communicate(timeout=30)
+        _, error = run.communicate(timeout=100)
     assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
     assert list((tmp_path / "opt").iterdir()) == []
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -31,20 +32,14 @@ NO_RUNTIME = (
     'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].'
 )
 
-FAKE = """#!{python} -IS
-import json, sys
-from pathlib import Path
-here = Path({folder!r})
-words = sys.argv[1:]
-with (here / "{name}.log").open("a") as log:
-    log.write(json.dumps(words) + "\\n")
-answers = json.loads((here / "{name}.json").read_text())
-for start, (code, out, err) in answers.items():
-    if " ".join(words).startswith(start):
-        sys.stdout.write(out)
-        sys.stderr.write(err)
-        sys.exit(code)
-sys.exit("{name}: not in this test: " + " ".join(words))
+# In sh, which starts ten times as fast as Python: 037 ends a word in the log, 036 all of them.
+FAKE = r"""#!/bin/sh
+{{ printf '%s\037' "$@"; printf '\036'; }} >>{log}
+case "$*" in
+{answers}
+esac
+echo "{name}: not in this test: $*" >&2
+exit 1
 """
 
 
@@ -58,9 +53,13 @@ class Machine:
 
     def fake(self, name: str, answers: dict[str, tuple[int, str, str]]) -> None:
         """Puts a program on PATH; the first answer whose words begin the request counts."""
-        (self.tools / f"{name}.json").write_text(json.dumps(answers))
         program = self.tools / name
-        program.write_text(FAKE.format(python=sys.executable, folder=str(self.tools), name=name))
+        cases = "\n".join(
+            f"{quote(start)}*) printf %s {quote(out)}; printf %s {quote(err)} >&2; exit {code} ;;"
+            for start, (code, out, err) in answers.items()
+        )
+        log = quote(str(self.tools / f"{name}.log"))
+        program.write_text(FAKE.format(log=log, answers=cases, name=name))
         program.chmod(0o755)
 
     def engine(self, **changes: tuple[int, str, str]) -> None:
@@ -88,7 +87,8 @@ class Machine:
     def asked(self, name: str = "docker") -> list[list[str]]:
         """What a program was asked."""
         log = self.tools / f"{name}.log"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        requests = log.read_text().split("\x1e")[:-1] if log.exists() else []
+        return [request.split("\x1f")[:-1] for request in requests]
 
     def run(self, *words: str, code: int = 0, script: str = "runtime", **env: str) -> tuple[str, str]:
         """Runs a script; returns what it said on stdout and stderr."""

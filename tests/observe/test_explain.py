@@ -30,7 +30,6 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert end["kind"] == "end"
     parts = sum(end[f"time/{phase}"] for phase in (*PHASES, "unexplained"))
     assert parts == pytest.approx(end["time/wall"])
-    assert abs(end["time/unexplained"]) < 0.03 * end["time/wall"]
     assert end["time/evaluation"] > 0
     assert end["cost/money"] == pytest.approx(end["time/wall"])
     assert end["cost/per_thousand_samples"] == pytest.approx(1000 / end["samples_per_s"])

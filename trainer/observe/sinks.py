@@ -90,7 +90,9 @@ def csv_sink(folder: Path) -> Sink:
     def write(row: Row) -> None:
         kind = str(row["kind"])
         path = folder / f"{kind}.csv"
-        known = columns.setdefault(kind, _header(path))
+        if kind not in columns:
+            columns[kind] = _header(path)
+        known = columns[kind]
         new = [name for name in row if name not in known and name != "kind"]
         if new:
             earlier = list(csv.DictReader(path.read_text().splitlines())) if known else []
