@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port
 from trainer.cluster import guest, host, wire
 from trainer.cluster.discover import Nodes
 from trainer.cluster.guest import Guest, sees
@@ -31,19 +32,13 @@ ROOT = Path(__file__).parents[2]
 SAME = {"trainer": "1", "configuration": "abc"}
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class Cluster:
     """The tables of some nodes, each played by a thread."""
 
     def __init__(self, nodes: str = "2", ranks: int = 2, seconds: float = 20.0) -> None:
         least, _, most = nodes.rpartition(":")
         self.least, self.most = int(least or most), int(most)
-        self.port, self.ranks, self.seconds = _free_port(), ranks, seconds
+        self.port, self.ranks, self.seconds = free_port(), ranks, seconds
         self.asked: dict[int, bool] = {}
         self.said: dict[int, list[str]] = {}
         self.tables: list[Table] = []
@@ -515,7 +510,7 @@ class Launchers:
 
     def __init__(self, folder: Path, nodes: str = "2") -> None:
         least, _, most = nodes.rpartition(":")
-        self.least, self.most, self.port = int(least or most), int(most), _free_port()
+        self.least, self.most, self.port = int(least or most), int(most), free_port()
         self.folder, self.out = folder / "ranks", folder / "run"
         self.folder.mkdir()
         self.out.mkdir()
