@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.helpers import until as until_
 from tests.helpers.ports import free_port
 
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
@@ -99,12 +100,9 @@ class Slurm:
         until(started)
 
 
-def until(condition: Callable[[], object], seconds: float = 240.0) -> None:
-    """Waits for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
+def until(condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
+    """As `tests.helpers.until`; Slurm takes its time."""
+    until_.until(condition, told, seconds=400.0)
 
 
 @contextmanager
