@@ -28,7 +28,7 @@ from tests.helpers.rows import read_rows
 from trainer import between_windows, cli, start, summary
 from trainer.checkpoint import files, store
 from trainer.data import dataset
-from trainer.data.dataset import ArrayDataset, Ints, spread
+from trainer.data.dataset import ArrayDataset, spread
 from trainer.data.files import in_folder
 from trainer.doctor.facts import Mount
 from trainer.errors import BadInputError
@@ -212,7 +212,7 @@ def test_a_fingerprint_of_many_bytes_reads_few_of_them(monkeypatch: pytest.Monke
     large = np.zeros((1 << 16, 1 << 14), np.uint8)  # 1 GiB, of which hardly a page is ever made
     rows = 0
 
-    def counted(count: int, budget: int) -> Ints:
+    def counted(count: int, budget: int) -> Any:
         nonlocal rows
         found = spread(count, budget)
         rows += len(found)
