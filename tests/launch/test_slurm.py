@@ -100,6 +100,7 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     assert second == {**first, "slurm_restarts": "1"}
     slurm.tell("scancel", job)
     until(lambda: slurm.state(job) == "CANCELLED")
+    until(lambda: not slurm.tell("squeue", "-h"))  # it still holds its port while it completes
     assert _text(log).count("requeued") == 1  # who cancels doesn't want it back
     assert _manifest(run)["status"] == "stopped"
     again, log = _submit(slurm, spec)
