@@ -187,10 +187,11 @@ def disturb(
             resuming = phase[0] == 0 and any((folder / "checkpoints").glob("step-*"))
             hits["resume" if resuming else _PHASES[phase[0]]] += 1
             assert process.pid is not None
-            began = time.monotonic()
             os.kill(process.pid, number)
-            process.join()
-            hits["late"] += number is not signal.SIGKILL and time.monotonic() - began > 10
+            process.join(120)
+            if process.exitcode is None:
+                process.kill()
+                hits["late"] += 1
         if process.exitcode == 0:
             return hits
         if process.exitcode not in (-signal.SIGKILL, EXIT_REQUEUE, 1):

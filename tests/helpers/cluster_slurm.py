@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.helpers import until as until_
+from tests.helpers.ports import free_port
+
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
 NODES = (f"{PREFIX}1", f"{PREFIX}2")
-PORT = 20000 + 8 * (os.getpid() % 1000)
+PORT = free_port()
 _CONF = """
 ClusterName=trainer
 SlurmctldHost={host}(127.0.0.1)
@@ -97,12 +100,9 @@ class Slurm:
         until(started)
 
 
-def until(condition: Callable[[], object], seconds: float = 240.0) -> None:
-    """Waits for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
+def until(condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
+    """As `tests.helpers.until`; Slurm takes its time."""
+    until_.until(condition, told, seconds=400.0)
 
 
 @contextmanager
@@ -113,7 +113,8 @@ def running(folder: Path) -> Iterator[Slurm]:
     for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir()
     host = socket.gethostname().partition(".")[0]
-    ports = _free_ports(3)
+    first = free_port()
+    ports = range(first, first + 3)
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000"
         for node, port in zip(NODES, ports[1:], strict=True)
@@ -141,11 +142,3 @@ def running(folder: Path) -> Iterator[Slurm]:
         for pid in [*folder.glob("slurmd.*.pid"), folder / "slurmctld.pid", folder / "munge.pid"]:
             with suppress(OSError, ValueError):
                 os.kill(int(pid.read_text()), signal.SIGTERM)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -23,6 +22,7 @@ import torch
 from torch import distributed as dist
 
 from tests.helpers.forked import replace, small
+from tests.helpers.ports import free_port
 from trainer import between_windows, loop, rank, step
 from trainer.attempt import train_rank
 from trainer.data import loader
@@ -78,9 +78,7 @@ class Job:
     ) -> None:
         """Starts them; each fault is called with a rank's number before that rank trains."""
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._root = tempfile.TemporaryDirectory(prefix="hang-")
         self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")
         self.folder.mkdir()

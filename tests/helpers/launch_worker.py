@@ -47,7 +47,7 @@ def _wait_for_a_request() -> signal.Signals:
 
 def _obey() -> int:
     _wait_for_a_request()
-    time.sleep(1.0)  # time for a signal that should not come twice
+    time.sleep(0.2)  # time for a signal that should not come twice
     return EXIT_REQUEUE
 
 
@@ -141,7 +141,7 @@ def _tell() -> int:
     (FOLDER / f"told-{RANK}").write_text(json.dumps(told))
     if RANK == "1":
         return EXIT_REQUEUE
-    time.sleep(1.0)  # time for a signal that should not come
+    time.sleep(0.2)  # time for a signal that should not come
     return 0
 
 
@@ -163,6 +163,7 @@ WHAT: dict[str, Callable[[], int | None]] = {
     "hang-in-exit": _hang_in_exit,
     "leave-a-child": _leave_a_child,
     "obey": _obey,
+    "obey-late": _obey,
     "obey-three": _obey_three,
     "once": _once,
     "raise": _raise,
@@ -188,4 +189,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "never-register":
         (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
         time.sleep(1000)
+    while sys.argv[2] == "obey-late" and not (FOLDER / "signal-sent").exists():
+        time.sleep(0.01)
     sys.exit(run_rank(main))

@@ -235,9 +235,11 @@ def _forget() -> None:
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     logging.disable(logging.NOTSET)
     warnings.resetwarnings()
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.filterwarnings("ignore", category=kind)
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # they are there
     socket.getfqdn = _getfqdn
+    tempfile.tempdir = None  # what TMPDIR says
     _servers.clear()
 
 
@@ -247,6 +249,7 @@ def _take_streams(streams: Sequence[int]) -> None:
         os.dup2(source, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     names = ("stdin", "stdout", "stderr")
+    _left.extend(getattr(sys, name) for name in names)
     for number, name in enumerate(names):
         raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
         buffered: Any = io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
@@ -254,6 +257,10 @@ def _take_streams(streams: Sequence[int]) -> None:
         stream = io.TextIOWrapper(buffered, "utf-8", errors, line_buffering=number == 2 or raw.isatty())
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+# Whose buffers hold what the parent has still to write: kept, because at their end they would write it here.
+_left: list[Any] = []
 
 
 def _run(words: list[str]) -> int:

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from tests import chaos
+from tests.helpers.ports import free_port
 from trainer import agreement
 from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
 from trainer.recipe import Recipe
@@ -74,9 +74,7 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
 
 
 def _start(recipe: Recipe, folder: Path, phase: mmap.mmap, size: int) -> list[BaseProcess]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [chaos.start(recipe, folder, phase, (rank, size, port)) for rank in range(size)]
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from tests.helpers.ports import free_port
 from trainer.parallel import World
 
 SIZES = (1, 2, 4)
@@ -23,9 +23,7 @@ class Ranks:
     def __init__(self) -> None:
         # torch imports half of itself when the first optimiser is made: here, and not in each of them.
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []

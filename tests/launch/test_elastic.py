@@ -1,6 +1,5 @@
 """Between hosts (network namespaces) a node dies and comes back: the same global batch, the same bits."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,89 +9,100 @@ from pathlib import Path
 
 import pytest
 
-import trainer
-from tests.helpers.cluster_slurm import until
+from tests.helpers import preloaded
 from tests.helpers.netns import hosts
+from tests.helpers.until import SECONDS, until
 
-pytestmark = pytest.mark.xdist_group("launch")
-TRAINER = str(Path(sys.executable).parent / "trainer")
+pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_nodes.py
+ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    *("data.micro_batch=16", "epochs=16", "parallel.threads=1", "parallel.reduction=tree"),
-    *("checkpoint.every=20", "log.every=5"),
+    *("data.global_batch=64", "data.micro_batch=32", "epochs=6", "model.width=8", "parallel.threads=1"),
+    *("parallel.reduction=tree", "checkpoint.every=10", "log.every=5"),
 )
-WORDS = [word for setting in SETTINGS for word in ("--set", setting)]
-# So that a fast machine hasn't ended before the node is back: 400 windows last 32 s on one rank.
-PAUSE = """
-        import os, time
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+WORDS = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]
+# A launcher on another host. Its ranks stand still after a window while FOLDER/hold is there, so that the job
+# isn't over before the other node has died or come back.
+ON_HOST = """
+import ctypes, sys
+from trainer.cli import main
+with open("/var/run/netns/" + sys.argv[1]) as file:
+    assert not ctypes.CDLL(None).setns(file.fileno(), 0x40000000)
+sys.exit(main(sys.argv[2:]))
 """
-
-
-def _task(folder: Path) -> str:
-    """A task of one's own that can be slowed down."""
-    text = (Path(trainer.__file__).parent / "tasks" / "example.py").read_text()
-    at = text.index("        return F.cross_entropy(model(")
-    file = folder / "spirals.py"
-    file.write_text(text[:at] + PAUSE + text[at:])
-    return str(file)
-
-
-@pytest.fixture
-def names() -> Iterator[list[str]]:
-    with hosts(2) as there:
-        yield there
+HOLD = """
+import time
+from pathlib import Path
+from trainer import between_windows, preempt
+original = between_windows.BetweenWindows.window_done
+def window_done(self, done):
+    while Path({folder!r}, f"hold-{{done}}").exists() and preempt.requested() is None:
+        Path({folder!r}, f"at-{{done}}").touch()
+        time.sleep(0.01)
+    original(self, done)
+between_windows.BetweenWindows.window_done = window_done
+"""
 
 
 class Nodes:
     """Launchers, one on each host."""
 
     def __init__(self, names: list[str], folder: Path) -> None:
-        self.names, self.run, self.task = names, folder / "run", _task(folder)
+        self.names, self.folder, self.run = names, folder, folder / "run"
         self.logs = [folder / f"node-{number}" for number in range(len(names))]
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[str]] = []
+        (folder / "sitecustomize.py").write_text(HOLD.format(folder=str(folder)))
 
-    def start(self, number: int) -> "subprocess.Popen[bytes]":
-        command = [
-            *("ip", "netns", "exec", self.names[number], TRAINER, "train", self.task, "--ranks", "1"),
-            *("--nodes", "1:2", "--node-rank", str(number), "--master", "10.79.0.1:29500"),
-            *("--out", str(self.run), *WORDS),
+    def start(self, number: int) -> "subprocess.Popen[str]":
+        words = [
+            *(sys.executable, "-c", ON_HOST, self.names[number], *WORDS, "--ranks", "1", "--nodes", "1:2"),
+            *("--node-rank", str(number), "--master", "10.79.0.1:29500", "--out", str(self.run)),
         ]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         with self.logs[number].open("ab") as log:
-            slow = {**os.environ, "PAUSE": "0.02"}
-            process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=slow)
+            process = preloaded.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment)
         self.started.append(process)
         return process
 
-    def windows(self) -> int:
-        """Done so far, by the rows."""
-        file = self.run / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return int(json.loads(lines[-1])["window"]) if lines else 0
+    def hold(self, window: int) -> None:
+        (self.folder / f"hold-{window}").touch()
+
+    def until_at(self, window: int) -> None:
+        until((self.folder / f"at-{window}").exists, self.log)
+
+    def go_on(self, window: int) -> None:
+        (self.folder / f"hold-{window}").unlink()
 
     def log(self, number: int = 0) -> str:
         return self.logs[number].read_text()
 
 
 @pytest.fixture
-def nodes(names: list[str], tmp_path: Path) -> Iterator[Nodes]:
-    both = Nodes(names, tmp_path)
-    yield both
-    for process in both.started:
-        process.kill()
-        process.wait()
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with hosts(2) as names:
+        both = Nodes(names, tmp_path)
+        yield both
+        for process in both.started:
+            process.kill()
 
 
 def test_a_node_dies_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
+    for window in (25, 45):
+        nodes.hold(window)
     first, second = nodes.start(0), nodes.start(1)
-    until(lambda: nodes.windows() > 20)
-    second.send_signal(signal.SIGKILL)  # ip has become the launcher; the kernel ends its ranks with it
-    until(lambda: "on 1 rank instead of 2" in nodes.log())
+    nodes.until_at(25)
+    second.send_signal(signal.SIGKILL)  # the kernel ends its rank with it
+    until(lambda: "on 1 rank instead of 2" in nodes.log(), nodes.log)
+    nodes.go_on(25)
+    nodes.until_at(45)
     again = nodes.start(1)
-    until(lambda: "on 2 ranks instead of 1" in nodes.log())
-    assert first.wait(300) == again.wait(300) == 0
+    until(lambda: "on 2 ranks instead of 1" in nodes.log(), nodes.log)
+    nodes.go_on(45)
+    assert first.wait(SECONDS) == again.wait(SECONDS) == 0
     assert "is gone: its launcher ended" in nodes.log()
     assert "node 1 has come: the ranks stopped with a checkpoint" in nodes.log()
-    whole = [TRAINER, "train", nodes.task, "--ranks", "2", "--out", str(tmp_path / "whole"), *WORDS]
-    subprocess.run(whole, check=True, capture_output=True, timeout=300)
+    whole = preloaded.run(
+        [sys.executable, "-m", "trainer", *WORDS, "--ranks", "2", "--out", tmp_path / "whole"], cwd=ROOT
+    )
+    assert whole.returncode == 0, whole.stderr
     weights = [folder / "model.safetensors" for folder in (nodes.run, tmp_path / "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import preloaded
+from tests.helpers.ports import free_port
+from tests.helpers.until import SECONDS, until
 from trainer.cluster import guest, host, wire
 from trainer.cluster.discover import Nodes
 from trainer.cluster.guest import Guest, sees
@@ -31,19 +33,13 @@ ROOT = Path(__file__).parents[2]
 SAME = {"trainer": "1", "configuration": "abc"}
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class Cluster:
     """The tables of some nodes, each played by a thread."""
 
     def __init__(self, nodes: str = "2", ranks: int = 2, seconds: float = 20.0) -> None:
         least, _, most = nodes.rpartition(":")
         self.least, self.most = int(least or most), int(most)
-        self.port, self.ranks, self.seconds = _free_port(), ranks, seconds
+        self.port, self.ranks, self.seconds = free_port(), ranks, seconds
         self.asked: dict[int, bool] = {}
         self.said: dict[int, list[str]] = {}
         self.tables: list[Table] = []
@@ -85,16 +81,16 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _turn_until(condition: Callable[[], bool], *tables: Table) -> None:
-    end = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        for table in tables:
+    def turned() -> bool:
+        for table in () if condition() else tables:
             table.turn()
-        time.sleep(0.01)
+        return condition()
+
+    until(turned)
 
 
 def _met(cluster: Cluster, *tables: Table) -> list[Round]:
-    rounds = [waiting.result(20) for waiting in [cluster.gather(table) for table in tables]]
+    rounds = [waiting.result(SECONDS) for waiting in [cluster.gather(table) for table in tables]]
     assert all(isinstance(one, Round) for one in rounds)
     return [one for one in rounds if isinstance(one, Round)]
 
@@ -104,8 +100,8 @@ def test_nodes_meet_whoever_comes_first(cluster: Cluster) -> None:
     last, middle = cluster.table(2), cluster.table(1)
     waiting = [cluster.gather(last), cluster.gather(middle)]
     time.sleep(0.2)  # they knock at a door that isn't there yet
-    first = cluster.gather(cluster.table(0)).result(20)
-    rounds = [first, *(one.result(20) for one in reversed(waiting))]
+    first = cluster.gather(cluster.table(0)).result(SECONDS)
+    rounds = [first, *(one.result(SECONDS) for one in reversed(waiting))]
     assert [list(one.ranks) for one in rounds if isinstance(one, Round)] == [[0, 1], [2, 3], [4, 5]]
     assert {(one.world, one.number, one.folder) for one in rounds if isinstance(one, Round)} == {
         (6, 1, "/run")
@@ -120,7 +116,7 @@ def test_all_end_with_one_code(cluster: Cluster, codes: tuple[int, int], wanted:
     tables = [cluster.table(0), cluster.table(1)]
     _met(cluster, *tables)
     waiting = [cluster.conclude(table, code) for table, code in zip(tables, codes, strict=True)]
-    assert [one.result(20).code for one in waiting] == [wanted, wanted]
+    assert [one.result(SECONDS).code for one in waiting] == [wanted, wanted]
 
 
 def test_a_failure_ends_the_others_wait(cluster: Cluster) -> None:
@@ -129,7 +125,7 @@ def test_a_failure_ends_the_others_wait(cluster: Cluster) -> None:
     ended = cluster.conclude(other, 1)
     _turn_until(lambda: mine.over, mine)
     cluster.conclude(mine, 1)
-    assert ended.result(20).code == 1
+    assert ended.result(SECONDS).code == 1
 
 
 def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
@@ -137,7 +133,7 @@ def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
     _met(cluster, mine, other)
     other.close()
     _turn_until(lambda: mine.over, mine)
-    verdict = cluster.conclude(mine, 1).result(20)
+    verdict = cluster.conclude(mine, 1).result(SECONDS)
     assert verdict[:2] == (False, 75)
     assert verdict.text.startswith("trainer: node 1 (")
     assert "is gone: its launcher ended\n" in verdict.text
@@ -148,7 +144,7 @@ def test_a_cut_cable_is_noticed(cluster: Cluster, monkeypatch: pytest.MonkeyPatc
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)
     monkeypatch.setattr(wire, "SILENT_SECONDS", 0.5)
-    verdict = cluster.conclude(mine, 1).result(20)  # the other is not heard of: nobody turns it
+    verdict = cluster.conclude(mine, 1).result(SECONDS)  # the other is not heard of: nobody turns it
     assert "nothing was heard of it for 0.5 s: is its network up?" in verdict.text
 
 
@@ -157,14 +153,14 @@ def test_without_node_0_nothing_goes_on(cluster: Cluster) -> None:
     _met(cluster, mine, other)
     mine.close()
     _turn_until(lambda: other.over, other)
-    verdict = cluster.conclude(other, 1).result(20)
+    verdict = cluster.conclude(other, 1).result(SECONDS)
     assert verdict == Verdict(False, 75, "trainer: node 0 (a) is gone: its launcher ended\n")
 
 
 def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
     cluster.most, cluster.least, cluster.seconds = 3, 3, 0.5
     there = cluster.gather(cluster.table(2))
-    verdict = cluster.gather(cluster.table(0)).result(20)
+    verdict = cluster.gather(cluster.table(0)).result(SECONDS)
     assert isinstance(verdict, Verdict)
     assert verdict[:2] == (False, 1)
     assert verdict.text.startswith("trainer: node 1 (b) didn't come within 0.5 s, of 3 nodes (3 are needed)")
@@ -175,7 +171,7 @@ def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
         f"ports {cluster.port} and {cluster.port + 1}",
     ):
         assert word in verdict.text
-    assert there.result(20) == verdict  # the node that is there ends, too
+    assert there.result(SECONDS) == verdict  # the node that is there ends, too
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,7 @@ def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
 )
 def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster, name: str, words: str) -> None:
     cluster.seconds = 0.3
-    verdict = cluster.gather(cluster.table(1, name=name)).result(30)
+    verdict = cluster.gather(cluster.table(1, name=name)).result(SECONDS)
     assert isinstance(verdict, Verdict)
     assert verdict.code == 1
     assert f"trainer: node 0 (a) can't be reached at {name}:{cluster.port}: {words}" in verdict.text
@@ -203,9 +199,9 @@ def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster, name: str, words
 def test_a_node_with_something_else_is_refused(cluster: Cluster, same: dict[str, str], words: str) -> None:
     mine = cluster.gather(cluster.table(0))
     with pytest.raises(BadInputError) as raised:
-        cluster.gather(cluster.table(1, same)).result(20)
+        cluster.gather(cluster.table(1, same)).result(SECONDS)
     assert words.format(host=socket.gethostname()) in str(raised.value)
-    verdict = mine.result(20)
+    verdict = mine.result(SECONDS)
     assert isinstance(verdict, Verdict)
     assert verdict.code == 2  # it would wait in vain
     assert any("was refused" in line for line in cluster.said[0])
@@ -227,8 +223,8 @@ def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
             caller.sendall(noise)
             time.sleep(0.1)
     silent = socket.create_connection(("127.0.0.1", cluster.port))
-    assert isinstance(cluster.gather(cluster.table(1)).result(20), Round)
-    assert isinstance(mine.result(20), Round)
+    assert isinstance(cluster.gather(cluster.table(1)).result(SECONDS), Round)
+    assert isinstance(mine.result(SECONDS), Round)
     silent.close()
 
 
@@ -240,7 +236,7 @@ def test_a_port_in_use_is_one_line(cluster: Cluster) -> None:
 def test_a_stop_while_nodes_are_awaited(cluster: Cluster) -> None:
     waiting = cluster.gather(cluster.table(0))
     cluster.asked[0] = True
-    verdict = waiting.result(20)
+    verdict = waiting.result(SECONDS)
     assert isinstance(verdict, Verdict)
     assert verdict[:2] == (False, 75)
 
@@ -253,7 +249,7 @@ def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster: Cluste
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)
     other.close()
-    verdict = cluster.conclude(mine, 1).result(20)
+    verdict = cluster.conclude(mine, 1).result(SECONDS)
     assert verdict[:2] == (True, 75)
     (alone,) = _met(cluster, mine)
     assert (alone.number, alone.world) == (2, 2)
@@ -261,10 +257,10 @@ def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster: Cluste
     back = cluster.table(1)
     waiting = cluster.gather(back)
     _turn_until(lambda: mine.stop, mine)  # its ranks are to write a checkpoint
-    verdict = cluster.conclude(mine, 75).result(20)
+    verdict = cluster.conclude(mine, 75).result(SECONDS)
     assert verdict.again
     assert "node 1 (b) has come" in verdict.text
-    rounds = [cluster.gather(mine).result(20), waiting.result(20)]
+    rounds = [cluster.gather(mine).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
@@ -273,8 +269,8 @@ def test_a_node_that_is_asked_to_leave_leaves_the_others(cluster: Cluster) -> No
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)
     leaves, stays = cluster.conclude(other, 75, leaving=True), cluster.conclude(mine, 75)
-    assert leaves.result(20)[:2] == (False, 75)
-    assert stays.result(20)[:2] == (True, 75)
+    assert leaves.result(SECONDS)[:2] == (False, 75)
+    assert stays.result(SECONDS)[:2] == (True, 75)
     (alone,) = _met(cluster, mine)
     assert alone.world == 2
 
@@ -284,9 +280,9 @@ def test_an_elastic_job_waits_for_node_0(cluster: Cluster) -> None:
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)
     mine.close()
-    assert cluster.conclude(other, 1).result(20)[:2] == (True, 75)
+    assert cluster.conclude(other, 1).result(SECONDS)[:2] == (True, 75)
     waiting = cluster.gather(other)
-    rounds = [cluster.gather(cluster.table(0)).result(20), waiting.result(20)]
+    rounds = [cluster.gather(cluster.table(0)).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
@@ -295,8 +291,8 @@ def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
     mine, other = cluster.table(0), cluster.table(1)
     _met(cluster, mine, other)
     other.close()
-    assert cluster.conclude(mine, 1).result(20).again
-    verdict = cluster.gather(mine).result(20)
+    assert cluster.conclude(mine, 1).result(SECONDS).again
+    verdict = cluster.gather(mine).result(SECONDS)
     assert isinstance(verdict, Verdict)
     assert (verdict.code, verdict.again) == (1, False)
 
@@ -311,11 +307,11 @@ def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cl
     _turn_until(lambda: mine.stop and other.stop, mine, other)
     assert isinstance(other, Guest) and other._wire is not None
     other._wire.say(ended=[], leaving=False)
-    assert cluster.conclude(mine, 75).result(20).again
-    begun = cluster.gather(mine).result(20)
+    assert cluster.conclude(mine, 75).result(SECONDS).again
+    begun = cluster.gather(mine).result(SECONDS)
     time.sleep(0.3)  # the verdict and the round lie in the socket
-    assert cluster.conclude(other, 75).result(20).again
-    rounds = [begun, cluster.gather(other).result(5), coming.result(20)]
+    assert cluster.conclude(other, 75).result(SECONDS).again
+    rounds = [begun, cluster.gather(other).result(SECONDS), coming.result(SECONDS)]
     assert not other.stop and not other.over
     assert [one.world for one in rounds if isinstance(one, Round)] == [6, 6, 6]
 
@@ -329,9 +325,9 @@ def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) ->
     assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
     assert not waits.done()
     other.close()
-    assert cluster.conclude(mine, 1).result(20).again
+    assert cluster.conclude(mine, 1).result(SECONDS).again
     assert [one.world for one in _met(cluster, mine)] == [4]
-    assert isinstance(waits.result(20), Round)
+    assert isinstance(waits.result(SECONDS), Round)
 
 
 def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
@@ -340,7 +336,7 @@ def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
     first = cluster.gather(cluster.table(1))
     time.sleep(0.3)
     with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
-        cluster.gather(cluster.table(1)).result(20)
+        cluster.gather(cluster.table(1)).result(SECONDS)
     assert not first.done()
     assert not mine.done()
     for number in (0, 1):
@@ -355,8 +351,8 @@ def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: 
     _met(cluster, mine, other)
     waiting = cluster.gather(cluster.table(1))
     _turn_until(lambda: mine.over, mine)
-    assert cluster.conclude(mine, 1).result(20).again
-    rounds = [cluster.gather(mine).result(20), waiting.result(20)]
+    assert cluster.conclude(mine, 1).result(SECONDS).again
+    rounds = [cluster.gather(mine).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
@@ -404,7 +400,7 @@ def _after_node_0s_ranks(cluster: Cluster, mine: Host, other: Table, unread: boo
     waiting = cluster.conclude(mine, 1)
     _turn_until(lambda: other.over, other)
     _kill(other, mine, unread)
-    return [waiting.result(20)]
+    return [waiting.result(SECONDS)]
 
 
 def _after_its_own_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
@@ -415,7 +411,7 @@ def _after_its_own_ranks(cluster: Cluster, mine: Host, other: Table, unread: boo
     other._wire.say(ended=[], leaving=False)
     _kill(other, mine, unread)
     verdict = mine.conclude([Outcome(0, 75)], False)
-    return [verdict, mine.gather(), third.result(20)]
+    return [verdict, mine.gather(), third.result(SECONDS)]
 
 
 def _between_rounds(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
@@ -425,7 +421,7 @@ def _between_rounds(cluster: Cluster, mine: Host, other: Table, unread: bool) ->
     other._wire.say(ended=[], leaving=False)
     verdict = mine.conclude([Outcome(0, 75)], False)
     _kill(other, mine, unread)
-    return [verdict, mine.gather(), third.result(20)]
+    return [verdict, mine.gather(), third.result(SECONDS)]
 
 
 def _back_before_it_is_noticed(
@@ -441,7 +437,7 @@ def _back_before_it_is_noticed(
     time.sleep(0.1)  # end and hello lie in the sockets
     _turn_until(lambda: mine.over, mine)
     verdict = mine.conclude([Outcome(0, 1)], False)
-    return [verdict, mine.gather(), waiting.result(20)]
+    return [verdict, mine.gather(), waiting.result(SECONDS)]
 
 
 def _back_after_its_host_went_down(
@@ -451,7 +447,7 @@ def _back_after_its_host_went_down(
     waiting = cluster.gather(cluster.table(1))  # its old connection looks alive
     _turn_until(lambda: mine.over, mine)
     verdict = mine.conclude([Outcome(0, 1)], False)
-    return [verdict, mine.gather(), waiting.result(20)]
+    return [verdict, mine.gather(), waiting.result(SECONDS)]
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["end", "reset"])
@@ -495,7 +491,7 @@ from trainer.cluster import guest, host
 from trainer.cluster.discover import Nodes
 from trainer.cluster.rounds import launch_with_others
 from trainer.cli import main
-host._SETTLE_SECONDS = 1.0
+host._SETTLE_SECONDS = 0.5
 guest._FOLDER_SECONDS = 1.0
 nodes, folder, out, *what = sys.argv[1:]
 from trainer.errors import BadInputError
@@ -515,7 +511,7 @@ class Launchers:
 
     def __init__(self, folder: Path, nodes: str = "2") -> None:
         least, _, most = nodes.rpartition(":")
-        self.least, self.most, self.port = int(least or most), int(most), _free_port()
+        self.least, self.most, self.port = int(least or most), int(most), free_port()
         self.folder, self.out = folder / "ranks", folder / "run"
         self.folder.mkdir()
         self.out.mkdir()
@@ -523,7 +519,7 @@ class Launchers:
 
     def start(self, number: int, *what: str, out: Path | None = None) -> "subprocess.Popen[str]":
         nodes = json.dumps([self.least, self.most, number, "127.0.0.1", self.port, ["a", "b"]])
-        process = subprocess.Popen(
+        process = preloaded.Popen(
             [sys.executable, "-c", START, nodes, str(self.folder), str(out or self.out), *what],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -534,11 +530,8 @@ class Launchers:
         self.processes.append(process)
         return process
 
-    def until(self, condition: Callable[[], object], seconds: float = 90.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "it did not happen in time"
-            time.sleep(0.05)
+    def until_worlds(self, *sizes: str) -> None:
+        until(lambda: self.worlds() == list(sizes), self.worlds)
 
     def worlds(self) -> list[str]:
         """The sizes of the worlds that trained, one after the other."""
@@ -562,7 +555,7 @@ def launchers(request: pytest.FixtureRequest, tmp_path: Path) -> Launchers:
 
 def test_two_launchers_are_one_job(launchers: Launchers) -> None:
     first, second = launchers.start(0, "0=done", "1=raise"), launchers.start(1, "0=done", "1=raise")
-    texts = [process.communicate(timeout=120)[1] for process in (first, second)]
+    texts = [process.communicate(timeout=SECONDS)[1] for process in (first, second)]
     assert (first.returncode, second.returncode) == (1, 1)
     assert "trainer: rank 1 of 2 failed:\nTraceback" in texts[0]
     assert "ValueError: rank 1 is broken" in texts[0]
@@ -574,25 +567,24 @@ def test_two_launchers_are_one_job(launchers: Launchers) -> None:
 
 def test_a_folder_that_the_nodes_dont_share_is_bad_input(launchers: Launchers, tmp_path: Path) -> None:
     first, second = launchers.start(0, "sleep"), launchers.start(1, "sleep", out=tmp_path)
-    text = first.communicate(timeout=120)[1]
-    assert first.returncode == second.wait(30) == 2
+    text = first.communicate(timeout=SECONDS)[1]
+    assert first.returncode == second.wait(SECONDS) == 2
     assert f"doesn't see node 0's run folder, {launchers.out}, as {tmp_path}: give --out" in text
 
 
-@pytest.mark.slow  # tests/launch/test_elastic.py does the most of it with a real training
 @pytest.mark.parametrize("launchers", ["1:2"], indirect=True)
 def test_ranks_go_on_while_a_node_is_killed_and_comes_back(launchers: Launchers) -> None:
     first, second = launchers.start(0, "agree"), launchers.start(1, "agree")
-    launchers.until(lambda: launchers.worlds() == ["2"])
+    launchers.until_worlds("2")
     os.kill(second.pid, signal.SIGKILL)
-    launchers.until(lambda: launchers.worlds() == ["2", "1"])
+    launchers.until_worlds("2", "1")
     third = launchers.start(1, "agree")
-    launchers.until(lambda: launchers.worlds() == ["2", "1", "2"])
+    launchers.until_worlds("2", "1", "2")
     third.send_signal(signal.SIGTERM)  # this one says goodbye
-    assert third.wait(60) == 75
-    launchers.until(lambda: launchers.worlds() == ["2", "1", "2", "1"])
-    threading.Timer(0.0, first.send_signal, (signal.SIGUSR1,)).start()
-    text = first.communicate(timeout=60)[1]
+    assert third.wait(SECONDS) == 75
+    launchers.until_worlds("2", "1", "2", "1")
+    first.send_signal(signal.SIGUSR1)
+    text = first.communicate(timeout=SECONDS)[1]
     assert first.returncode == 75
     assert "is gone: " in text
     assert "node 1 (b) has come: the ranks stopped with a checkpoint" in text

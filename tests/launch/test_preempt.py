@@ -26,3 +26,13 @@ def test_a_child_of_a_rank_dies_of_sigterm_unless_it_becomes_one(become_a_rank: 
         preempt.install()
         os._exit(_ends_as(become_a_rank) % 256)
     assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == code % 256
+
+
+def test_the_launcher_notes_each_signal_once_and_every_ctrl_c() -> None:
+    with preempt.Inbox() as inbox:
+        for name in ("USR1", "TERM", "USR1", "HUP", "INT", "TERM"):
+            assert not inbox.interrupted_twice
+            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+        assert inbox.received == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]
+        os.kill(os.getpid(), signal.SIGINT)
+        assert inbox.interrupted_twice

@@ -1,0 +1,148 @@
+"""What the ends of ranks mean for their job: its exit code, its cause, and a line for people."""
+
+import queue
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.rank import (
+    TORCHRUN,
+    Outcome,
+    by_memory,
+    crashed,
+    dead_worker,
+    ending,
+    explain,
+    is_rank,
+    job_code,
+)
+
+DONE, REQUEUE, BAD, HANG = (
+    Outcome(0, 0),
+    Outcome(1, 75),
+    Outcome(2, 2, "no such recipe", for_all=True),
+    Outcome(3, 76),
+)
+RAISED = Outcome(4, 1, "ValueError: broken", "Traceback\nValueError: broken\n", time=2.0)
+KILLED = Outcome(5, 1, "was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([DONE, DONE], 0),
+        ([DONE, REQUEUE], 75),
+        ([REQUEUE, RAISED], 1),
+        ([REQUEUE, KILLED], 1),
+        ([DONE, Outcome(1, 3)], 1),
+        ([RAISED, HANG, REQUEUE], 76),
+        ([RAISED, HANG, BAD, REQUEUE], 2),
+    ],
+)
+def test_code(outcomes: list[Outcome], code: int) -> None:
+    assert job_code(outcomes) == code
+
+
+def test_the_cause_is_the_earliest_failure_that_is_no_consequence() -> None:
+    lost = replace(RAISED, rank=0, traceback="closed by peer\n", time=1.0, consequence=True)
+    assert explain([lost, RAISED, KILLED], 6).startswith("trainer: rank 4 of 6 failed:\nTraceback\n")
+    assert explain([lost, KILLED, DONE], 6) == (
+        "trainer: rank 5 of 6: was killed by SIGKILL\n"
+        "trainer: as a consequence failed or was stopped: rank 0\n"
+    )
+    later = replace(RAISED, rank=0, time=2.1)
+    assert explain([later, RAISED], 6).startswith("trainer: rank 4 of 6 failed:\n")
+    assert explain([lost], 6).startswith("trainer: rank 0 of 6 failed:\n")
+
+
+def test_a_stop_that_was_asked_for_is_one_line() -> None:
+    stopped = Outcome(1, 1, "stopped by SIGTERM: no checkpoint", time=1.0, for_all=True)
+    assert explain([RAISED, replace(stopped, rank=0, time=1.1), stopped], 5) == f"trainer: {stopped.line}\n"
+
+
+def test_what_needs_no_explanation_gets_none() -> None:
+    assert explain([DONE, REQUEUE], 2) == ""
+    assert explain([BAD, RAISED, KILLED], 6) == "trainer: no such recipe\n"
+
+
+def test_a_failure_of_torchrun_is_told() -> None:
+    error = Outcome(TORCHRUN, 1, traceback="RuntimeError: no store\n")
+    silent = Outcome(0, 1, "was stopped", consequence=True)
+    assert explain([error, silent], 2).startswith("trainer: torchrun failed:\nRuntimeError: no store\n")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL (out of memory? see dmesg)"),
+        (-40, "was killed by signal 40"),
+    ],
+)
+def test_an_exit_code_in_words(exit_code: int, words: str) -> None:
+    assert ending(exit_code) == words
+
+
+def _raised(*messages: str) -> BaseException:
+    """The last of some errors, each raised while the one before it was handled; "" is an empty queue."""
+    error: BaseException | None = None
+    for message in messages:
+        before, error = error, RuntimeError(message) if message else queue.Empty()
+        error.__context__ = before
+    assert error is not None
+    return error
+
+
+KILLED_WORKER = "DataLoader worker (pid 12) is killed by signal: Killed. "
+TERMINATED = "DataLoader worker (pid 12) is killed by signal: Terminated. "
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (_raised(KILLED_WORKER), "(pid 12) was killed by SIGKILL (out of memory? see dmesg)"),
+        (
+            _raised("", KILLED_WORKER, "DataLoader worker (pid(s) 12, 13) exited unexpectedly", TERMINATED),
+            "(pid 12) was killed by SIGKILL (out of memory? see dmesg)",
+        ),
+        (
+            _raised(f"InternalTorchDynamoError: RuntimeError: {TERMINATED}\n\nfrom user code"),
+            "(pid 12) was killed by SIGTERM",
+        ),
+        (
+            _raised("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details are lost"),
+            "(pid 12) ended with exit code 3",
+        ),
+        (
+            _raised("", "DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
+            "(pid 12, 13) ended unexpectedly",
+        ),
+        (
+            _raised("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that"),
+            "(pid 12) was killed by SIGBUS (is /dev/shm full?)",
+        ),
+        (_raised("the loss is a list", TERMINATED), ""),  # the first error is the cause
+        (_raised("something else"), ""),
+    ],
+)
+def test_a_dead_loader_worker_is_one_line(error: BaseException, told: str) -> None:
+    assert dead_worker(error) == (f"its loader worker {told}" if told else "")
+
+
+def test_a_rank_killed_for_memory_is_the_cause(tmp_path: Path) -> None:
+    """Its peer fails first, as far as clocks know: the kernel doesn't say when it killed."""
+    killed = by_memory(crashed(tmp_path, 0, -signal.SIGKILL), ": out of memory (all full)")
+    reset = Outcome(1, 1, "reset", "RuntimeError: recv: Success\n", time=5.0)
+    assert explain([reset, killed], 2) == (
+        "trainer: rank 0 of 2: was killed by SIGKILL: out of memory (all full)\n"
+        "trainer: as a consequence failed or was stopped: rank 1\n"
+    )
+    assert by_memory(reset, "x") == reset
+
+
+def test_ranks_are_known_by_their_variables() -> None:
+    ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert is_rank(ours)
+    assert not any(is_rank({name: "0" for name in ours if name != missing}) for missing in ours)
