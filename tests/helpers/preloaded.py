@@ -137,6 +137,8 @@ def _server() -> socket.socket:
         words = [sys.executable, "-m", __name__, str(theirs.fileno())]
         # It ends when the socket is closed, so with this process.
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        # OpenMP reads it when torch is imported; threads that spin while they wait starve a busy machine.
+        options["env"] = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], **options)
         theirs.close()
         _servers[os.getpid()] = ours
