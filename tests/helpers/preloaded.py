@@ -32,7 +32,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +60,20 @@ def run(
             out, err = process.communicate()
             raise AssertionError(f"no end after {timeout:g} s: {late.cmd}\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def call(function: Callable[..., object], *words: str | Path, **options: Any) -> str:
+    """Calls a module's function in a process of its own, with texts; returns what it prints.
+
+    Args:
+        function: Of a module; what it raises fails the test.
+        words: What it is given.
+        options: Further ones of `Popen`.
+    """
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
+    done = run([sys.executable, "-c", code, *map(str, words)], **{"cwd": ROOT, **options})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class _Forking(subprocess.Popen[Any]):
