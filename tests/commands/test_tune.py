@@ -5,6 +5,7 @@ The search is a pure function. Real probes are few: each starts ranks.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -192,7 +193,7 @@ def test_every_size_trains_the_same_samples_in_the_same_windows(each: int, ranks
 def test_every_size_has_the_same_loss_curve() -> None:
     def curve(size: int) -> list[float]:
         recipe = small(
-            max_windows=6,
+            max_windows=4,
             data={"global_batch": 16, "micro_batch": size},
             model={"norm": "group"},
             optim={"lr": 0.01},
@@ -200,7 +201,7 @@ def test_every_size_has_the_same_loss_curve() -> None:
         parts = assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
         batches = parts.loader(parts.training.share.batches())
         losses = []
-        for window in range(6):
+        for window in range(4):
             train_window(parts.training, batches, window)
             losses.append(float(parts.training.loss))
         return losses
@@ -277,7 +278,8 @@ signal.pause()
 
 
 def holder(name: str = "") -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-c", HOLDER, name]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
@@ -290,7 +292,7 @@ def test_what_processes_share_counts_once() -> None:
         assert process.stdout.readline() == "there\n"
         # 60 its own, 30 shared, 20 of the child alone; and Python itself, twice a few MiB.
         until(lambda: watch.peak_bytes > 110 * MIB and watch.rest_bytes > 20 * MIB, lambda: vars(watch))
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert watch.peak_bytes < 150 * MIB
     assert watch.rest_bytes < 40 * MIB
@@ -336,13 +338,13 @@ def _allocate() -> None:
 
 
 def test_two_ranks_fit_together_or_not_at_all(tmp_path: Path) -> None:
-    preloaded.call(_two_ranks, env={**os.environ, "TMPDIR": str(tmp_path)})
+    preloaded.call(_two_ranks, timeout=120, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 def _two_ranks() -> None:
     with Inbox() as inbox:
-        one = run_probe(job(Room(64 * GIB, GIB, "planted"), ranks=2), 1, inbox)
+        one = run_probe(job(Room(64 * GIB, GIB, "planted"), ranks=2, workers=0), 1, inbox)
         assert one.fits, one
         assert one.samples_per_s > 0
         assert (one.others_bytes, one.limit_bytes, one.where) == (GIB, 64 * GIB, "memory (planted)")
@@ -350,7 +352,7 @@ def _two_ranks() -> None:
         assert 2 * 250 * MIB < one.peak_bytes < 8 * GIB
         # 128 samples on each rank take gigabytes more; what is left for that is 200 MiB.
         tight = Room(int((one.peak_bytes + 200 * MIB) / (1 - HEADROOM)), 0, "planted")
-        other = run_probe(job(tight, ranks=2), 128, inbox)
+        other = run_probe(job(tight, ranks=2, workers=0), 128, inbox)
     assert not other.fits, other
     assert other.note
 
