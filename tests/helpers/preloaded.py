@@ -254,6 +254,7 @@ def _forget() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # they are there
     socket.getfqdn = _getfqdn
+    tempfile.tempdir = None  # this process's own TMPDIR decides
     _servers.clear()
 
 
