@@ -355,11 +355,14 @@ def test_a_signal_in_the_middle_leaves_nothing(number: signal.Signals, tmp_path:
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: (code / "held").exists() or process.poll() is not None)
-    (file,) = folder.glob("trainer-tune-*/rank-0.pid")
-    pid = int(file.read_text())
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    try:
+        until(lambda: (code / "held").exists() or process.poll() is not None)
+        (file,) = folder.glob("trainer-tune-*/rank-0.pid")
+        pid = int(file.read_text())
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 1
     assert errors == f"trainer: stopped by {number.name}: nothing was chosen, and nothing is left behind\n"
     assert not Path(f"/proc/{pid}").exists()
