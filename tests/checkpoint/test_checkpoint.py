@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers.faulty_disk import Disk, Killed
-from tests.helpers.until import SECONDS, until
+from tests.helpers.waiting import SECONDS, until
 from trainer.checkpoint import files, show, store, strict_json, tensor_file
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.folder import Damaged, Unreadable, problem, read, verify

@@ -24,7 +24,7 @@ from tests.helpers import preloaded
 from tests.helpers.held import held, pid_of_rank
 from tests.helpers.rows import read_rows
 from tests.helpers.toys import make_recipe
-from tests.helpers.until import SECONDS, until
+from tests.helpers.waiting import SECONDS, until
 from tests.helpers.world import Ranks
 from trainer.attempt import _go_on, _newest
 from trainer.checkpoint import store

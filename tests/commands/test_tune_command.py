@@ -1,4 +1,4 @@
-"""`trainer tune`, its file, and `data.micro_batch: auto`: chosen once, before there are ranks."""
+"""Promise: `trainer tune`, its file, and `data.micro_batch: auto`: chosen once, before there are ranks."""
 
 import itertools
 import json
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers import preloaded
+from tests.helpers.waiting import until
 from trainer import start
 from trainer.cli import main
 from trainer.tune import auto, command
@@ -326,27 +327,43 @@ def test_check_takes_what_was_tuned(starts: Starts, capsys: pytest.CaptureFixtur
     assert "is not a multiple of data.micro_batch=48" in capsys.readouterr().err
 
 
+# A rank that trains until it is told to stop.
+HELD = """
+import os, time
+from pathlib import Path
+if "RANK" in os.environ:
+    from trainer.tune import windows
+    def train_window(*_):
+        Path(__file__).with_name("held").touch()
+        while not windows.requested():
+            time.sleep(0.01)
+    windows.train_window = train_window
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "tune", "digits", *SMALL],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(Path(__file__).parents[2])},
+    code, here, folder = (tmp_path / name for name in ("code", "here", "tmp"))
+    for one in (code, here, folder):
+        one.mkdir()
+    (code / "sitecustomize.py").write_text(HELD)
+    process = preloaded.Popen(
+        [sys.executable, "-m", "trainer", "tune", "digits", *SMALL, "--set", "parallel.threads=1"],
+        cwd=here,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{code}:{Path(__file__).parents[2]}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    end = time.monotonic() + 60
-    while not (pids := list(folder.glob("trainer-tune-*/rank-0.pid"))):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    pid = int(pids[0].read_text())
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    try:
+        until(lambda: (code / "held").exists() or process.poll() is not None)
+        (file,) = folder.glob("trainer-tune-*/rank-0.pid")
+        pid = int(file.read_text())
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 1
     assert errors == f"trainer: stopped by {number.name}: nothing was chosen, and nothing is left behind\n"
     assert not Path(f"/proc/{pid}").exists()
-    assert list(folder.iterdir()) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert [*folder.iterdir(), *here.iterdir()] == []

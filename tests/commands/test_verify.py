@@ -3,7 +3,10 @@
 import argparse
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,21 +15,14 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.helpers import preloaded
+from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
-from tests.train.test_end_to_end import trainer
 from trainer import verify as module
 from trainer.cli import main
 from trainer.recorded import Part, last_window, parts_of, read_run
 from trainer.start import load_recipe
 from trainer.verdict import differences_here
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -420,12 +416,16 @@ def copied(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("copied")
+def test_what_was_not_touched_is_no_difference(whole: Path, capsys: Capsys) -> None:
+    verify(whole, code=0, capsys=capsys)
+
+
+@pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize(("tamper", "says"), TAMPERED.values(), ids=TAMPERED)
 def test_what_is_missing_or_contradicts_itself_is_a_difference(
     tmp_path: Path, whole: Path, capsys: Capsys, tamper: Callable[[Path], object], says: str
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
-    verify(folder, code=0, capsys=capsys)
     tamper(folder)
     assert says in verify(folder, code=1, capsys=capsys)
 
@@ -518,19 +518,21 @@ def test_an_older_field_is_no_difference() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "trained"),
-    [
-        (1, "1 rank of 1 thread"),
-        pytest.param(2, "2 ranks of 1 thread, then 1 rank of 1 thread", marks=pytest.mark.slow),
-    ],
+    [(1, "1 rank of 1 thread"), (2, "2 ranks of 1 thread, then 1 rank of 1 thread")],
 )
-def test_the_commands_prove_a_run(tmp_path: Path, capsys: Capsys, ranks: int, trained: str) -> None:
+def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> None:
     """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
     sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
     settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
     settings += ["model.width=4", "max_windows=13", *(f"data.{size}" for size in sizes)]
+
+    def trainer(*words: str) -> "subprocess.CompletedProcess[str]":
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=tmp_path, env=environment)
+
     words = [word for one in settings for word in ("--set", one)]
     asked = ["train", "digits", *words, "--out", "run", "--ranks", str(ranks), "--stop-after", "6"]
-    cut = trainer(tmp_path, *asked)
+    cut = trainer(*asked)
     assert (cut.returncode, cut.stderr) == (75, "")
     assert "stopped after window 6 as asked; without --stop-after it goes on from there" in cut.stdout
     folder = tmp_path / "run"
@@ -538,8 +540,12 @@ def test_the_commands_prove_a_run(tmp_path: Path, capsys: Capsys, ranks: int, tr
     assert attempt(folder, load_recipe("digits", settings)).code == 0
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["restarts"], manifest["status"]) == (1, "finished")
-    first, *_, said, weights = verify(folder, code=0, capsys=capsys).splitlines()
-    assert first.startswith(f"{folder}: training windows 1 to 13 of 13 again, in ")
+    before = contents(folder)
+    proof = trainer("verify", "run")
+    assert (proof.returncode, proof.stderr) == (0, "")
+    assert contents(folder) == before
+    first, *_, said, weights = proof.stdout.splitlines()
+    assert first.startswith("run: training windows 1 to 13 of 13 again, in ")
     assert said.startswith(f"  13 of 13 windows on {trained}: 5 rows")
     assert weights == "  final weights: model.safetensors, ema.safetensors"
     assert not Path(first.rpartition(" in ")[2]).exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands.test_verify import contents
+from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.train.test_guard import SEED, poison
 from trainer import verify as module

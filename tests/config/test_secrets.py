@@ -1,13 +1,15 @@
 """Promise: a secret that reaches a run is in nothing that it leaves or prints."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.data.test_loader import make_folder
+from tests.helpers import preloaded
+from tests.helpers.few_pictures import write_pictures
 from tests.helpers.forked import attempt, small
-from tests.train.test_end_to_end import trainer
 from trainer import launch, rank
 from trainer.cli import main
 from trainer.config import config_hash
@@ -37,22 +39,23 @@ def leaks(folder: Path) -> list[str]:
 def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     """In paths, in an argument, in a corrupt sample's name and in an exception."""
     data = tmp_path / f"data?X-Amz-Signature={SECRET}"
-    make_folder(data)
+    write_pictures(data)
     next((data / "train").glob("*/*")).write_bytes(b"no image")
     here = tmp_path / "here"
     (here / "code").mkdir(parents=True)
     (here / "code" / "sitecustomize.py").write_text(FAULT)
     settings = ["data.name=folder", f"data.path={data}", "data.image_size=8", "data.workers=0", "epochs=1"]
     settings += ["data.on_corrupt=quarantine", "data.corrupt_budget=0.5", "model.width=4", "max_windows=2"]
-    settings += [
-        f"about=AWS_SECRET_ACCESS_KEY={SECRET}",
-        "log.sinks=[jsonl, csv, tensorboard]",
-        "log.every=1",
-    ]
-    settings += ["data.global_batch=8", "data.micro_batch=8", "checkpoint.every=1", "data.evaluation_batch=8"]
+    settings += [f"about=AWS_SECRET_ACCESS_KEY={SECRET}", "log.sinks=[jsonl, csv, tensorboard]"]
+    settings += ["log.every=1", "checkpoint.every=1", "parallel.threads=1", "data.global_batch=8"]
+    settings += ["data.micro_batch=8", "data.evaluation_batch=8"]
     words = [word for one in settings for word in ("--set", one)]
     paths = f"{here / 'code'}:{Path(__file__).parents[2]}"
-    done = trainer(here, "train", "digits", *words, "--out", "run", PYTHONPATH=paths)
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", "run"],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert done.returncode == 1
     assert "RuntimeError: can't push to https://***@host/x with " in done.stderr
     assert SECRET not in done.stdout + done.stderr
@@ -69,7 +72,7 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
 
 def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
     data = tmp_path / "data?token=hunter2"
-    make_folder(data)
+    write_pictures(data)
     folder = tmp_path / "run"
     weights = tmp_path / "first?sig=hunter2"
     values = {"name": "folder", "path": str(data)}

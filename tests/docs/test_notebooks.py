@@ -1,14 +1,34 @@
 """Promise: every notebook runs from top to bottom on a CPU, and is kept without output."""
 
+import ast
+import importlib
 import os
+import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from tests.helpers import preloaded
+from trainer.config import describe
+from trainer.recipe import Recipe
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_of(path: Path) -> str:
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook imports the package that lies here."""
+    paths = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 def test_they_are_there() -> None:
@@ -16,7 +36,7 @@ def test_they_are_there() -> None:
     assert [path.stem[3:] for path in NOTEBOOKS] == subjects
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_it_is_clean(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)
@@ -26,11 +46,46 @@ def test_it_is_clean(path: Path) -> None:
     assert not any(cell.metadata for cell in notebook.cells)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
+def test_what_it_imports_is_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(code_of(path))):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                importlib.import_module(one.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            module = importlib.import_module(node.module)
+            assert [one.name for one in node.names if not hasattr(module, one.name)] == []
+
+
+@each_notebook
+def test_the_keys_that_it_sets_are_a_recipes(path: Path) -> None:
+    keys = {key.name for key in describe(Recipe)}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    texts = [node.value for node in ast.walk(ast.parse(code_of(path))) if isinstance(node, ast.Constant)]
+    named = [re.match(r"(\w+)\.(?!safetensors)\w+(?==|$)", text) for text in texts if isinstance(text, str)]
+    assert {key[0] for key in named if key and key[1] in sections} <= keys
+
+
+def test_the_first_runs_and_draws(tmp_path: Path) -> None:
+    """As a script, of fewer epochs and threads: Jupyter's kernel takes longer to start than this to run."""
+    code = code_of(NOTEBOOKS[0])
+    assert '{"epochs": 8,' in code
+    code = code.replace('{"epochs": 8,', '{"epochs": 2, "parallel.threads": 1,')
+    draws = "assert len(plt.get_fignums()) == 3, plt.get_fignums()"
+    done = preloaded.run(
+        [sys.executable, "-c", f"{code}\n{draws}"], cwd=tmp_path, env={**os.environ, "MPLBACKEND": "agg"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "manifest.json\n" in done.stdout
+
+
+@pytest.mark.slow
+@each_notebook
 def test_it_runs_and_draws(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    paths = [str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     # Three times what a notebook may take: this machine does other things.
     NotebookClient(notebook, timeout=360, resources={"metadata": {"path": str(tmp_path)}}).execute()

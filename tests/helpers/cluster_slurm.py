@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers import until as until_
+from tests.helpers import waiting
 from tests.helpers.ports import free_port
 
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
@@ -101,8 +101,8 @@ class Slurm:
 
 
 def until(condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
-    """As `tests.helpers.until`; Slurm takes its time."""
-    until_.until(condition, told, seconds=400.0)
+    """As `tests.helpers.waiting`; Slurm takes its time."""
+    waiting.until(condition, told, seconds=400.0)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +60,20 @@ def run(
             out, err = process.communicate()
             raise AssertionError(f"no end after {timeout:g} s: {late.cmd}\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def call(function: Callable[..., object], *words: str | Path, **options: Any) -> str:
+    """Calls a module's function in a process of its own, with texts; returns what it prints.
+
+    Args:
+        function: Of a module; what it raises fails the test.
+        words: What it is given.
+        options: Further ones of `Popen`.
+    """
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
+    done = run([sys.executable, "-c", code, *map(str, words)], **{"cwd": ROOT, **options})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class _Forking(subprocess.Popen[Any]):
@@ -137,6 +151,8 @@ def _server() -> socket.socket:
         words = [sys.executable, "-m", __name__, str(theirs.fileno())]
         # It ends when the socket is closed, so with this process.
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        # OpenMP reads it when torch is imported; threads that spin while they wait starve a busy machine.
+        options["env"] = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], **options)
         theirs.close()
         _servers[os.getpid()] = ours
@@ -239,7 +255,7 @@ def _forget() -> None:
         warnings.filterwarnings("ignore", category=kind)
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # they are there
     socket.getfqdn = _getfqdn
-    tempfile.tempdir = None  # what TMPDIR says
+    tempfile.tempdir = None  # this process's own TMPDIR decides
     _servers.clear()
 
 

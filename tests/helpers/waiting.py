@@ -1,24 +1,38 @@
-"""Waits for a state, never for a time."""
+"""Waits for a state: a file, a row, a process's end; never for a time."""
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+SECONDS = 120.0  # for what takes a moment on a quiet machine
 
 
-def until(state: Callable[[], T], what: str, told: Callable[[], object] = str, seconds: float = 120.0) -> T:
+def until(state: Callable[[], T], told: Callable[[], object] | str = "", seconds: float = SECONDS) -> T:
     """What `state` returns once that is true.
 
     Args:
         state: Looked at again and again.
-        what: In words, for when it never is.
-        told: All that helps then, such as the output so far.
+        told: What helps where it never is: words, or what returns logs, rows, stacks.
         seconds: After which it never will be; a machine that is merely slow is quicker.
     """
-    limit = time.monotonic() + seconds
+    end = time.monotonic() + seconds
     while not (found := state()):
-        if time.monotonic() > limit:
-            raise AssertionError(f"not within {seconds:g} s: {what}\n{told()}")
-        time.sleep(0.02)
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds:g} s: {told() if callable(told) else told}")
+        time.sleep(0.01)
     return found
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is there, and has not only not been waited for."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def until_gone(*pids: int) -> None:
+    """Waits until none of the processes is there any more."""
+    until(lambda: not any(map(exists, pids)), lambda: [pid for pid in pids if exists(pid)])

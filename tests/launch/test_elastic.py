@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.netns import hosts
-from tests.helpers.until import SECONDS, until
+from tests.helpers.waiting import SECONDS, until
 
 pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_nodes.py
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import preloaded
-from tests.helpers.until import until, until_gone
+from tests.helpers.waiting import until, until_gone
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.launch_worker"

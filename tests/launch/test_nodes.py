@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.ports import free_port
-from tests.helpers.until import SECONDS, until
+from tests.helpers.waiting import SECONDS, until
 from trainer.cluster import guest, host, wire
 from trainer.cluster.discover import Nodes
 from trainer.cluster.guest import Guest, sees
