@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_loader import make_folder
+from tests.helpers.few_pictures import make_folder
 from tests.helpers.forked import attempt, small
 from tests.train.test_end_to_end import trainer
 from trainer import launch, rank

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.data.test_loader import CPU, read_all, source
+from tests.helpers.batches import CPU, read_all, source
 from trainer.data.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.corrupt import Bad, OnCorrupt
 from trainer.data.loader import LoaderConfig, RingLoader

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.test_loader import CPU, read_all
+from tests.helpers.batches import CPU, read_all
 from trainer.bench.photographs import write_photographs
 from trainer.data import decode
 from trainer.data.check import Part, check_data, unreadable

@@ -16,10 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.batches import CPU, Numbers, frozen, read_all, source
+from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
 from trainer.data.crop import central_cut, random_cut
 from trainer.data.dataset import Arrays, Field
-from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
+from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
 from trainer.data.workers import begin_worker
@@ -27,58 +29,9 @@ from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.keyed_rng import Float32, Ints
 from trainer.parallel import World
-from trainer.plan import Plan, Share
 from trainer.rank import dead_worker
 from trainer.run import assemble, make_task
 from trainer.step import train_window
-
-CPU = torch.device("cpu")
-
-
-class Numbers:
-    """A data set that isn't in memory: what it returns tells sample and random numbers."""
-
-    def __init__(self, samples: int, fail_at: int = -1) -> None:
-        self.samples = samples
-        self.fail_at = fail_at
-        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
-        self.units = 9
-        self.uniforms = 2
-        self.arrays: Arrays | None = None
-        self.in_process = False
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def fingerprint(self) -> str:
-        return f"{self.samples} samples"
-
-    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
-        if self.fail_at in samples:
-            raise BadInputError(f"sample {self.fail_at}: torn")
-        assert random is not None
-        out["x"][:, 0] = samples
-        out["x"][:, 1:] = random[:, :2]
-        out["units"][...] = samples % 9 + 1
-
-
-def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
-    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
-    return Source(dataset, Share(plan), uniforms)
-
-
-def frozen(batch: Batch) -> list[bytes]:
-    tensors = [*batch.fields.values(), batch.weight, batch.uniform]
-    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
-        bytes(str(batch.units), "ascii")
-    ]
-
-
-def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
-    try:
-        return [frozen(batch) for batch in loader(batches)]
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
@@ -237,7 +190,7 @@ _TINY_SHM = """
 mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77
 exec "$0" -c '
 import torch
-from tests.data.test_loader import Numbers, CPU, read_all, source
+from tests.helpers.batches import Numbers, CPU, read_all, source
 from trainer.data.loader import LoaderConfig, RingLoader
 class Wide(Numbers):
     def __init__(self):
@@ -281,18 +234,6 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     both = [sorted(map(repr, zip(i.reshape(-1, 64).astype(int).tolist(), j.tolist(), strict=True)))
             for i, j in ((images, labels), (theirs.images, theirs.target))]  # fmt: skip
     assert both[0] == both[1]
-
-
-def make_folder(root: Path) -> Path:
-    random = np.random.default_rng(0)
-    for part, count in (("train", 6), ("val", 3)):
-        for name in ("cat", "dog"):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return root
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_loader import CPU, frozen
+from tests.helpers.batches import CPU, frozen
 from tests.helpers.remote import S3, asked_for, files_below, write_pack
 from trainer.data import cache
 from trainer.data.cache import CachedPieces

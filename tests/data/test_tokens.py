@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from tests.data.test_loader import CPU, read_all, source
+from tests.helpers.batches import CPU, read_all, rows, source
 from trainer.data.loader import LoaderConfig, RingLoader
-from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
+from trainer.data.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import BadInputError
 
 
@@ -23,14 +23,6 @@ def token_file(folder: Path, tokens: Any, dtype: str = "uint16") -> Path:
     path = folder / "train.bin"
     np.asarray(tokens, dtype).tofile(path)
     return path
-
-
-def rows(data: TokenDataset, samples: Any = None) -> Any:
-    samples = np.arange(len(data)) if samples is None else np.asarray(samples)
-    field = data.fields[TOKENS]
-    out: Any = np.full((len(samples), *field.shape), 7, field.dtype)
-    data.read(samples, None, {TOKENS: out})
-    return out
 
 
 @given(

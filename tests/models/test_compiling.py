@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import SMALL, TokenTask, assemble_alone, make_recipe
 from tests.helpers.world import Ranks
-from tests.models.test_memory import SMALL
 from trainer import compiling
 from trainer.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
 from trainer.evaluate import evaluate

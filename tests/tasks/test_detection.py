@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers.forked import attempt
 from tests.helpers.toys import make_recipe
-from tests.helpers.windows import assert_same_bits, dry_run, train_some
+from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.world import Ranks
 from trainer.average_precision import average_precision
 from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
@@ -347,18 +347,6 @@ def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "evaluation"][-1]
     assert last["map_50"] >= 0.80
-
-
-LITTLE = [
-    "data.name=synthetic",
-    "data.samples=8",
-    "data.classes=5",
-    "data.image_size=64",
-    "data.global_batch=2",
-    "data.micro_batch=1",
-    "data.evaluation_batch=1",
-    "precision.mode=fp32",
-]
 
 
 @pytest.mark.parametrize("settings_", [[], ["model.name=retinanet_resnet50_fpn", "detection.norm=frozen"]])
