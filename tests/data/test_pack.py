@@ -6,10 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers import preloaded
 from trainer.bench.photographs import write_photographs
 from trainer.checkpoint import files as disk
 from trainer.cli import main
@@ -69,17 +68,21 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
 
 def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Path) -> None:
     target, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "trainer", "data", "pack", photographs, target, "--short-side", "200"]
-    with subprocess.Popen([*map(str, command), "--processes", "1"], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not list(target.glob(f"{UNFINISHED}/*.safetensors")) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
+    records = in_folder(photographs)
+
+    def kill(_: int) -> None:
+        if list(target.glob(f"{UNFINISHED}/*.safetensors")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    packing = multiprocessing.get_context("fork").Process(
+        target=pack, args=(records, target, PackSettings(200), 1, kill)
+    )
+    packing.start()
+    packing.join(120)
+    assert packing.exitcode == -signal.SIGKILL
     with pytest.raises(BadInputError, match=r"no index\.json; make it"):
         in_pieces(target)
     first = next(target.glob("00000.bin")).stat().st_mtime_ns
-    records = in_folder(photographs)
     with pytest.raises(BadInputError, match="unfinished pack of other data or settings"):
         pack(records, target, PackSettings(100))
     pack(records, target, PackSettings(200))
@@ -367,11 +370,15 @@ def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
         "data.micro_batch": 16,
         "data.global_batch": 32,
         "max_windows": 6,
+        "epochs": 1,
+        "model.width": 4,
+        "parallel.threads": 1,
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", out], cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     (line,) = (out / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["name"].endswith(f"{bad.parent.name}/{bad.name}")

@@ -39,7 +39,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     if backend != "inductor":
         compile_ = torch.compile
         monkeypatch.setattr(
-            torch, "compile", lambda f, mode, dynamic: compile_(f, backend=backend, dynamic=dynamic)
+            torch, "compile", lambda f, dynamic, **_: compile_(f, backend=backend, dynamic=dynamic)
         )
         monkeypatch.setattr("trainer.prepare.missing_for_compiling", lambda _: None)
 
@@ -96,7 +96,7 @@ def trained_with_everything(
     recipe = make_recipe(
         **SMALL
         | {"memory": {"checkpointing": "blocks", "every": 2}, "compile": {"mode": mode, "scope": scope}}
-        | {"model": {"width": 8}, "max_windows": 4}
+        | {"model": {"width": 4, "blocks": [1, 1]}, "max_windows": 3}
     )
     task = make_task(recipe)
     parts = assemble(recipe, task, world, workers=0)
