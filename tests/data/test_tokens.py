@@ -61,12 +61,13 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
         assert read_all(RingLoader(what, CPU, workers, config), batches[7:]) == expected[7:]
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 1 << 32, 1000)
     what = source(TokenDataset(token_file(tmp_path, tokens, "uint32"), 16, "uint32"), uniforms=0)
     batches = what.share.batches()[3:9]
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
 
 
 def test_the_name_is_sent_and_not_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

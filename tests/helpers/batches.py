@@ -1,6 +1,5 @@
 """Batches of a loader as bytes, and data sets that tell what was read of them."""
 
-import multiprocessing
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from trainer.errors import BadInputError
 from trainer.keyed_rng import Float32, Ints
 from trainer.plan import Plan, Share
 
-# Workers that aren't forked from the test are forked from a server, which imports torch once, and not they.
-multiprocessing.set_forkserver_preload(["trainer.data.loader"])
 CPU = torch.device("cpu")
 FORK = LoaderConfig(start_method="fork")
 

@@ -2,6 +2,7 @@
 of ranks, and the embedded recipe learns and goes on with the same bits.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from tests.helpers import preloaded
 from tests.helpers.forked import attempt
 from tests.helpers.toys import make_recipe
 from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
@@ -340,10 +342,12 @@ def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits() -> None:
 
 @pytest.mark.slow  # the whole recipe, minutes; a shortened one runs above
 def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
-    from tests.checkpoint.test_resume import trainer
     from tests.helpers.rows import read_rows
 
-    done = trainer("train", "digits-detection", "--out", str(tmp_path / "run"))
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits-detection", "--out", tmp_path / "run"],
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stderr
     last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "evaluation"][-1]
     assert last["map_50"] >= 0.80
