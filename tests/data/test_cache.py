@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.remote import Web, files_below, write_pack
+from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
 from trainer.data import cache
 from trainer.data.cache import Cached, open_cached
 from trainer.data.pieces import COLUMNS, INDEX, Piece
@@ -75,6 +75,7 @@ def in_forks(count: int, work: Callable[[], bool], seconds: float = 120) -> list
         os._exit(0 if work() else 1)
 
     processes = [multiprocessing.get_context("fork").Process(target=ended) for _ in range(count)]
+    wait_until_answered()
     for process in processes:
         process.start()
     for process in processes:

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers import preloaded
 from tests.helpers.batches import CPU, frozen
-from tests.helpers.remote import S3, asked_for, files_below, write_pack
+from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered, write_pack
 from trainer.data import cache
 from trainer.data.cache import CachedPieces
 from trainer.data.corrupt import Quarantine
@@ -66,6 +66,7 @@ def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 
     data = load_images(what, 0).train
     pieces, together = order_of(data)
     plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, pieces=pieces, together=together)
+    wait_until_answered()
     loading = LoaderConfig(start_method=method, prefetch=2)
     loader = RingLoader(Source(data, Share(plan), 4), CPU, workers, loading, Quarantine("training", 0))
     try:

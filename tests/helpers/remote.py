@@ -143,6 +143,14 @@ class S3:
             os.environ.pop(name, None)
 
 
+def wait_until_answered() -> None:
+    """Waits until no server here is answering: what is forked meanwhile would have its thread's locks."""
+    deadline = time.monotonic() + 60
+    while busy := [thread for thread in threading.enumerate() if "process_request" in thread.name]:
+        assert time.monotonic() < deadline, busy
+        time.sleep(0.005)
+
+
 def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
     """A pack of small images, so many in each piece; the names of the pieces are awkward."""
     folder.mkdir(parents=True)
