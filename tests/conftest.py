@@ -1,5 +1,6 @@
 """What tests share."""
 
+import multiprocessing
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.world import Ranks
 from trainer.limits import read_limits
+
+# What multiprocessing's server of forks is asked for finds torch imported in it, once, and not in each process.
+multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.decode"])
 
 # A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
 # processes that the tests interrupt would inherit that.

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 import trainer.attempt
-from tests.data.test_loader import make_folder
+from tests.helpers.few_pictures import make_folder
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from trainer import between_windows, cli, start, summary

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.data.test_loader import CPU, read_all, source
+from tests.helpers.batches import CPU, read_all, source
 from trainer.data.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.corrupt import Bad, OnCorrupt
 from trainer.data.loader import LoaderConfig, RingLoader
@@ -160,11 +160,12 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
         assert read_all(RingLoader(what, CPU, workers, config), batches[4:]) == expected[4:]
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
     what = source(folder(many(tmp_path), random_crop=True, on_corrupt="skip"))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
 
 
 def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:

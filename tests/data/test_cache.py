@@ -6,16 +6,15 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.remote import Web, files_below, write_pack
+from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
 from trainer.data import cache
 from trainer.data.cache import Cached, open_cached
 from trainer.data.pieces import COLUMNS, INDEX, Piece
@@ -69,13 +68,14 @@ def test_a_piece_is_fetched_once_and_then_there(web: Web, tmp_path: Path) -> Non
     assert str(place) == f"{web.url}/data"
 
 
-def in_forks(count: int, work: Callable[[], bool], seconds: float = 20) -> list[int | None]:
+def in_forks(count: int, work: Callable[[], bool], seconds: float = 120) -> list[int | None]:
     """Exit codes of so many processes that work at once: 0 if it was true."""
 
     def ended() -> None:
         os._exit(0 if work() else 1)
 
     processes = [multiprocessing.get_context("fork").Process(target=ended) for _ in range(count)]
+    wait_until_answered()
     for process in processes:
         process.start()
     for process in processes:
@@ -93,17 +93,18 @@ def test_processes_that_want_a_piece_at_once_share_one_download(web: Web, tmp_pa
 
 
 def test_a_kill_during_a_download_leaves_nothing_that_is_taken_for_whole(web: Web, tmp_path: Path) -> None:
-    web.app.faults["one"] = iter(["slow"])
+    web.app.faults["one"] = iter(["half"])
     place = Cached(f"{web.url}/data", tmp_path, 2 * SIZE)
     process = multiprocessing.get_context("fork").Process(target=read, args=(place, "one"))
     process.start()
     part = tmp_path / f"{place_of(tmp_path, 'one').name}.part"
-    deadline = time.monotonic() + 10
-    while not (part.exists() and part.stat().st_blocks) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_blocks):
+        assert time.monotonic() < deadline and process.is_alive(), web.app.asked
         time.sleep(0.01)
-    assert process.pid
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
+    process.kill()
+    process.join(60)
+    web.app.going.set()
     assert part.stat().st_size == SIZE  # the size is right, the content isn't
     assert part.read_bytes() != content("one")
     assert kept(tmp_path) == set()
@@ -195,7 +196,9 @@ def test_a_piece_above_the_limit_is_told(web: Web, tmp_path: Path) -> None:
     assert parts(tmp_path) == []
 
 
-def test_downloads_of_others_count_and_are_waited_for(web: Web, tmp_path: Path) -> None:
+def test_downloads_of_others_count_and_are_waited_for(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process is fetching a piece for which room was made: the next waits until that may go."""
     part = tmp_path / f"{place_of(tmp_path, 'two').name}.part"
     part.write_bytes(bytes(SIZE))
@@ -203,16 +206,13 @@ def test_downloads_of_others_count_and_are_waited_for(web: Web, tmp_path: Path) 
     fcntl.flock(file, fcntl.LOCK_EX)
     largest = list[int]()
 
-    def finish() -> None:
-        time.sleep(0.3)
+    def finish(_: float) -> None:
         largest.append(sum(path.stat().st_size for path in tmp_path.glob("*.piece*")))
         part.rename(place_of(tmp_path, "two"))
         os.close(file)
 
-    other = threading.Thread(target=finish)
-    other.start()
+    monkeypatch.setattr(cache, "time", SimpleNamespace(sleep=finish, time_ns=time.time_ns))
     assert read(Cached(f"{web.url}/data", tmp_path, SIZE), "one") == content("one")
-    other.join()
     assert largest == [SIZE]
     assert kept(tmp_path) == {"one"}
 
@@ -241,7 +241,7 @@ def test_many_processes_keep_the_limit_together(web: Web, tmp_path: Path) -> Non
     watching.start()
     codes = in_forks(3, work)
     done.touch()
-    watching.join(10)
+    watching.join(120)
     assert (codes, watching.exitcode) == ([0, 0, 0], 0)
 
 

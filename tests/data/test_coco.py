@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from tests.data.test_loader import CPU, read_all, source
+from tests.helpers.batches import CPU, read_all, source
 from trainer.data.boxes import (
     BOXES,
     COUNT,

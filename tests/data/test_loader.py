@@ -1,10 +1,10 @@
 """Promise: workers, prefetch, start method and residence change nothing in a batch; /dev/shm isn't needed."""
 
+import importlib.util
 import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing.process import BaseProcess
@@ -16,10 +16,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers import preloaded
+from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
+from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
+from trainer.data import work
 from trainer.data.crop import central_cut, random_cut
 from trainer.data.dataset import Arrays, Field
-from trainer.data.loader import Batch, Loader, LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
+from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
 from trainer.data.workers import begin_worker
@@ -27,58 +31,9 @@ from trainer.errors import BadInputError
 from trainer.evaluate import evaluate
 from trainer.keyed_rng import Float32, Ints
 from trainer.parallel import World
-from trainer.plan import Plan, Share
 from trainer.rank import dead_worker
 from trainer.run import assemble, make_task
 from trainer.step import train_window
-
-CPU = torch.device("cpu")
-
-
-class Numbers:
-    """A data set that isn't in memory: what it returns tells sample and random numbers."""
-
-    def __init__(self, samples: int, fail_at: int = -1) -> None:
-        self.samples = samples
-        self.fail_at = fail_at
-        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
-        self.units = 9
-        self.uniforms = 2
-        self.arrays: Arrays | None = None
-        self.in_process = False
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def fingerprint(self) -> str:
-        return f"{self.samples} samples"
-
-    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
-        if self.fail_at in samples:
-            raise BadInputError(f"sample {self.fail_at}: torn")
-        assert random is not None
-        out["x"][:, 0] = samples
-        out["x"][:, 1:] = random[:, :2]
-        out["units"][...] = samples % 9 + 1
-
-
-def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
-    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
-    return Source(dataset, Share(plan), uniforms)
-
-
-def frozen(batch: Batch) -> list[bytes]:
-    tensors = [*batch.fields.values(), batch.weight, batch.uniform]
-    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
-        bytes(str(batch.units), "ascii")
-    ]
-
-
-def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
-    try:
-        return [frozen(batch) for batch in loader(batches)]
-    finally:
-        loader.close()
 
 
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
@@ -87,18 +42,20 @@ def test_the_number_of_workers_changes_nothing(last: str) -> None:
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
     assert len(expected) == len(batches)
-    # Each worker that is started here imports torch: all the settings once, then one of them.
-    for workers, prefetch in ((1, 1), (2, 3), (4, 2)) if last == "cross" else ((2, 3),):
-        assert read_all(RingLoader(what, CPU, workers, LoaderConfig(prefetch=prefetch)), batches) == expected
+    for workers, prefetch in ((1, 1), (2, 3), (4, 2)):
+        config = LoaderConfig(prefetch=prefetch, start_method="fork")
+        assert read_all(RingLoader(what, CPU, workers, config), batches) == expected
     middle = batches[3:]
-    assert read_all(RingLoader(what, CPU, 2, LoaderConfig()), middle) == expected[3:]
+    assert read_all(RingLoader(what, CPU, 2, FORK), middle) == expected[3:]
 
 
-def test_workers_that_are_not_forked_get_the_memory() -> None:
+@pytest.mark.xdist_group("forkserver")
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_are_not_forked_get_the_memory(method: Any) -> None:
     what = source(Numbers(20))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method=method)), batches) == expected
 
 
 @pytest.mark.parametrize("last", ["cross", "weighted"])
@@ -108,14 +65,16 @@ def test_residence_changes_nothing(last: str) -> None:
     batches = what.share.batches()[:40]
     resident = make_loader(what, CPU, LoaderConfig(), cpu_workers=2)
     assert isinstance(resident, ResidentLoader)
-    travelling = make_loader(what, CPU, LoaderConfig(resident=False, workers=2), cpu_workers=0)
+    travelling = make_loader(
+        what, CPU, LoaderConfig(resident=False, workers=2, start_method="fork"), cpu_workers=0
+    )
     assert isinstance(travelling, RingLoader)
     assert read_all(resident, batches) == read_all(travelling, batches)
 
 
 def test_a_loader_can_be_run_again() -> None:
     what = source(Numbers(20))
-    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    loader = RingLoader(what, CPU, 2, FORK)
     try:
         first = [frozen(batch) for batch in loader(what.share.batches())]
         assert [frozen(batch) for batch in loader(what.share.batches())] == first
@@ -126,7 +85,7 @@ def test_a_loader_can_be_run_again() -> None:
 def test_no_worker_outlives_close() -> None:
     before = {child.pid for child in multiprocessing.active_children()}
     what = source(Numbers(200))
-    loader = RingLoader(what, CPU, 2, LoaderConfig())
+    loader = RingLoader(what, CPU, 2, FORK)
     running = loader(what.share.batches())
     next(running)
     assert len({child.pid for child in multiprocessing.active_children()} - before) == 2
@@ -136,7 +95,7 @@ def test_no_worker_outlives_close() -> None:
 
 def worker_of(what: Source) -> tuple[RingLoader, BaseProcess]:
     before = {child.pid for child in multiprocessing.active_children()}
-    loader = RingLoader(what, CPU, 1, LoaderConfig())
+    loader = RingLoader(what, CPU, 1, FORK)
     (worker,) = (child for child in multiprocessing.active_children() if child.pid not in before)
     return loader, worker
 
@@ -196,7 +155,7 @@ def test_a_batch_in_use_is_not_overwritten() -> None:
     what = source(Numbers(400))
     batches = what.share.batches()
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=1))
+    loader = RingLoader(what, CPU, 2, LoaderConfig(prefetch=1, start_method="fork"))
     running = loader(batches)
     before = next(running)
     try:
@@ -213,7 +172,7 @@ def test_a_batch_in_use_is_not_overwritten() -> None:
 def test_bad_data_is_one_line(workers: int) -> None:
     what = source(Numbers(20, fail_at=7))
     with pytest.raises(BadInputError, match=r"^sample 7: torn$"):
-        read_all(RingLoader(what, CPU, workers, LoaderConfig()), what.share.batches())
+        read_all(RingLoader(what, CPU, workers, FORK), what.share.batches())
 
 
 def test_unpacking_keeps_shapes_types_and_values() -> None:
@@ -234,16 +193,20 @@ def test_unpacking_keeps_shapes_types_and_values() -> None:
 
 
 _TINY_SHM = """
-mount -t tmpfs -o size=64k tmpfs /dev/shm || exit 77
-exec "$0" -c '
-import torch
-from tests.data.test_loader import Numbers, CPU, read_all, source
+import ctypes, os, subprocess, sys
+import numpy as np
+from tests.helpers.batches import CPU, Numbers, read_all, source
+from trainer.data.dataset import Field
 from trainer.data.loader import LoaderConfig, RingLoader
+NEW_MOUNTS = 0x00020000
+if ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS):
+    sys.exit("mount: " + os.strerror(ctypes.get_errno()))
+for words in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"]):
+    subprocess.run(["mount", *words], check=True)
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 10
 class Wide(Numbers):
     def __init__(self):
         super().__init__(64)
-        from trainer.data.dataset import Field
-        import numpy as np
         self.fields["big"] = Field((1 << 20,), np.dtype(np.uint8))
     def read(self, samples, random, out):
         super().read(samples, random, out)
@@ -251,48 +214,29 @@ class Wide(Numbers):
 what = source(Wide())
 batches = what.share.batches()
 print(len(read_all(RingLoader(what, CPU, 2, LoaderConfig(prefetch=4)), batches)))
-'
 """
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
 def test_it_works_where_dev_shm_is_tiny() -> None:
     """40 MB of batches under way, in a mount namespace whose /dev/shm holds 64 KiB."""
-    if os.geteuid() != 0 or sys.platform != "linux":
-        pytest.skip("mounting a small /dev/shm needs root on Linux")
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", _TINY_SHM, sys.executable],
-        capture_output=True, text=True, check=False, cwd=root, timeout=120,
-    )  # fmt: skip
-    if done.returncode in (1, 77) and "mount" in done.stderr:
+    done = preloaded.run([sys.executable, "-c", _TINY_SHM], cwd=preloaded.ROOT)
+    if done.returncode and "mount: " in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "32"
+    assert (done.returncode, done.stdout.strip()) == (0, "32"), done.stderr
 
 
 def test_the_digits_are_those_of_scikit_learn() -> None:
-    from sklearn.datasets import load_digits
-
-    theirs, ours = load_digits(), load_images(DataConfig(), 0)
+    spec = importlib.util.find_spec("sklearn")  # to import it takes seconds
+    assert spec is not None and spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    theirs, ours = np.loadtxt(file, np.int64, delimiter=","), load_images(DataConfig(), 0)
     parts: list[Any] = [ours.train.arrays, ours.evaluation.arrays]
     images = np.concatenate([part["image"][..., 0] for part in parts]) / 15
     labels = np.concatenate([part["label"] for part in parts])
     assert (len(parts[0]["label"]), len(parts[1]["label"])) == (1437, 360)
-    both = [sorted(map(repr, zip(i.reshape(-1, 64).astype(int).tolist(), j.tolist(), strict=True)))
-            for i, j in ((images, labels), (theirs.images, theirs.target))]  # fmt: skip
-    assert both[0] == both[1]
-
-
-def make_folder(root: Path) -> Path:
-    random = np.random.default_rng(0)
-    for part, count in (("train", 6), ("val", 3)):
-        for name in ("cat", "dog"):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return root
+    rows = np.column_stack((images.reshape(-1, 64).round().astype(np.int64), labels))
+    assert sorted(rows.tolist()) == sorted(theirs.tolist())
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:
@@ -303,7 +247,8 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     what = source(images.train, uniforms=5)
     batches = what.share.batches()
     expected = read_all(make_loader(what, CPU, LoaderConfig(workers=0), 0), batches)
-    assert read_all(make_loader(what, CPU, LoaderConfig(workers=2), 0), batches) == expected
+    forked = LoaderConfig(workers=2, start_method="fork")
+    assert read_all(make_loader(what, CPU, forked, 0), batches) == expected
     assert len({tuple(batch[:1]) for batch in expected}) == len(expected), "every cut is another one"
 
 
@@ -314,7 +259,7 @@ def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
         data={
             "name": "folder", "path": make_folder(tmp_path), "image_size": 16,
             "global_batch": 4, "micro_batch": 2,
-            "augment": "flip", "workers": workers, "evaluation_batch": 4,
+            "augment": "flip", "workers": workers, "start_method": "fork", "evaluation_batch": 4,
         },
         model={"name": "small_resnet", "width": 8},
     )  # fmt: skip
@@ -385,58 +330,82 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:300])
     what = source(load_images(DataConfig(name="folder", path=root, image_size=16), 0).train, uniforms=4)
     with pytest.raises(BadInputError, match=r"cat/3.png: not a readable image"):
-        read_all(RingLoader(what, CPU, 2, LoaderConfig()), what.share.batches())
+        read_all(RingLoader(what, CPU, 2, FORK), what.share.batches())
 
 
-class Slow(Numbers):
-    """Takes 20 ms for a batch."""
+class Clocks:
+    """Three clocks that go on only when they are told to; and the data set that tells them."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = self.queued = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.wall
+
+    def thread_time_ns(self) -> int:
+        return self.cpu
+
+    def queued_ns(self) -> int:
+        return self.queued
+
+
+class Timed(Numbers):
+    def __init__(self, clocks: Clocks) -> None:
+        super().__init__(40)
+        self.clocks = clocks
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
-        time.sleep(0.02)
         super().read(samples, random, out)
+        self.clocks.wall += 20_000_000
+        self.clocks.cpu += 5_000_000
+        self.clocks.queued += 3_000_000
 
 
-class Busy(Numbers):
-    """Computes for 20 ms of CPU time for a batch."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_do_with_their_time_is_told(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(work, "time", clocks)
+    monkeypatch.setattr(work, "queued_ns", clocks.queued_ns)
+    loader = RingLoader(source(Timed(clocks)), CPU, workers, FORK)
+    for _ in loader(range(5)):
+        pass
+    figures = loader.take_work()
+    assert loader.take_work() == {}
+    loader.close()
+    assert figures == {
+        "loader/workers": workers,
+        "loader/cpu": 0.25,
+        "loader/starved": 0.15,
+        "loader/blocked": pytest.approx(0.6),
+        "loader/seconds_per_sample": 0.02 / 4,
+    }
 
-    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
-        end = time.thread_time() + 0.02
-        while time.thread_time() < end:
-            pass
-        super().read(samples, random, out)
 
-
-@pytest.mark.timed
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_workers_do_with_their_time_is_told(workers: int) -> None:
-    figures = {}
-    for kind, dataset in (("blocked", Slow(40)), ("cpu", Busy(40))):
-        loader = RingLoader(source(dataset), CPU, workers, LoaderConfig())
-        for _ in loader(range(5)):
-            pass
-        figures[kind] = loader.take_work()
-        assert loader.take_work() == {}
-        loader.close()
-    assert figures["blocked"]["loader/workers"] == workers
-    assert figures["blocked"]["loader/blocked"] > 0.8
-    # The rest is what other processes take of the CPU.
-    assert figures["cpu"]["loader/blocked"] < 0.1
-    assert figures["cpu"]["loader/cpu"] + figures["cpu"]["loader/starved"] > 0.9
-    assert figures["cpu"]["loader/cpu"] > 0.3
-    assert figures["blocked"]["loader/seconds_per_sample"] == pytest.approx(0.02 / 4, rel=0.3)
+def test_the_clocks_are_those_of_the_thread() -> None:
+    began, end = work.now(), time.thread_time_ns() + 5_000_000
+    while time.thread_time_ns() < end:
+        pass
+    done = work.work_since(began, 1)
+    assert done.wall >= done.cpu >= 5_000_000 and done.queued >= 0
+    pid = os.fork()
+    if not pid:
+        work.queued_ns()
+        of_fork = str(os.getpid()) in Path(f"/proc/self/fd/{work._QUEUED.file}").readlink().parts
+        os._exit(not of_fork)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def _rank_with_a_worker(pipe: Any) -> None:
     """Starts a process as a loader does, says which, and waits to be killed."""
     context = multiprocessing.get_context("fork")
     context.Process(target=_worker, args=(os.getpid(), pipe)).start()
-    time.sleep(60)
+    signal.pause()
 
 
 def _worker(parent: int, pipe: Any) -> None:
     begin_worker(parent, 0)
     pipe.send(os.getpid())
-    time.sleep(60)
+    signal.pause()
 
 
 def runs(pid: int) -> bool:
@@ -454,12 +423,12 @@ def test_a_worker_ends_with_its_rank() -> None:
     rank.start()
     worker = ours.recv()
     rank.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while runs(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not runs(worker)
     # One whose parent was gone before it could say so ends by itself.
     late = multiprocessing.get_context("fork").Process(target=begin_worker, args=(-1, 0))
     late.start()
-    late.join(10)
+    late.join(60)
     assert late.exitcode == 1

@@ -6,10 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers import preloaded
 from trainer.bench.photographs import write_photographs
 from trainer.checkpoint import files as disk
 from trainer.cli import main
@@ -36,10 +35,18 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def packed(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "p"
+    pack(in_folder(photographs), folder, PackSettings(16))
+    return folder
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_the_number_of_processes_changes_no_byte(photographs: Path, tmp_path: Path) -> None:
     records = in_folder(photographs)
     for processes in (1, 2):
@@ -69,17 +76,21 @@ def test_images_are_shrunk_never_grown(photographs: Path, tmp_path: Path) -> Non
 
 def test_a_pack_that_was_killed_is_gone_on_with(photographs: Path, tmp_path: Path) -> None:
     target, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "trainer", "data", "pack", photographs, target, "--short-side", "200"]
-    with subprocess.Popen([*map(str, command), "--processes", "1"], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not list(target.glob(f"{UNFINISHED}/*.safetensors")) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
+    records = in_folder(photographs)
+
+    def kill(_: int) -> None:
+        if list(target.glob(f"{UNFINISHED}/*.safetensors")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    packing = multiprocessing.get_context("fork").Process(
+        target=pack, args=(records, target, PackSettings(200), 1, kill)
+    )
+    packing.start()
+    packing.join(120)
+    assert packing.exitcode == -signal.SIGKILL
     with pytest.raises(BadInputError, match=r"no index\.json; make it"):
         in_pieces(target)
     first = next(target.glob("00000.bin")).stat().st_mtime_ns
-    records = in_folder(photographs)
     with pytest.raises(BadInputError, match="unfinished pack of other data or settings"):
         pack(records, target, PackSettings(100))
     pack(records, target, PackSettings(200))
@@ -143,6 +154,7 @@ def test_a_process_that_is_killed_ends_it(
         pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
 
 
+@pytest.mark.xdist_group("forkserver")
 @pytest.mark.parametrize(("processes", "busy_in"), [(1, "_pack_piece"), (2, "wait")])
 def test_a_signal_ends_a_pack_and_its_processes(
     processes: int, busy_in: str, photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
@@ -176,9 +188,9 @@ def test_there_are_never_more_pieces_than_can_stay_open(samples: int, pieces: in
     assert -(-samples // samples_per_piece(samples)) == pieces
 
 
-def test_an_index_that_is_cut_off_while_it_is_read(photographs: Path, tmp_path: Path) -> None:
+def test_an_index_that_is_cut_off_while_it_is_read(packed: Path, tmp_path: Path) -> None:
     """From a mapping of the file that would end the process."""
-    pack(in_folder(photographs), tmp_path / "p", PackSettings(16))
+    shutil.copytree(packed, tmp_path / "p")
     pieces = in_pieces(tmp_path / "p")
     os.truncate(tmp_path / "p" / COLUMNS, 0)
     assert len(set(pieces.labels.tolist())) == 10
@@ -225,13 +237,13 @@ def test_verify_names_what_changed(
     assert "its content has changed" in out
 
 
-def test_stats(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(photographs, tmp_path / "d")
+def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_photographs(tmp_path / "d", 20)
     next((tmp_path / "d").rglob("*.jpg")).write_bytes(b"\xff\xd8\xff")
     assert main(["data", "stats", str(tmp_path / "d"), "--json"]) == 0
     ((_, found),) = json.loads(capsys.readouterr().out).items()
-    assert (found["samples"], found["classes"], found["looked_at"]) == (150, 10, 149)
-    assert found["per_class"] == {"least": 15, "median": 15, "most": 15}
+    assert (found["samples"], found["classes"], found["looked_at"]) == (20, 10, 19)
+    assert found["per_class"] == {"least": 2, "median": 2, "most": 2}
     assert (found["height"]["median"], found["width"]["median"]) == (375, 500)
     assert len(found["unreadable"]) == 1
     images = [
@@ -338,9 +350,9 @@ def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     ],
 )
 def test_an_index_that_is_wrong(
-    change: Callable[[Path], None], message: str, photographs: Path, tmp_path: Path
+    change: Callable[[Path], None], message: str, packed: Path, tmp_path: Path
 ) -> None:
-    pack(in_folder(photographs), tmp_path / "p", PackSettings(16))
+    shutil.copytree(packed, tmp_path / "p")
     change(tmp_path / "p")
     with pytest.raises(BadInputError, match=message):
         in_pieces(tmp_path / "p")
@@ -367,11 +379,15 @@ def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
         "data.micro_batch": 16,
         "data.global_batch": 32,
         "max_windows": 6,
+        "epochs": 1,
+        "model.width": 4,
+        "parallel.threads": 1,
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits", *words, "--out", out], cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     (line,) = (out / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["name"].endswith(f"{bad.parent.name}/{bad.name}")

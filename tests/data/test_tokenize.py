@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.data.test_tokens import rows
+from tests.helpers.batches import rows
 from tests.helpers.forked import replace
 from trainer.data import encoders, tokenize as module
 from trainer.data.tokenize import add_parser, list_files, tokenize

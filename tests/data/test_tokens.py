@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from tests.data.test_loader import CPU, read_all, source
+from tests.helpers.batches import CPU, read_all, rows, source
 from trainer.data.loader import LoaderConfig, RingLoader
-from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
+from trainer.data.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import BadInputError
 
 
@@ -23,14 +23,6 @@ def token_file(folder: Path, tokens: Any, dtype: str = "uint16") -> Path:
     path = folder / "train.bin"
     np.asarray(tokens, dtype).tofile(path)
     return path
-
-
-def rows(data: TokenDataset, samples: Any = None) -> Any:
-    samples = np.arange(len(data)) if samples is None else np.asarray(samples)
-    field = data.fields[TOKENS]
-    out: Any = np.full((len(samples), *field.shape), 7, field.dtype)
-    data.read(samples, None, {TOKENS: out})
-    return out
 
 
 @given(
@@ -69,12 +61,13 @@ def test_workers_and_resume_change_nothing(tmp_path: Path) -> None:
         assert read_all(RingLoader(what, CPU, workers, config), batches[7:]) == expected[7:]
 
 
+@pytest.mark.xdist_group("forkserver")
 def test_workers_that_are_not_forked_change_nothing(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 1 << 32, 1000)
     what = source(TokenDataset(token_file(tmp_path, tokens, "uint32"), 16, "uint32"), uniforms=0)
     batches = what.share.batches()[3:9]
     expected = read_all(RingLoader(what, CPU, 0, LoaderConfig()), batches)
-    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="spawn")), batches) == expected
+    assert read_all(RingLoader(what, CPU, 1, LoaderConfig(start_method="forkserver")), batches) == expected
 
 
 def test_the_name_is_sent_and_not_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,12 +29,14 @@ class Faulty:
     Attributes:
         asked: How often each path was asked for.
         faults: For the last part of a path, what happens to one request after another; then all is well.
+        going: What "hang" and "half" wait for.
     """
 
     def __init__(self, app: App) -> None:
         self._app, self._lock = app, threading.Lock()
         self.asked = Counter[str]()
         self.faults: dict[str, Iterator[str]] = {}
+        self.going = threading.Event()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         # WSGI gives the bytes of a path as latin-1.
@@ -49,15 +51,23 @@ class Faulty:
             start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?X-Amz-Signature=secret")])
             return []
         if fault == "hang":
-            time.sleep(1.5)
+            self.going.wait(120)
         given: list[Any] = []
         body = b"".join(self._app(environ, lambda status, headers, *_: given.extend((status, headers))))
         start(*given)
         if fault == "truncate":
             body = body[: len(body) // 2]  # the length that is announced stays
+        if fault == "half":
+            return _in_halves(body, lambda: self.going.wait(120))
         if fault == "damage":
             body = body[:-1] + bytes([body[-1] ^ 1])
-        return _in_drops(body) if fault == "drip" else _in_halves(body) if fault == "slow" else [body]
+        return (
+            _in_drops(body)
+            if fault == "drip"
+            else _in_halves(body, lambda: time.sleep(0.7))
+            if fault == "slow"
+            else [body]
+        )
 
 
 def _in_drops(body: bytes) -> Iterator[bytes]:
@@ -66,9 +76,9 @@ def _in_drops(body: bytes) -> Iterator[bytes]:
         time.sleep(0.05)
 
 
-def _in_halves(body: bytes) -> Iterator[bytes]:
+def _in_halves(body: bytes, between: Callable[[], object]) -> Iterator[bytes]:
     yield body[: len(body) // 2]
-    time.sleep(0.7)
+    between()
     yield body[len(body) // 2 :]
 
 
@@ -131,6 +141,14 @@ class S3:
         self._server.stop()
         for name in self.environment:
             os.environ.pop(name, None)
+
+
+def wait_until_answered() -> None:
+    """Waits until no server here is answering: what is forked meanwhile would have its thread's locks."""
+    deadline = time.monotonic() + 60
+    while busy := [thread for thread in threading.enumerate() if "process_request" in thread.name]:
+        assert time.monotonic() < deadline, busy
+        time.sleep(0.005)
 
 
 def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:

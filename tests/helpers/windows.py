@@ -15,6 +15,19 @@ from trainer.state import load_tensors, tensors_of
 from trainer.step import train_window
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
+
+# Settings of a detector's recipe on pictures of noise.
+LITTLE = [
+    "data.name=synthetic",
+    "data.samples=8",
+    "data.classes=5",
+    "data.image_size=64",
+    "data.global_batch=2",
+    "data.micro_batch=1",
+    "data.evaluation_batch=1",
+    "precision.mode=fp32",
+]
+
 State = dict[str, dict[str, torch.Tensor]]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers import preloaded
+from tests.helpers.toys import SMALL, TokenTask, assemble_alone, make_recipe
 from tests.helpers.world import Ranks
-from tests.models.test_memory import SMALL
 from trainer import compiling
 from trainer.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
 from trainer.evaluate import evaluate
@@ -29,14 +28,40 @@ needs_a_compiler = pytest.mark.skipif(
 )
 
 
+# The whole of torch's compiler but for the C++, which costs seconds for each graph; and all of it.
+COMPILER, INDUCTOR = "aot_eager_decomp_partition", "inductor"
+BACKENDS = [COMPILER, pytest.param(INDUCTOR, marks=[pytest.mark.slow, needs_a_compiler])]
+# What would be compiled stays as it is: all but torch's part.
+CALLED = "called"
+
+
+def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    if backend == INDUCTOR:
+        return
+    compile_ = torch.compile
+
+    def compile_so(function: Any, dynamic: bool, **_: Any) -> Any:
+        if backend == CALLED:
+            return function
+        return compile_(function, backend=backend, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", compile_so)
+    monkeypatch.setattr("trainer.prepare.missing_for_compiling", lambda _: None)
+    if backend == CALLED:
+        monkeypatch.setattr(compiling, "_set_up_torch", lambda: None)
+
+
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@needs_a_compiler
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("scope", "last"), [("model", "cross"), ("model", "weighted"), ("blocks", "cross")])
-def test_a_compiled_model_learns_the_same_and_never_compiles_again(scope: str, last: str) -> None:
+def test_a_compiled_model_learns_the_same_and_never_compiles_again(
+    scope: str, last: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over an epoch's ragged end, too: 20 samples in batches of 8."""
+    compile_by(monkeypatch, backend)
     losses: list[list[float]] = []
     for mode in ("none", "default"):
         torch._dynamo.reset()
@@ -62,13 +87,23 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(scope: str, l
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def with_everything(world: World, scope: str, mode: str) -> tuple[list[float], dict[str, Any], list[str]]:
+def with_everything(
+    world: World, scope: str, mode: str, backend: str
+) -> tuple[list[float], dict[str, Any], list[str]]:
     """Checkpointing, BatchNorm, dropout, accumulation, evaluation; on one of the ranks."""
-    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        compile_by(patch, backend)
+        return trained_with_everything(world, scope, mode)
+
+
+def trained_with_everything(
+    world: World, scope: str, mode: str
+) -> tuple[list[float], dict[str, Any], list[str]]:
+    torch.compiler.reset()
     recipe = make_recipe(
         **SMALL
         | {"memory": {"checkpointing": "blocks", "every": 2}, "compile": {"mode": mode, "scope": scope}}
-        | {"model": {"width": 8}, "max_windows": 4}
+        | {"model": {"width": 4, "blocks": [1, 1]}, "max_windows": 3}
     )
     task = make_task(recipe)
     parts = assemble(recipe, task, world, workers=0)
@@ -86,22 +121,28 @@ def with_everything(world: World, scope: str, mode: str) -> tuple[list[float], d
     return losses, figures, parts.notes
 
 
-@needs_a_compiler
-@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.slow), "blocks"])
-def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str) -> None:
+@pytest.mark.parametrize(
+    "backend", [CALLED, *(pytest.param(name, marks=pytest.mark.slow) for name in (COMPILER, INDUCTOR))]
+)
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_compiling_goes_with_ddp_checkpointing_and_batchnorm(ranks: Ranks, scope: str, backend: str) -> None:
     """Dropout is left out: compiled code draws other numbers than eager code from the same seed."""
-    eager = ranks.run(2, with_everything, scope, "none")
-    compiled = ranks.run(2, with_everything, scope, "default")
+    eager = ranks.run(2, with_everything, scope, "none", backend)
+    compiled = ranks.run(2, with_everything, scope, "default", backend)
+    rounding = 0 if backend == CALLED else 1e-3
     for (losses, figures, _), (compiled_losses, compiled_figures, notes) in zip(eager, compiled, strict=True):
-        assert compiled_losses == pytest.approx(losses, rel=1e-3)
-        assert compiled_figures["loss"] == pytest.approx(figures["loss"], rel=1e-3)
+        assert compiled_losses == pytest.approx(losses, rel=rounding)
+        assert compiled_figures["loss"] == pytest.approx(figures["loss"], rel=rounding)
         assert any(note.startswith(f"compiling the {scope}") for note in notes)
 
 
-@needs_a_compiler
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_dropout_is_recomputed_alike(scope: str) -> None:
+def test_compiled_dropout_is_recomputed_alike(
+    scope: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without checkpointing: the same gradients, though dropout is drawn inside compiled code."""
+    compile_by(monkeypatch, backend)
 
     def losses(memory: dict[str, Any]) -> list[float]:
         torch._dynamo.reset()
@@ -124,16 +165,11 @@ def test_compiled_dropout_is_recomputed_alike(scope: str) -> None:
 
 def test_without_a_compiler_a_line_says_so_and_it_trains_eagerly(tmp_path: Path) -> None:
     """Through the command line, with a PATH that holds no compiler."""
-    environment = os.environ | {"PATH": str(tmp_path), "CXX": "no-such-compiler"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trainer", "train", "digits", "--out", str(tmp_path / "run")),
-            *("--set", "compile.mode=default", "--set", "max_windows=3", "--set", "log.sinks=[csv]"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+    settings = ["compile.mode=default", "max_windows=3", "epochs=1", "parallel.threads=1", "log.sinks=[csv]"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits", "--out", tmp_path / "run", *words],
+        env=os.environ | {"PATH": str(tmp_path), "CXX": "no-such-compiler"},
     )
     assert done.returncode == 0, done.stderr
     assert "no compiler was found (no-such-compiler); install g++; training eagerly" in done.stdout

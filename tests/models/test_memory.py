@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import SMALL, assemble_alone, make_recipe
 from trainer.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
 from trainer.batchnorm import WindowStatistics
 from trainer.errors import BadInputError
@@ -23,13 +23,6 @@ from trainer.step import train_window
 from trainer.tune.host_memory import Room
 
 pytestmark = pytest.mark.compat
-
-SMALL: dict[str, Any] = {
-    "max_windows": 5,
-    "data": {"global_batch": 32, "micro_batch": 16, "augment": "flip"},
-    "model": {"width": 8, "dropout": 0.5},
-    "optim": {"lr": 0.01, "clip": 1.0},
-}
 
 
 def train(**sections: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 import yaml
 
+from tests.helpers.forked import attempt, small
 from tests.helpers.toys import assemble_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
@@ -44,11 +45,11 @@ def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> N
 
 
 def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
-    arguments = ["train", "digits", "--set", "max_windows=2", "--set", "epochs=1"]
-    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    assert attempt(tmp_path / "one", small(max_windows=2)).code == 0
     file = tmp_path / "one" / "model.safetensors"
-    again = [*arguments, "--set", f"model.init_from={file}", "--out", str(tmp_path / "two")]
-    assert main(again) == 0
+    again = small(max_windows=2, model={"width": 4, "init_from": str(file)})
+    told = attempt(tmp_path / "two", again)
+    assert (told.code, told.line) == (0, "") and f"starts from {file}" in told.said
 
 
 @pytest.mark.compat

@@ -3,6 +3,7 @@ before training; the embedded recipe learns, and goes on with the same bits.
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import preloaded
 from tests.helpers.toys import make_recipe
 from tests.helpers.windows import assert_same_bits, dry_run, train_some
 from trainer.data.audio import AUDIO, LABEL
@@ -157,9 +159,10 @@ def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits(monkeypatch: 
 
 @pytest.mark.slow  # the whole recipe; a shortened one runs above
 def test_the_recipe_reads_99_of_100_keys(tmp_path: Path) -> None:
-    from tests.checkpoint.test_resume import trainer
 
-    done = trainer("train", "dtmf", "--out", str(tmp_path / "run"))
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "dtmf", "--out", tmp_path / "run"], timeout=3600
+    )
     assert done.returncode == 0, done.stderr
     (accuracy,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  accuracy")]
     assert float(accuracy) >= 0.99

@@ -2,6 +2,7 @@
 of ranks, and the embedded recipe learns and goes on with the same bits.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from tests.helpers import preloaded
 from tests.helpers.forked import attempt
 from tests.helpers.toys import make_recipe
-from tests.helpers.windows import assert_same_bits, dry_run, train_some
+from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.world import Ranks
 from trainer.average_precision import average_precision
 from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
@@ -340,25 +342,15 @@ def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits() -> None:
 
 @pytest.mark.slow  # the whole recipe, minutes; a shortened one runs above
 def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
-    from tests.checkpoint.test_resume import trainer
     from tests.helpers.rows import read_rows
 
-    done = trainer("train", "digits-detection", "--out", str(tmp_path / "run"))
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", "train", "digits-detection", "--out", tmp_path / "run"],
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stderr
     last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "evaluation"][-1]
     assert last["map_50"] >= 0.80
-
-
-LITTLE = [
-    "data.name=synthetic",
-    "data.samples=8",
-    "data.classes=5",
-    "data.image_size=64",
-    "data.global_batch=2",
-    "data.micro_batch=1",
-    "data.evaluation_batch=1",
-    "precision.mode=fp32",
-]
 
 
 @pytest.mark.parametrize("settings_", [[], ["model.name=retinanet_resnet50_fpn", "detection.norm=frozen"]])

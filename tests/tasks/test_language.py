@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
-from tests.data.test_loader import source
+from tests.helpers.batches import source
 from tests.helpers.toys import assemble_alone, make_recipe
 from trainer.bucket_order import in_buckets
 from trainer.config import read_recipe

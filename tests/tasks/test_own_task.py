@@ -1,8 +1,8 @@
 """Promise: one's own task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
 
 import json
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from tests.helpers import forked
+from tests.helpers import forked, preloaded
 from trainer import start
 from trainer.cli import main
 from trainer.config import read_recipe, validated
@@ -44,13 +44,16 @@ def recipe_of(path: Path, **sections: Any) -> Recipe:
     return validated(Recipe, {**read_recipe(str(path)), **sections}, str(path))
 
 
-def test_a_new_task_trains_at_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "mine.py"]) == 0
-    assert "trainer train mine.py" in capfd.readouterr().out
+def test_a_new_task_trains_at_once(here: Path) -> None:
+    """As it is typed, and to the end of what the file asks for."""
+    told = preloaded.run([sys.executable, "-m", "trainer", "new", "mine.py"]).stdout
+    assert "trainer train mine.py" in told
     lines = [line for line in (here / "mine.py").read_text().splitlines() if line.strip()]
     assert len(lines) < 60
-    assert main(["train", "mine.py", "--set", "epochs=6", "--out", "run"]) == 0
-    accuracy = re.findall(r"accuracy +(\d\.\d+)", capfd.readouterr().out)
+    words = ["train", "mine.py", "--set", "epochs=6", "--set", "parallel.threads=1", "--out", "run"]
+    done = preloaded.run([sys.executable, "-m", "trainer", *words])
+    assert done.returncode == 0, done.stderr
+    accuracy = re.findall(r"accuracy +(\d\.\d+)", done.stdout)
     assert float(accuracy[-1]) > 0.9
 
 
@@ -752,5 +755,5 @@ def test_the_walk_through(here: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", WALK.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
     (here / "walk.py").write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, "walk.py"], capture_output=True, text=True, check=False)
+    done = preloaded.run([sys.executable, "walk.py"], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

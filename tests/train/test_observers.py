@@ -13,9 +13,8 @@ import torch
 from torch import distributed as dist, nn
 
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from tests.helpers.windows import assert_same_bits
+from tests.helpers.windows import LITTLE, assert_same_bits
 from tests.helpers.world import Ranks
-from tests.tasks.test_detection import LITTLE
 from trainer.config import override, read_recipe
 from trainer.explain import explain
 from trainer.loop import train

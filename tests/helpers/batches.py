@@ -1,0 +1,70 @@
+"""Batches of a loader as bytes, and data sets that tell what was read of them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.dataset import Arrays, Field
+from trainer.data.loader import Batch, Loader, LoaderConfig, Source
+from trainer.data.tokens import TOKENS, TokenDataset
+from trainer.errors import BadInputError
+from trainer.keyed_rng import Float32, Ints
+from trainer.plan import Plan, Share
+
+CPU = torch.device("cpu")
+FORK = LoaderConfig(start_method="fork")
+
+
+class Numbers:
+    """A data set that isn't in memory: what it returns tells sample and random numbers."""
+
+    def __init__(self, samples: int, fail_at: int = -1) -> None:
+        self.samples = samples
+        self.fail_at = fail_at
+        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
+        self.units = 9
+        self.uniforms = 2
+        self.arrays: Arrays | None = None
+        self.in_process = False
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def fingerprint(self) -> str:
+        return f"{self.samples} samples"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        if self.fail_at in samples:
+            raise BadInputError(f"sample {self.fail_at}: torn")
+        assert random is not None
+        out["x"][:, 0] = samples
+        out["x"][:, 1:] = random[:, :2]
+        out["units"][...] = samples % 9 + 1
+
+
+def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
+    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
+    return Source(dataset, Share(plan), uniforms)
+
+
+def frozen(batch: Batch) -> list[bytes]:
+    tensors = [*batch.fields.values(), batch.weight, batch.uniform]
+    return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
+        bytes(str(batch.units), "ascii")
+    ]
+
+
+def read_all(loader: Loader, batches: range) -> list[list[bytes]]:
+    try:
+        return [frozen(batch) for batch in loader(batches)]
+    finally:
+        loader.close()
+
+
+def rows(data: TokenDataset, samples: Any = None) -> Any:
+    samples = np.arange(len(data)) if samples is None else np.asarray(samples)
+    field = data.fields[TOKENS]
+    out: Any = np.full((len(samples), *field.shape), 7, field.dtype)
+    data.read(samples, None, {TOKENS: out})
+    return out
