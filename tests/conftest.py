@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.helpers.world import Ranks
 from trainer.limits import read_limits
 
-# What multiprocessing's server of forks is asked for finds torch imported in it, once, and not in each process.
+# multiprocessing's server of forks imports torch once, for all that it forks.
 multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.decode"])
 
 # A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
