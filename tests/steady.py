@@ -8,8 +8,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -118,7 +116,7 @@ def main() -> int:
             )
     runs = [json.loads(line) for line in kept.read_text().splitlines()]
     options.out.write_text(page(runs))
-    print(f"{options.out}: {platform.processor() or platform.machine()}, {os.cpu_count()} CPUs")
+    print(f"wrote {options.out}")
     return int(any(run["failed"] or run["code"] for run in runs))
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.waiting import until
-from trainer import start
+from trainer import rank as ranks, start
 from trainer.cli import main
 from trainer.tune import auto, command
 from trainer.tune.job import Interrupted, Job
@@ -127,6 +127,7 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
 ) -> None:
     trained: list[int] = []
     monkeypatch.setattr(start, "run_rank", lambda rank: rank())
+    monkeypatch.setattr(ranks, "register", lambda: None)  # this process is no rank
 
     def train_rank(recipe: Any, *_: Any) -> int:
         trained.append(recipe.data.micro_batch)

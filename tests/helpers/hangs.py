@@ -152,6 +152,7 @@ def _rank(
     os.environ[rank.FOLDER_VARIABLE] = str(words)
     for fault in faults:
         fault(number)
+    rank._State.registered = False  # whatever this process was before it forked
     os._exit(rank.run_rank(lambda: train_rank(recipe, "small", folder)))
 
 

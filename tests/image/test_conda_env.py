@@ -546,6 +546,7 @@ def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, 
         begun = (prefix / "bin/half").exists if when == "creating" else lambda: bool(packages.asked)
         until(lambda: begun() or run.poll() is not None, f"it isn't {when}")
         run.send_signal(signal.SIGTERM)
+        packages.over.set()
         _, error = run.communicate(timeout=100)
     assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
     assert list((tmp_path / "opt").iterdir()) == []

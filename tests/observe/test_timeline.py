@@ -39,8 +39,11 @@ class Slow(TokenTask):
         loss = super().loss(model, batch)
         self._clock.move(self._naps[0])
         if loss.requires_grad:
-            loss.register_hook(lambda _: self._clock.move(self._naps[1]))
+            loss.register_hook(self._nap_in_backward)
         return loss
+
+    def _nap_in_backward(self, _: torch.Tensor) -> None:
+        self._clock.move(self._naps[1])
 
 
 def rows_of(
