@@ -101,7 +101,7 @@ test-all: ## run every test, with many more random examples; containers need an 
 
 mutants: ## break a copy of the package in known ways: does the fast suite see each? (minutes); ARGS="--only data"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m tests.mutants $(ARGS)
+	$(VENV)/bin/python -m tests.mutants $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 steady: ## run the fast tests 10 times: quiet, beside busy processes, on one core (an hour); OUT=docs/results/page.md
 	$(call bootstrap,--groups train test)

@@ -8,12 +8,15 @@ import argparse
 import contextlib
 import datetime
 import json
+import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +27,15 @@ CONDITIONS = {
     "busy": "beside two busy processes",
     "one core": "under `taskset -c 0`",
 }
+_TOP = """\
+# How long the tests take, and whether they are steady
+
+`make steady OUT=docs/results/tests.md` made this page: whole runs of the fast suite (`make test`), on
+{processor} with Python {python} and torch {torch}. A run leaves two processes of pytest to two cores, one
+to one; a busy process computes without end. `make mutants OUT=docs/results/mutants.md` breaks a copy of the
+package in known ways, and names for each the fast test that fails: [mutants.md](mutants.md).
+
+"""
 _SUITE = ["-m", "pytest", "-n", "auto", "--dist", "loadgroup", "-m", "not slow and not container"]
 
 
@@ -73,7 +85,11 @@ def run_suite(condition: str, folder: Path) -> dict[str, Any]:
 
 def page(runs: list[dict[str, Any]]) -> str:
     """The page of these runs."""
-    lines = ["| # | conditions | date | passed | skipped | failed | time |", "|---|---|---|---|---|---|---|"]
+    named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = named[1] if named else platform.machine()
+    versions = {"python": platform.python_version(), "torch": metadata.version("torch")}
+    lines = [_TOP.format(processor=processor, **versions)]
+    lines += ["| # | conditions | date | passed | skipped | failed | time |", "|---|---|---|---|---|---|---|"]
     for number, run in enumerate(runs, 1):
         failed = ", ".join(f"`{name}`" for name in run["failed"]) or "0"
         minutes, seconds = divmod(round(run["seconds"]), 60)
