@@ -88,9 +88,13 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     images: Any = load_images(DataConfig(), 0)
     pixels = torch.from_numpy(images.evaluation.arrays["image"]).permute(0, 3, 1, 2)
     pixels = (pixels.float() / 255 - 0.287) / 0.354
+    labels = torch.from_numpy(images.evaluation.arrays["label"]).long()
     with torch.inference_mode():
-        right = model.eval()(pixels).argmax(1) == torch.from_numpy(images.evaluation.arrays["label"])
-    assert float(right.float().mean()) == pytest.approx(end["accuracy"], abs=1.5 / 360)
+        scores = model.eval()(pixels)
+    assert float((scores.argmax(1) == labels).float().mean()) == pytest.approx(end["accuracy"], abs=1.5 / 360)
+    evaluation = [row for row in read_rows(folder) if row["kind"] == "evaluation"][-1]
+    loss = torch.nn.functional.cross_entropy(scores, labels)
+    assert float(loss) == pytest.approx(evaluation["loss"], rel=1e-3)
 
 
 def run_whose_reader_leaves(folder: Path) -> Path:
