@@ -21,6 +21,8 @@ multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.dec
 # processes that the tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does nohup with hangups
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # A few examples, always the same: where a test fails, the change made it fail. `make test-all` draws many.
