@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,14 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from tests.helpers import job_files
+from tests.helpers.job_files import IMAGE, PLACES, job
 from trainer.cluster.discover import find_nodes
 from trainer.errors import BadInputError
 from trainer.jobs import compose, container, docker, kubeflow, kubernetes, slurm
 from trainer.jobs.places import render
-from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.jobs.spec import JobSpec, Site
 from trainer.rank import is_rank
 
-IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
-# Several nodes on claims, and what an engine gets instead.
-FIELDS: dict[str, Any] = {
-    "recipe": "digits",
-    "image": IMAGE,
-    "nodes": 2,
-    "gpus_per_node": 2,
-    "runs": "pvc:runs",
-    "data": "pvc:data",
-    "cache": "pvc:cache",
-}
-ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
 # Another value for each field of the specification.
 CHANGES: dict[str, Any] = {
     "recipe": "dtmf",
@@ -57,28 +45,9 @@ CHANGES: dict[str, Any] = {
     "recipe_text": "epochs: 3\n",
     "files": {"mine.py": "/srv/mine.py"},
 }
-Read = Callable[[str], dict[str, Any]]
-PLACES: dict[str, tuple[Place, Site, Read]] = {
-    "docker": ("docker", Site(), job_files.read_docker),
-    "compose": ("compose", Site(), job_files.read_compose),
-    "job": ("kubernetes", Site(), job_files.read_kubernetes),
-    "jobset": ("kubernetes", Site(jobset=True), job_files.read_kubernetes),
-    "trainjob": ("kubeflow", Site(kubeflow="v2"), job_files.read_kubernetes),
-    "pytorchjob": ("kubeflow", Site(kubeflow="v1"), job_files.read_kubernetes),
-}
 # What a place can't do; it must say so.
 REFUSED = {("docker", "nodes"), ("docker", "least_nodes"), ("trainjob", "least_nodes"), ("trainjob", "port")}
 REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob", "pytorchjob")}
-
-
-def job(where: str, **changes: Any) -> JobSpec:
-    """A job for a place: engines have folders, and docker one node."""
-    fields = {**FIELDS, **changes}
-    if where in ("docker", "compose"):
-        fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
-    if where == "docker" and "nodes" not in changes and "least_nodes" not in changes:
-        fields["nodes"] = 1
-    return JobSpec(**fields)
 
 
 def change(where: str, field: str) -> dict[str, Any]:

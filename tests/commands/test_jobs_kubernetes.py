@@ -12,8 +12,8 @@ import pytest
 import render_examples
 import yaml
 
-from tests.commands.test_jobs import PLACES, job
 from tests.helpers import job_files
+from tests.helpers.job_files import PLACES, job
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 from trainer.jobs import container, launching, pods
 from trainer.jobs.places import render

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
-from tests.train.test_guard import SEED, poison
+from tests.helpers.poison import SEED, poison
 from trainer import verify as module
 from trainer.cli import main
 from trainer.incidents import read_incidents

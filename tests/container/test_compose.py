@@ -22,6 +22,7 @@ import pytest
 from tests.container.kernel import KERNEL
 from tests.container.run import check_log, engine, trouble, wait_for
 from tests.helpers.browser import chromium, find_chromium
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.container
 
@@ -45,13 +46,7 @@ def copy_checkout(folder: Path, owner: int = OWNER, mode: int = 0o755) -> Path:
 
 
 def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    return [str(free_port()) for _ in range(count)]
 
 
 @dataclass

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from prune_env import digest_of
 from symbols import strip
 
 from tests.container.run import engine
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.container
 
@@ -307,9 +307,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
     program = shutil.which("docker-registry")
     if program is None:
         pytest.skip("no docker-registry here (a package of Debian's)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     blobs = f"{{filesystem: {{rootdirectory: {tmp_path}/blobs}}}}"
     configuration = tmp_path / "config.yml"
     configuration.write_text(f"version: 0.1\nstorage: {blobs}\nhttp: {{addr: '{address}'}}\n")

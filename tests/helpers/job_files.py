@@ -3,12 +3,12 @@
 import csv
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
-from trainer.jobs.spec import JobSpec
+from trainer.jobs.spec import JobSpec, Place, Site
 
 GIB = {"g": 1, "Gi": 1}
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -305,3 +305,36 @@ def _gib(text: str) -> int:
 def _writable(mounted: set[str]) -> bool:
     """Whether all is mounted that the image writes to, as its root is read-only."""
     return {"/tmp", "/home/trainer", "/cache", "/workspace/runs"} <= mounted
+
+
+IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
+# Several nodes on claims, and what an engine gets instead.
+FIELDS: dict[str, Any] = {
+    "recipe": "digits",
+    "image": IMAGE,
+    "nodes": 2,
+    "gpus_per_node": 2,
+    "runs": "pvc:runs",
+    "data": "pvc:data",
+    "cache": "pvc:cache",
+}
+ENGINE = {"runs": "/srv/runs", "data": "/srv/data", "cache": "/srv/cache"}
+Read = Callable[[str], dict[str, Any]]
+PLACES: dict[str, tuple[Place, Site, Read]] = {
+    "docker": ("docker", Site(), read_docker),
+    "compose": ("compose", Site(), read_compose),
+    "job": ("kubernetes", Site(), read_kubernetes),
+    "jobset": ("kubernetes", Site(jobset=True), read_kubernetes),
+    "trainjob": ("kubeflow", Site(kubeflow="v2"), read_kubernetes),
+    "pytorchjob": ("kubeflow", Site(kubeflow="v1"), read_kubernetes),
+}
+
+
+def job(where: str, **changes: Any) -> JobSpec:
+    """A job for a place: engines have folders, and docker one node."""
+    fields = {**FIELDS, **changes}
+    if where in ("docker", "compose"):
+        fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
+    if where == "docker" and "nodes" not in changes and "least_nodes" not in changes:
+        fields["nodes"] = 1
+    return JobSpec(**fields)

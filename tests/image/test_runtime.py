@@ -21,6 +21,7 @@ import yaml
 from engine_checks import Gpu, Stack, check_driver, check_ports, check_stack, parse_gpus, read_stacks
 from runtime import Facts, decide, docker_words, gpu_words, outside, visible_gpus
 
+from tests.helpers.ports import free_port
 from trainer.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -505,10 +506,8 @@ def test_ports() -> None:
 @pytest.fixture
 def ports(machine: Machine) -> dict[str, str]:
     """Ports that are free; the machine's variables name them."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        free = {"JUPYTER_PORT": str(one.getsockname()[1]), "TENSORBOARD_PORT": str(other.getsockname()[1])}
+    port = free_port()  # the first of four
+    free = {"JUPYTER_PORT": str(port), "TENSORBOARD_PORT": str(port + 1)}
     machine.env |= free
     return free
 

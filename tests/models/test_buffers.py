@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import random
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.helpers.own_compiled import Compiled, CompiledTask
+from tests.helpers.ports import free_port
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from tests.helpers.windows import State, assert_same_bits
 from tests.helpers.world import SIZES, Ranks
-from tests.train.test_observers import Compiled, CompiledTask
 from trainer import rank
 from trainer.errors import BadInputError
 from trainer.parallel import World, joined_world
@@ -327,9 +327,7 @@ def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
 
 
 def test_a_branch_left_out_on_one_rank_only_ends_in_one_line() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(2)]
     processes = [

@@ -5,12 +5,11 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from torch import nn
 
 from tests.chaos import ending
 from tests.helpers.forked import Attempt, attempt, replace, small
+from tests.helpers.poison import SEED, Harm, poison
+from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
 from trainer import incidents, preempt, rank
 from trainer.attempt import train_rank
@@ -31,43 +32,6 @@ from trainer.incidents import incidents_before, left_out, read_incidents
 from trainer.recipe import Recipe
 from trainer.run import make_plan, make_task
 from trainer.tasks.classification import Classification
-
-Harm = Literal["loss", "gradient", "leap"]
-SEED = {
-    "data": {"augment": "flip"},
-    "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0},
-    "ema": {"decay": 0.3},  # so low that it counts from the start
-}
-
-
-def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
-    """What makes some windows go bad, in a fork."""
-
-    def install() -> None:
-        at = -1
-        loop, original = sys.modules["trainer.loop"], Classification.loss
-        train_window = loop.__dict__["train_window"]
-
-        def noted(t: Any, batches: Any, window: int) -> None:
-            nonlocal at
-            at = window
-            train_window(t, batches, window)
-
-        def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-            loss = original(self, model, batch)
-            if at not in windows or int(os.environ["RANK"]) != only_rank or not model.training:
-                return loss
-            if harm == "leap":
-                return loss * 1e3
-            if harm == "loss":
-                return loss + math.nan
-            zero = sum((p * 0).sum().abs().sqrt() for p in model.parameters())  # its slope there is infinite
-            return loss + zero
-
-        replace(loop, "train_window", noted)
-        replace(Classification, "loss", harmed)
-
-    return install
 
 
 def guarded(**guard: Any) -> Recipe:
@@ -302,9 +266,7 @@ def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: A
 def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[Attempt]:
     """An attempt with two ranks."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     told = [folder.with_name(f"{folder.name}.{number}") for number in range(2)]
     processes = [
         multiprocessing.get_context("fork").Process(

@@ -1,0 +1,50 @@
+"""Windows of a small run that go bad, so that the guard of numbers has something to find."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tests.helpers.forked import replace
+from trainer.tasks.classification import Classification
+
+Harm = Literal["loss", "gradient", "leap"]
+SEED = {
+    "data": {"augment": "flip"},
+    "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0},
+    "ema": {"decay": 0.3},  # so low that it counts from the start
+}
+
+
+def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
+    """What makes some windows go bad, in a fork."""
+
+    def install() -> None:
+        at = -1
+        loop, original = sys.modules["trainer.loop"], Classification.loss
+        train_window = loop.__dict__["train_window"]
+
+        def noted(t: Any, batches: Any, window: int) -> None:
+            nonlocal at
+            at = window
+            train_window(t, batches, window)
+
+        def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+            loss = original(self, model, batch)
+            if at not in windows or int(os.environ["RANK"]) != only_rank or not model.training:
+                return loss
+            if harm == "leap":
+                return loss * 1e3
+            if harm == "loss":
+                return loss + math.nan
+            zero = sum((p * 0).sum().abs().sqrt() for p in model.parameters())  # its slope there is infinite
+            return loss + zero
+
+        replace(loop, "train_window", noted)
+        replace(Classification, "loss", harmed)
+
+    return install
