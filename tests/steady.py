@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 CONDITIONS = {
     "quiet": "two quiet cores",
     "busy": "beside two busy processes",
-    "one core": "under `taskset -c 0`",
+    "beside": "beside another run of the suite",
+    "one core": "on one core (`taskset`)",
 }
 _TOP = """\
 # How long the tests take, and whether they are steady
@@ -51,12 +52,12 @@ def _busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def run_suite(condition: str, folder: Path) -> dict[str, Any]:
+def run_suite(condition: str, folder: Path, core: int) -> dict[str, Any]:
     """Runs it once; what came of it, with seconds by test."""
     report = folder / f"{condition.replace(' ', '-')}.xml"
     words = [sys.executable, *_SUITE, f"--junitxml={report}"]
     if condition == "one core":
-        words = ["taskset", "-c", "0", *words]
+        words = ["taskset", "-c", str(core), *words]
     began = time.monotonic()
     with (folder / "last.log").open("w") as log, _busy_processes(2 if condition == "busy" else 0):
         code = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, check=False).returncode
@@ -116,6 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="steady", description=__doc__, allow_abbrev=False)
     for condition in CONDITIONS:
         parser.add_argument(f"--{condition.replace(' ', '-')}", type=int, default=0, metavar="RUNS")
+    parser.add_argument("--core", type=int, default=0, help="for --one-core")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "steady.md", help="where the table goes")
     options = parser.parse_args()
     folder = ROOT / "build" / "steady"
@@ -123,7 +125,7 @@ def main() -> int:
     kept = folder / "runs.jsonl"
     for condition in CONDITIONS:
         for _ in range(getattr(options, condition.replace(" ", "_"))):
-            run = run_suite(condition, folder)
+            run = run_suite(condition, folder, options.core)
             with kept.open("a") as file:
                 file.write(json.dumps(run) + "\n")
             print(
