@@ -130,7 +130,7 @@ def test_a_silent_or_crawling_server_holds_nobody_for_ever(
     monkeypatch.setattr(remote, "_SLOWEST", slowest)
     server.app.faults[NAME] = itertools.repeat(fault)
     with pytest.raises(BadInputError, match=r"(no answer in time|can't be reached \(ReadT.*), after 2 tries"):
-        got(server, size=20_000)  # which on a busy machine may give up before the server has read the question
+        got(server, size=20_000)  # on a busy machine before the server has read the question
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
