@@ -5,6 +5,9 @@ room, with the test that is to see it. A test that stays green is a defect; so i
 """
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,11 +44,20 @@ def _seen(mutant: Mutant, copy: Path) -> str:
     file.write_text(whole.replace(mutant.old, mutant.new))
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     marks = "not slow and not container"
-    done = subprocess.run(
-        [*words, "-m", marks, mutant.test], cwd=copy, capture_output=True, text=True, check=False
-    )
+    # To a file: what a broken program leaves behind would keep a pipe open.
+    with (
+        (copy / "mutant.log").open("w+") as log,
+        subprocess.Popen(
+            [*words, "-m", marks, mutant.test], cwd=copy, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        code = process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        said = log.read()
     file.write_text(whole)
-    return {0: "the test passes", 1: ""}.get(done.returncode, done.stdout[-500:])
+    return {0: "the test passes", 1: ""}.get(code, said[-500:])
 
 
 def main() -> int:
