@@ -31,10 +31,10 @@ CONDITIONS = {
 _TOP = """\
 # How long the tests take, and whether they are steady
 
-`make steady OUT=docs/results/tests.md` made this page: whole runs of the fast suite (`make test`), on
-{processor} with Python {python} and torch {torch}. A run leaves two processes of pytest to two cores, one
-to one; a busy process computes without end. `make mutants OUT=docs/results/mutants.md` breaks a copy of the
-package in known ways, and names for each the fast test that fails: [mutants.md](mutants.md).
+Whole runs of the fast suite (`make test`) by `make steady`, on {processor} with Python {python} and torch
+{torch}. A run leaves two processes of pytest to two cores, one to one; a busy process computes without end.
+`make mutants` breaks a copy of the package in known ways, and names for each the fast test that fails:
+[mutants.md](mutants.md).
 
 """
 _SUITE = ["-m", "pytest", "-n", "auto", "--dist", "loadgroup", "-m", "not slow and not container"]

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _getfqdn = socket.getfqdn
+_TOLD = 12  # characters of a number that the server tells: a process may have ended before its id is read
 
 
 def run(
@@ -52,7 +53,7 @@ def run(
         options: Further ones of `Popen`.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(words, text=True, **{**streams, **options}) as process:
+    with Popen(words, **{**streams, "text": True, **options}) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as late:
@@ -120,7 +121,7 @@ class Popen(_Forking):
             with _server_lock:
                 socket.send_fds(_server(), [b"."], [*streams, text.fileno(), theirs.fileno()])
         theirs.close()
-        told = self._status.recv(16)
+        told = self._status.recv(_TOLD)
         assert told, "the server of preloaded processes is gone"
         return int(told)
 
@@ -135,7 +136,7 @@ class Popen(_Forking):
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            self.returncode = int(self._status.recv(16))
+            self.returncode = int(self._status.recv(_TOLD))
             self._status.close()
         return self.returncode
 
@@ -175,11 +176,10 @@ def _serve(control: socket.socket) -> None:
         if woken in ready:
             woken.recv(4096)
             for pid in list(running):
-                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    continue
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                _tell(running[pid], code)
-                os.close(running.pop(pid))
+                ended, how = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    _tell(running[pid], os.waitstatus_to_exitcode(how))
+                    os.close(running.pop(pid))
         if control in ready:
             data, fds, _, _ = socket.recv_fds(control, 1, 5)
             if not data:
@@ -199,7 +199,7 @@ def _serve(control: socket.socket) -> None:
 
 def _tell(status: int, number: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody waits any more
-        os.write(status, str(number).encode())
+        os.write(status, f"{number:{_TOLD}}".encode())
 
 
 def _preload() -> None:

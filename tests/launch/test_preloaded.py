@@ -1,0 +1,42 @@
+"""Promise: a fork of the preloaded server is to a test what a Python of its own would be."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import preloaded
+
+BESIDE = """
+import subprocess, sys
+print(subprocess.run([sys.executable, "-c", "raise SystemExit(7)"]).returncode)
+"""
+
+
+def test_a_process_that_ends_at_once_is_told_with_its_own_code() -> None:
+    for code in range(40):
+        done = preloaded.run([sys.executable, "-c", f"raise SystemExit({code})"])
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("start", [subprocess.run, preloaded.run])
+@pytest.mark.parametrize(
+    ("code", "returned", "printed"),
+    [
+        ("raise SystemExit('why')", 1, ("", "why\n")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ("", "")),
+        ("import os; print(os.environ['A'], os.getcwd(), __name__)", 0, ("b {folder} __main__\n", "")),
+        (BESIDE, 0, ("7\n", "")),
+    ],
+)
+def test_as_a_python_of_its_own(
+    start: Callable[..., Any], code: str, returned: int, printed: tuple[str, str], tmp_path: Path
+) -> None:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = start([sys.executable, "-c", code], cwd=tmp_path, env={"A": "b"}, **streams)
+    wanted = tuple(text.format(folder=tmp_path) for text in printed)
+    assert (done.returncode, done.stdout, done.stderr) == (returned, *wanted)
