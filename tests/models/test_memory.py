@@ -283,23 +283,10 @@ def test_channels_last_changes_only_rounding() -> None:
     assert state["stem.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_statistics_without_accumulation_are_batchnorms_own() -> None:
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["a moving mean", "the mean of all windows"])
+def test_statistics_without_accumulation_are_batchnorms_own(momentum: float | None) -> None:
     torch.manual_seed(0)
-    ours, theirs = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    statistics = WindowStatistics(ours, None)
-    for _ in range(4):
-        data = torch.randn(8, 3) * 2 + 1
-        ours(data)
-        statistics.add(statistics.of_shard())
-        statistics.end_window()
-        theirs(data)
-    for name, tensor in theirs.state_dict().items():
-        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
-
-
-def test_statistics_without_momentum_are_the_mean_of_all_windows() -> None:
-    torch.manual_seed(0)
-    ours, theirs = (nn.BatchNorm1d(3, momentum=None) for _ in range(2))
+    ours, theirs = (nn.BatchNorm1d(3, momentum=momentum) for _ in range(2))
     statistics = WindowStatistics(ours, None)
     for _ in range(5):
         data = torch.randn(8, 3) * 2 + 1
