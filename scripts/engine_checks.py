@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
-from trainer.suggest import nearest  # noqa: E402
 
 
 @dataclass(frozen=True)

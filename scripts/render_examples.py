@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from trainer.jobs import container, kubernetes, slurm
-from trainer.jobs.places import render
-from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.commands.submit import container, kubernetes, slurm
+from trainer.commands.submit.places import render
+from trainer.commands.submit.spec import JobSpec, Place, Site
 
 _HEAD = """\
 # Rendered by scripts/render_examples.py; `trainer launch … --dry-run` renders your own.

@@ -36,7 +36,7 @@ from engine_checks import (
 )
 
 from trainer.errors import BadInputError
-from trainer.gpus import chosen_gpus
+from trainer.host.gpus import chosen_gpus
 
 PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes trainer/doctor/stacks.json: what the doctor must know of each stack where there is no checkout."""
+"""Writes trainer/commands/doctor/stacks.json: what the doctor knows of each stack without a checkout."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from conda_lock import read_toml
 from wheels import read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "trainer/doctor/stacks.json"
+TABLE = ROOT / "trainer/commands/doctor/stacks.json"
 
 
 def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`make chaos`: runs are cut, killed and signalled at random, and must end with the bits of one that wasn't.
 
-A run here is the real thing (`trainer.attempt.train_rank`, its checkpoints and files) in a process forked
+A run here is the real thing (`train.attempt.train_rank`, its checkpoints and files) in a process forked
 from one that has imported torch, so that a cut costs a second and not twenty.
 """
 
@@ -28,12 +28,12 @@ import torch
 import yaml
 
 from tests.helpers.rows import read_rows
-from trainer import preempt
-from trainer.attempt import train_rank
 from trainer.checkpoint import store
+from trainer.config.recipe import Recipe
 from trainer.errors import EXIT_REQUEUE
-from trainer.rank import children
-from trainer.recipe import Recipe
+from trainer.launch import signals as preempt
+from trainer.launch.rank import children
+from trainer.train.attempt import train_rank
 
 _PHASES = ("start", "train", "write")
 _ATTEMPTS = 12
@@ -108,7 +108,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
     preempt.install()
-    commit, loop = store.commit, sys.modules["trainer.between_windows"]
+    commit, loop = store.commit, sys.modules["trainer.train.between_windows"]
 
     def noted(*arguments: Any) -> Any:
         phase[0] = 2

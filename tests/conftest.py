@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.world import Ranks
-from trainer.limits import read_limits
+from trainer.host.limits import read_limits
 
 # multiprocessing's server of forks imports torch once, for all that it forks.
-multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.decode"])
+multiprocessing.set_forkserver_preload(["trainer.data.loader", "trainer.data.formats.decode"])
 
 # A shell starts what it puts in the background (`make test &`) with interrupts ignored, and the
 # processes that the tests interrupt would inherit that.

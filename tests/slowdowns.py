@@ -22,7 +22,7 @@ from tests.slowdown.healthy import HEALTHY
 from tests.slowdown.held_out import HELD_OUT
 from tests.slowdown.page import Result, page
 from tests.slowdown.run import execute
-from trainer.bench.conditions import conditions
+from trainer.observe.conditions import conditions
 
 WORK = Path(tempfile.gettempdir(), "trainer-slowdowns")
 # CPUs' worth of time that others may use before a run says nothing about what was put into it.

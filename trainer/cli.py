@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.bench.commands import add_parser as bench_commands
-from trainer.data.commands import add_parser as data_commands
+from trainer.commands.bench.commands import add_parser as bench_commands
+from trainer.commands.data import add_parser as data_commands
+from trainer.commands.submit.command import add_parser as launch_command
+from trainer.config.redact import redact_text
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
-from trainer.jobs.command import add_parser as launch_command
-from trainer.redact import redact_text
-from trainer.threads import wait_passively
+from trainer.host.threads import wait_passively
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -336,39 +336,39 @@ def _add_where_data_lies(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from trainer.cluster.discover import rank_variables
-    from trainer.rank import is_rank, register
+    from trainer.launch.nodes.discover import rank_variables
+    from trainer.launch.rank import is_rank, register
 
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         register()  # before the slow imports, so that a signal finds a handler
     else:
-        from trainer.preempt import end_on_signal
-        from trainer.resume import has_checkpoint
+        from trainer.launch.signals import end_on_signal
+        from trainer.train.resume import has_checkpoint
 
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
         wait_passively()
         _check_recipe_name(options)
-    from trainer.start import start
+    from trainer.commands.train import start
 
     return start(options)
 
 
 def _check_recipe_name(options: argparse.Namespace) -> None:
     """Refuses a recipe that isn't there, and settings that aren't KEY=VALUE, before torch is imported."""
-    from trainer.config import override, read_recipe
+    from trainer.config.recipe_file import override, read_recipe
 
     override(read_recipe(options.recipe), options.set)
 
 
 def _new(options: argparse.Namespace) -> int:
-    from trainer.new import new
+    from trainer.commands.new import new
 
     return new(options)
 
 
 def _recipes(_: argparse.Namespace) -> int:
-    from trainer.config import read_recipe, recipe_names
+    from trainer.config.recipe_file import read_recipe, recipe_names
 
     for name in recipe_names():
         print(f"{name:<20} {read_recipe(name).get('about', '')}")
@@ -376,43 +376,43 @@ def _recipes(_: argparse.Namespace) -> int:
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.show import show_checkpoints
+    from trainer.commands.checkpoints import show_checkpoints
 
     return show_checkpoints(options.folder, options.json)
 
 
 def _report(options: argparse.Namespace) -> int:
-    from trainer.report.write import report
+    from trainer.commands.report.write import report
 
     return report(options.folders, options.out)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from trainer.verify import verify
+    from trainer.commands.verify.verify import verify
 
     return verify(options)
 
 
 def _tune(options: argparse.Namespace) -> int:
     _check_recipe_name(options)
-    from trainer.tune.command import tune
+    from trainer.commands.tune import tune
 
     return tune(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from trainer.doctor.command import doctor
+    from trainer.commands.doctor.command import doctor
 
     return doctor(options)
 
 
 def _export(options: argparse.Namespace) -> int:
-    from trainer.export.command import export
+    from trainer.commands.export.command import export
 
     return export(options)
 
 
 def _predict(options: argparse.Namespace) -> int:
-    from trainer.predict.command import predict
+    from trainer.commands.predict.command import predict
 
     return predict(options)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import accumulation, against
+from benchmarks.accumulation import CASES, Case, Recorded, judge, windows_due
+from benchmarks.against import timm
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
-from trainer import plan, step
-from trainer.bench import accumulation, against
-from trainer.bench.accumulation import CASES, Case, Recorded, judge, windows_due
-from trainer.bench.against import timm
 from trainer.cli import main
+from trainer.data.sampling import plan
+from trainer.train import step
 
 
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +244,6 @@ def test_who_offers_what_is_known_without_any_library(monkeypatch: pytest.Monkey
     for library in ("lightning", "accelerate", "timm", "ignite"):
         monkeypatch.setitem(sys.modules, library, None)
     for name in against.LIBRARIES:
-        importlib.reload(importlib.import_module(f"trainer.bench.against.{name}"))
+        importlib.reload(importlib.import_module(f"benchmarks.against.{name}"))
     assert list(against.offering("accumulate")) == ["lightning", "accelerate", "timm"]
     assert list(against.offering("train_tiny")) == ["lightning", "fabric", "accelerate", "ignite"]

@@ -13,24 +13,24 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import targets
+from benchmarks.claims import measuring, run as runs
+from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
+from benchmarks.claims.chart import chart
+from benchmarks.claims.claim import Claim, Measured, Row, Series, Source, compare, judge
+from benchmarks.claims.loading import AsFloats
+from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_windows
+from benchmarks.claims.needs import library
+from benchmarks.claims.run import select
+from benchmarks.claims.show import as_json, summary, table
+from benchmarks.claims.training import TRAINING
+from benchmarks.targets_parts import Traffic, make_parser
 from tests.helpers.clock import Clock
-from trainer.bench import targets
-from trainer.bench.claims import measuring, run as runs
-from trainer.bench.claims.catalogue import ABLATIONS, CLAIMS, in_turn
-from trainer.bench.claims.chart import chart
-from trainer.bench.claims.claim import Claim, Measured, Row, Series, Source, compare, judge
-from trainer.bench.claims.loading import AsFloats
-from trainer.bench.claims.measuring import Measurement, Scene, Side, Size, measure_windows
-from trainer.bench.claims.needs import library
-from trainer.bench.claims.run import select
-from trainer.bench.claims.show import as_json, summary, table
-from trainer.bench.claims.training import TRAINING
-from trainer.bench.targets_parts import Traffic, make_parser
 from trainer.cli import _parser as trainer_parser, main
-from trainer.config import override, read_recipe, validated
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
 from trainer.data.dataset import ArrayDataset
-from trainer.recipe import Recipe
-from trainer.step import train_window
+from trainer.train.step import train_window
 
 # Issue 12's list, and the figures of the field guides; each with the rows that are about it.
 LISTED = {
@@ -285,7 +285,7 @@ def test_the_targets_say_that_there_is_no_gpu(
     script = Path(__file__).parents[2] / "scripts" / "bench_gpu.sh"
     told = {**os.environ, "PYTHON": "/bin/echo"}  # in place of Python: what it would run
     done = subprocess.run([script, "--dry-run"], capture_output=True, text=True, check=True, env=told)
-    assert done.stdout == "-m trainer.bench.targets --dry-run\n"
+    assert done.stdout == "-m benchmarks.targets --dry-run\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert targets.main([]) == 3
     assert capsys.readouterr().out == "not measured: no GPU\n"
@@ -300,7 +300,7 @@ STEPS = {step.key: step for target in targets.TARGETS for step in target.steps}
 @pytest.mark.parametrize("key", STEPS)
 def test_each_command_of_the_targets_parses(key: str, tmp_path: Path) -> None:
     _, _, module, *words = targets.command(STEPS[key], tmp_path)
-    if module == "trainer.bench.targets_parts":
+    if module == "benchmarks.targets_parts":
         assert callable(make_parser().parse_args(words).run)
         return
     assert module == "trainer"

@@ -22,22 +22,22 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.helpers import preloaded
 from tests.helpers.netns import hosts, in_host, on_each
-from trainer.bench import links, preflight as preflight_module
-from trainer.bench.comm import bench_comm
-from trainer.bench.comm_fit import MIB, SIZES, Timed, bus_factor, fitted, parsed_sizes
-from trainer.bench.comm_rank import least_limit
-from trainer.bench.comm_show import Found, as_json, as_text
-from trainer.bench.link_limit import (
+from trainer.cli import main
+from trainer.commands.bench import links, preflight as preflight_module
+from trainer.commands.bench.comm import bench_comm
+from trainer.commands.bench.comm_fit import MIB, SIZES, Timed, bus_factor, fitted, parsed_sizes
+from trainer.commands.bench.comm_rank import least_limit
+from trainer.commands.bench.comm_show import Found, as_json, as_text
+from trainer.commands.bench.link_limit import (
     addresses,
     host_limit,
     interface_speed,
     interface_to,
     local_limit,
 )
-from trainer.bench.links import Link, called, calling, listening, rate
-from trainer.bench.preflight import Place, _told, _tried, preflight
-from trainer.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
-from trainer.cli import main
+from trainer.commands.bench.links import Link, called, calling, listening, rate
+from trainer.commands.bench.preflight import Place, _told, _tried, preflight
+from trainer.commands.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
 from trainer.errors import BadInputError
 
 OPTIONS = argparse.Namespace(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.bench.inference import Figure
-from trainer.bench.inference_chart import chart
-from trainer.bench.inference_ways import WAYS, Unavailable, Way, make_way
 from trainer.cli import main
-from trainer.export.model_of_run import inputs_of, open_run, read_samples, some_samples
+from trainer.commands.bench.inference import Figure
+from trainer.commands.bench.inference_chart import chart
+from trainer.commands.bench.inference_ways import WAYS, Unavailable, Way, make_way
+from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 
 
 @pytest.fixture

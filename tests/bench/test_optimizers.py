@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.bench import optimizers
-from trainer.bench.optimizers import Job, Learnt, Setting, best_of, prepare, tune_and_learn, updates_to
-from trainer.muon import Muon
+from benchmarks import optimizers
+from benchmarks.optimizers import Job, Learnt, Setting, best_of, prepare, tune_and_learn, updates_to
+from trainer.optim.muon import Muon
 
 SETTING = Setting("transformer", 8, 10)
 

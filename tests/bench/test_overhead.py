@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from benchmarks import against
 from tests.helpers.clock import Clock
 from tests.helpers.libraries import require
-from trainer.bench import against, overhead
 from trainer.cli import main
-from trainer.keyed_rng import permuted
-from trainer.optim import Rates
+from trainer.commands.bench import overhead
+from trainer.optim.optimizers import Rates
+from trainer.rng import permuted
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import reduction
+from benchmarks.reduction import _measure, _Price, _ratio, bench_reduction
 from tests.helpers.clock import Clock
-from trainer.bench import reduction, setting
-from trainer.bench.reduction import _measure, _Price, _ratio, bench_reduction
-from trainer.bench.setting import bench_setting
 from trainer.cli import main
+from trainer.commands.bench import setting
+from trainer.commands.bench.setting import bench_setting
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.parallel import World
-from trainer.step import Training, train_window
+from trainer.train.step import Training, train_window
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ["data.global_batch=16", "data.micro_batch=4", "model.width=4"]

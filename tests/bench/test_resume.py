@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import against, resume
+from benchmarks.cut_run import BATCH, BATCHES, EPOCHS, UPDATES, Resumed, Steps
+from benchmarks.resume import CUTS, judge
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
-from trainer.bench import against, resume
-from trainer.bench.cut_run import BATCH, BATCHES, EPOCHS, UPDATES, Resumed, Steps
-from trainer.bench.resume import CUTS, judge
 from trainer.checkpoint import store
 from trainer.cli import main
-from trainer.state import load_tensors
-from trainer.step import Training
+from trainer.train.state import load_tensors
+from trainer.train.step import Training
 
 
 def test_the_trainer_goes_on_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:

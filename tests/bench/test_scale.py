@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
+from benchmarks.scale import document, formulas, life, measure, messages, probes, simulate as simulation
+from benchmarks.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
+from benchmarks.scale.life import best_interval, failure_times, live
+from benchmarks.scale.messages import Fabric
+from benchmarks.scale.simulate import simulate
+from benchmarks.scale.table import TARGET, differences
 from trainer import checkpoint
-from trainer.bench.scale import document, formulas, life, measure, messages, probes, simulate as simulation
-from trainer.bench.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
-from trainer.bench.scale.life import best_interval, failure_times, live
-from trainer.bench.scale.messages import Fabric
-from trainer.bench.scale.simulate import simulate
-from trainer.bench.scale.table import TARGET, differences
 from trainer.cli import main
 from trainer.errors import BadInputError
-from trainer.resume import CheckpointConfig
+from trainer.train.resume import CheckpointConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, MEASURED = (ROOT / f"docs/results/scale-{name}.yaml" for name in ("example", "measured"))

@@ -18,18 +18,17 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.bench import accumulation, against, loader, resume, tokens
-from trainer.bench.accumulation import CASES
-from trainer.bench.against import LibraryFailed, NotMeasured, blamed
-from trainer.bench.overhead import median_interval, values_outside
-from trainer.bench.pipelines import Epoch
-from trainer.bench.scoreboard import benches, quiet, timed as timed_parts
-from trainer.bench.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
-from trainer.bench.scoreboard.chart import chart
-from trainer.bench.scoreboard.command import bench_scoreboard, check_files, write_all
-from trainer.bench.scoreboard.common import Extent, libraries_for
-from trainer.bench.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
-from trainer.bench.scoreboard.figures import (
+from benchmarks import accumulation, against, loader, resume, tokens
+from benchmarks.accumulation import CASES
+from benchmarks.against import LibraryFailed, NotMeasured, blamed
+from benchmarks.pipelines import Epoch
+from benchmarks.scoreboard import benches, quiet, timed as timed_parts
+from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
+from benchmarks.scoreboard.chart import chart
+from benchmarks.scoreboard.command import bench_scoreboard, check_files, write_all
+from benchmarks.scoreboard.common import Extent, libraries_for
+from benchmarks.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
+from benchmarks.scoreboard.figures import (
     BUSY,
     NOT_BEST,
     Absent,
@@ -43,13 +42,14 @@ from trainer.bench.scoreboard.figures import (
     timed,
     without_the_failing,
 )
-from trainer.bench.scoreboard.quiet import share_of_cpus
-from trainer.bench.scoreboard.show import as_json, command_line, document, summary, text
-from trainer.bench.scoreboard.timed import by_loader, by_overhead
+from benchmarks.scoreboard.quiet import share_of_cpus
+from benchmarks.scoreboard.show import as_json, command_line, document, summary, text
+from benchmarks.scoreboard.timed import by_loader, by_overhead
 from trainer.cli import main
+from trainer.commands.bench.overhead import median_interval, values_outside
 from trainer.errors import BadInputError
-from trainer.report.text import DASH
-from trainer.step import train_window
+from trainer.observe.text import DASH
+from trainer.train.step import train_window
 
 MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed")
 WON = Timed("trainer 1", "slow 2.0", 100.0, 200.0, 0.5, 0.45, 0.55, 60)

@@ -15,18 +15,18 @@ from torch import distributed as dist, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.func import functional_call
 
+from benchmarks import targets, targets_graphs
+from benchmarks.targets_graphs import SmallTask, graphs, small_recipe
+from benchmarks.targets_parts import main
 from tests.helpers.toys import TokenTask, make_recipe
-from trainer import explain
-from trainer.bench import targets, targets_graphs
-from trainer.bench.targets_graphs import SmallTask, graphs, small_recipe
-from trainer.bench.targets_parts import main
-from trainer.compiling import missing_for_compiling
+from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
-from trainer.guard import Guard
+from trainer.models.compiling import missing_for_compiling
 from trainer.observe.trace import read_trace
-from trainer.parallel import World, replicate
-from trainer.run import assemble
-from trainer.step import LossOf, Training, train_window
+from trainer.train import explain
+from trainer.train.guard import Guard
+from trainer.train.run import assemble
+from trainer.train.step import LossOf, Training, train_window
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import tokens
+from benchmarks.tokens import bench_tokens, get_batch, token_loader
 from tests.helpers.clock import Clock
-from trainer.bench import tokens
-from trainer.bench.tokens import bench_tokens, get_batch, token_loader
-from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
+from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 
 Capsys = pytest.CaptureFixture[str]
 

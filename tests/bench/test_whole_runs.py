@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import preloaded
-from trainer.bench import whole_runs
-from trainer.bench.setting import bench_setting
-from trainer.bench.whole_runs import Figures, bench_whole_runs, figures
+from trainer.commands.bench import whole_runs
+from trainer.commands.bench.setting import bench_setting
+from trainer.commands.bench.whole_runs import Figures, bench_whole_runs, figures
 from trainer.errors import BadInputError
 
 

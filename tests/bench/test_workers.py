@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.few_pictures import write_pictures
-from trainer.bench import workers as bench
 from trainer.cli import main
-from trainer.data.images import ImageDataset
+from trainer.commands.bench import workers as bench
+from trainer.data.formats.images import ImageDataset
 
 RECIPE = """
 epochs: 1000000

@@ -26,11 +26,13 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.faulty_disk import Disk, Killed
 from tests.helpers.waiting import SECONDS, until
-from trainer.checkpoint import files, show, store, strict_json, tensor_file
+from trainer.checkpoint import store, tensor_file
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.checkpoint.folder import Damaged, Unreadable, problem, read, verify
 from trainer.checkpoint.store import Entry, listing, newest_good, prune, remove_leftovers, write
 from trainer.cli import main
+from trainer.commands import checkpoints as show
+from trainer.host import files, strict_json
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 

@@ -26,20 +26,20 @@ from tests.helpers.rows import read_rows
 from tests.helpers.toys import make_recipe
 from tests.helpers.waiting import SECONDS, until
 from tests.helpers.world import Ranks
-from trainer.attempt import _go_on, _newest
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good, write
+from trainer.config.recipe import Recipe
+from trainer.data.sampling.plan import Share
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.manifest import make_manifest
-from trainer.parallel import World
-from trainer.plan import Share
-from trainer.rank import children
-from trainer.recipe import Recipe
-from trainer.resume import check_resumable, differences, newest_run, read_stored
-from trainer.run import assemble, make_task
-from trainer.run_folder import write_json
-from trainer.state import tensors_of
-from trainer.step import train_window
+from trainer.launch.rank import children
+from trainer.train.attempt import _go_on, _newest
+from trainer.train.manifest import make_manifest
+from trainer.train.resume import check_resumable, differences, newest_run, read_stored
+from trainer.train.run import assemble, make_task
+from trainer.train.run_folder import write_json
+from trainer.train.state import tensors_of
+from trainer.train.step import train_window
 
 ROOT = Path(__file__).parents[2]
 KIND = {**kinds()[0], "every": 3}

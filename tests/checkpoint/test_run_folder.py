@@ -21,24 +21,27 @@ import pytest
 import safetensors.torch
 import torch
 
-import trainer.attempt
+import trainer.train.attempt
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
-from trainer import between_windows, cli, start, summary
-from trainer.checkpoint import files, store
+from trainer import cli
+from trainer.checkpoint import store
+from trainer.commands import train as start
+from trainer.commands.doctor.facts import Mount
+from trainer.config.recipe import Recipe
 from trainer.data import dataset
 from trainer.data.dataset import ArrayDataset, spread
-from trainer.data.files import in_folder
-from trainer.doctor.facts import Mount
+from trainer.data.formats.files import in_folder
 from trainer.errors import BadInputError
-from trainer.models import ModelConfig, build_model
+from trainer.host import files
+from trainer.models.images import ModelConfig, build_model
 from trainer.observe.sinks import keep_rows
-from trainer.recipe import Recipe
-from trainer.resume import read_stored
-from trainer.run import make_task
-from trainer.run_folder import check_space, claim_folder, new_folder, remove_unused, write_json
-from trainer.run_lock import lock
+from trainer.train import between_windows, summary
+from trainer.train.resume import read_stored
+from trainer.train.run import make_task
+from trainer.train.run_folder import check_space, claim_folder, new_folder, remove_unused, write_json
+from trainer.train.run_lock import lock
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -118,7 +121,7 @@ def test_a_running_rank_holds_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def look() -> None:
-        from trainer import attempt as module
+        from trainer.train import attempt as module
 
         def refused(*_: Any) -> None:
             child = os.fork()
@@ -165,7 +168,7 @@ def test_changed_data_is_refused_and_can_be_forced(tmp_path: Path, stopped: Path
     folder = changed(tmp_path / "run", stopped)
 
     def other_pixel() -> None:
-        from trainer import attempt as module
+        from trainer.train import attempt as module
 
         def task_of(recipe: Recipe) -> Any:
             task: Any = make_task(recipe)
@@ -239,7 +242,7 @@ def test_a_fingerprint_tells_folders_apart(tmp_path: Path, monkeypatch: pytest.M
     first.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     other_content = fingerprint()
     first.write_bytes(data + b"\0")
-    monkeypatch.setattr("trainer.data.files._CONTENTS", 0)
+    monkeypatch.setattr("trainer.data.formats.files._CONTENTS", 0)
     without_content = fingerprint()
     first.write_bytes(data)
     other_size = fingerprint()
@@ -330,7 +333,7 @@ def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: 
 
     def on_a_larger_machine() -> None:
         # Not the other way round: OpenMP's threads don't survive a fork, and more of them can crash it.
-        replace(trainer.attempt, "threads_per_rank", lambda *_: 3)
+        replace(trainer.train.attempt, "threads_per_rank", lambda *_: 3)
 
     asked = small(parallel={"threads": "auto"})
     assert attempt(folder, asked, stop_at=9, before=on_a_larger_machine).code == 75
@@ -476,8 +479,8 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
     def full() -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        from trainer import run_folder
         from trainer.observe import sinks
+        from trainer.train import run_folder
 
         def refuse(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -885,7 +888,7 @@ def test_a_run_that_goes_with_its_container_says_so_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainer.run_folder.read_mount", lambda _: Mount("overlay", "/", how))
+    monkeypatch.setattr("trainer.train.run_folder.read_mount", lambda _: Mount("overlay", "/", how))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
     for words, folder in (([], "runs"), (["--out", "deep/mine"], "deep/mine")):
         assert cli.main(["train", "digits", *words]) == 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.helpers.toys import assemble_alone, make_recipe
-from trainer.run import Parts, make_task
-from trainer.state import load_tensors, tensors_of
-from trainer.step import train_window
+from trainer.train.run import Parts, make_task
+from trainer.train.state import load_tensors, tensors_of
+from trainer.train.step import train_window
 
 pytestmark = pytest.mark.compat
 

@@ -16,11 +16,11 @@ from stack_table import TABLE, table
 
 from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, card, folder, healthy
 from trainer.cli import main
-from trainer.doctor import command
-from trainer.doctor.command import CHECKS, judge
-from trainer.doctor.facts import Data, Finding, Gpus, Software, fine
-from trainer.doctor.show import plain, remedies, show, summary, surroundings
-from trainer.doctor.stacks import fitting, read_stacks
+from trainer.commands.doctor import command
+from trainer.commands.doctor.command import CHECKS, judge
+from trainer.commands.doctor.facts import Data, Finding, Gpus, Software, fine
+from trainer.commands.doctor.show import plain, remedies, show, summary, surroundings
+from trainer.commands.doctor.stacks import fitting, read_stacks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]

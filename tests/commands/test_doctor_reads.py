@@ -19,20 +19,21 @@ from typing import Any
 import pytest
 
 from tests.helpers.doctor_box import GIB, MIB, healthy
-from trainer.config import recipe_names
+from trainer.commands.doctor import network, session
+from trainer.commands.doctor.command import judge, read_box
+from trainer.commands.doctor.facts import Folder, Gpus, Mount
+from trainer.commands.doctor.gpu import read_gpus
+from trainer.commands.doctor.helpers import size, within
+from trainer.commands.doctor.kernel import lock, read_system
+from trainer.commands.doctor.plan import Read, make_plan, read_keys
+from trainer.commands.doctor.software import read_software
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.data.kinds import WITHOUT_WORKERS
-from trainer.doctor import disks, network, session
-from trainer.doctor.command import judge, read_box
-from trainer.doctor.disks import cache_folders, read_data, read_folder, read_mount
-from trainer.doctor.facts import Folder, Gpus, Mount
-from trainer.doctor.gpu import read_gpus
-from trainer.doctor.helpers import size, within
-from trainer.doctor.kernel import lock, read_system
-from trainer.doctor.plan import Read, make_plan, read_keys
-from trainer.doctor.software import read_software
-from trainer.limits import Limits, read_limits
-from trainer.recipe import Recipe
+from trainer.host import disks
+from trainer.host.disks import cache_folders, read_data, read_folder, read_mount
+from trainer.host.limits import Limits, read_limits
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -238,7 +239,7 @@ def as_nobody(imports: str, code: str, limit: int, value: int) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone limits it like this")
 def test_mlock_is_tried_for_real() -> None:
     assert lock(0) is None
-    imports, code = "from trainer.doctor.kernel import lock", "print(lock(64 << 20))"
+    imports, code = "from trainer.commands.doctor.kernel import lock", "print(lock(64 << 20))"
     got = int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 4 * MIB))
     assert 2 * MIB <= got <= 4 * MIB
     assert int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 0)) == 0
@@ -248,7 +249,8 @@ def test_mlock_is_tried_for_real() -> None:
 def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
     imports = (
-        "from trainer.cli import main\nimport trainer.doctor.command, pynvml, sysconfig, encodings.ascii"
+        "from trainer.cli import main\n"
+        "import trainer.commands.doctor.command, pynvml, sysconfig, encodings.ascii"
     )
     imports += "\nsysconfig.get_config_vars()"
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)
@@ -367,7 +369,7 @@ def test_data_that_this_user_may_not_read(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir(mode=0o700)
     code = f"print(read_data({str(folder)!r}).error)"
-    said = as_nobody("from trainer.doctor.disks import read_data", code, resource.RLIMIT_CORE, 0)
+    said = as_nobody("from trainer.host.disks import read_data", code, resource.RLIMIT_CORE, 0)
     assert said == "Permission denied"
 
 
@@ -543,7 +545,7 @@ def test_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_locale_that_is_not_installed() -> None:
-    code = "from trainer.doctor.session import read_session; from pathlib import Path; "
+    code = "from trainer.commands.doctor.session import read_session; from pathlib import Path; "
     code += "print(read_session(Path('/'), {}).locale_error)"
     environment = {**os.environ, "LC_ALL": "xx_YY.UTF-8", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

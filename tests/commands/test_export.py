@@ -20,14 +20,14 @@ from torch import nn
 from tests.helpers import preloaded
 from tests.helpers.trained import train_digits
 from trainer.cli import main
+from trainer.commands.export import check, command, fold as fold_module, reload
+from trainer.commands.export.check import relative_error
+from trainer.commands.export.fold import fold_batchnorm
+from trainer.commands.export.formats import WRITERS
 from trainer.data.sources import IMAGE
 from trainer.errors import BadInputError
-from trainer.export import check, command, fold as fold_module, reload
-from trainer.export.check import relative_error
-from trainer.export.fold import fold_batchnorm
-from trainer.export.formats import WRITERS
-from trainer.export.model_of_run import inputs_of, open_run, read_samples, some_samples
-from trainer.manifest import file_hash
+from trainer.train.manifest import file_hash
+from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 
 FILES = {
     "torch-export": "model.pt2",

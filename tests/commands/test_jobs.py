@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
-from trainer.cluster.discover import find_nodes
+from trainer.commands.submit import compose, container, docker, kubeflow, kubernetes, slurm
+from trainer.commands.submit.places import render
+from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
-from trainer.jobs import compose, container, docker, kubeflow, kubernetes, slurm
-from trainer.jobs.places import render
-from trainer.jobs.spec import JobSpec, Site
-from trainer.rank import is_rank
+from trainer.launch.nodes.discover import find_nodes
+from trainer.launch.rank import is_rank
 
 # Another value for each field of the specification.
 CHANGES: dict[str, Any] = {

@@ -14,10 +14,10 @@ import yaml
 
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
+from trainer.commands.submit import container, launching, pods
+from trainer.commands.submit.places import render
+from trainer.commands.submit.spec import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
-from trainer.jobs import container, launching, pods
-from trainer.jobs.places import render
-from trainer.jobs.spec import JobSpec
 
 PODS = ("job", "jobset", "trainjob", "pytorchjob")
 # Before 1.29 the schema asked for pod conditions in a rule on exit codes, which was a mistake of its.

@@ -14,12 +14,12 @@ import yaml
 
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.config import describe
-from trainer.jobs import carried, command, submit
-from trainer.jobs.launching import job_fields
-from trainer.jobs.places import ENDINGS
-from trainer.jobs.spec import JobSpec, Place, Site
-from trainer.recipe import Recipe
+from trainer.commands.submit import carried, command, submit
+from trainer.commands.submit.launching import job_fields
+from trainer.commands.submit.places import ENDINGS
+from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import describe
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]
@@ -488,7 +488,7 @@ def test_choices_are_those_of_the_specification() -> None:
 
 
 def test_the_other_commands_pay_nothing_for_it() -> None:
-    code = "import sys, trainer.jobs.command; sys.exit('pydantic' in sys.modules or 'yaml' in sys.modules)"
+    code = "import sys, trainer.commands.submit.command; sys.exit(bool({'pydantic', 'yaml'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

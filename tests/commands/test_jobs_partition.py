@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer.commands.submit import partition, slurm
+from trainer.commands.submit.partition import Node, fits, parsed
+from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
-from trainer.jobs import partition, slurm
-from trainer.jobs.partition import Node, fits, parsed
-from trainer.jobs.spec import JobSpec, Site
 
 # As sinfo --Node --format=%P|%c|%m|%G|%l prints it.
 TEXT = """\

@@ -12,11 +12,11 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import recipe_of, write_pictures
 from tests.helpers.waiting import until
-from trainer import limits
 from trainer.data.fit import Loading
-from trainer.limits import Limits, keep_to_share, read_limits, workers_per_rank
-from trainer.tune import loader_probe as probe
-from trainer.tune.loader_probe import Prober, Timed, Turn
+from trainer.host import limits
+from trainer.host.limits import Limits, keep_to_share, read_limits, workers_per_rank
+from trainer.train.tune import loader_probe as probe
+from trainer.train.tune.loader_probe import Prober, Timed, Turn
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ checkpoint: {{minutes: 0, best: false}}
 # A data set that is waited for, as over a network; in the launcher and in what it forks.
 SLOW = """
 import sys, time
-from trainer.data.images import ImageDataset
-from trainer.tune import loader
+from trainer.data.formats.images import ImageDataset
+from trainer.train.tune import loader
 read = ImageDataset.read
 def slow(self, *arguments):
     time.sleep(0.05)

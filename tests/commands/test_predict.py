@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from trainer.cli import main
+from trainer.commands.predict import command
+from trainer.commands.predict.grid import grid
+from trainer.commands.predict.images import as_evaluated
 from trainer.data.sources import IMAGE, LABEL
-from trainer.export.model_of_run import open_run
-from trainer.predict import command
-from trainer.predict.grid import grid
-from trainer.predict.images import as_evaluated
+from trainer.train.model_of_run import open_run
 
 
 @pytest.fixture

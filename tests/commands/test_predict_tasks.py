@@ -11,10 +11,10 @@ from PIL import Image
 
 from tests.helpers.forked import attempt
 from trainer.cli import main
-from trainer.export.model_of_run import open_run, read_samples
-from trainer.models_detection import Found
-from trainer.predict import boxes
-from trainer.recipe import Recipe
+from trainer.commands.predict import boxes
+from trainer.config.recipe import Recipe
+from trainer.models.detection import Found
+from trainer.train.model_of_run import open_run, read_samples
 
 _ALL = {
     "epochs": 1,

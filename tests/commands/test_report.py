@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.report_runs import manifest, train_row, write_run
-from trainer import pulse
 from trainer.cli import main
+from trainer.commands.report import charts, figures, page as page_of, write
+from trainer.commands.report.charts import Line, line_chart
+from trainer.commands.report.phases import PHASES
+from trainer.commands.report.read import read_run
+from trainer.commands.report.scale import make_axis, window_axis
+from trainer.commands.report.thin import Cell, Rows, thinned
+from trainer.commands.report.write import leave_report, write_report
 from trainer.errors import BadInputError
-from trainer.report import charts, figures, page as page_of, write
-from trainer.report.charts import Line, line_chart
-from trainer.report.phases import PHASES
-from trainer.report.read import read_run
-from trainer.report.scale import make_axis, window_axis
-from trainer.report.text import count, duration, escaped, number, plain, scaled, share, size
-from trainer.report.thin import Cell, Rows, thinned
-from trainer.report.write import leave_report, write_report
+from trainer.observe import phases as pulse
+from trainer.observe.text import count, duration, escaped, number, plain, scaled, share, size
 
 _VOID = {"meta", "link", "br"}
 _TAGS = {
@@ -541,7 +541,7 @@ def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:
 
 
 def test_the_report_needs_no_torch() -> None:
-    code = "import sys, trainer.report.write; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+    code = "import sys, trainer.commands.report.write; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

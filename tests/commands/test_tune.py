@@ -23,17 +23,17 @@ from tests.helpers import preloaded
 from tests.helpers.forked import small
 from tests.helpers.probe_job import job
 from tests.helpers.waiting import until
+from trainer.config.recipe import Recipe
+from trainer.data.sampling.plan import Plan
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.limits import read_limits
-from trainer.parallel import World
-from trainer.plan import Plan
-from trainer.preempt import Inbox
-from trainer.recipe import Recipe
-from trainer.run import assemble, make_task
-from trainer.step import train_window
-from trainer.tune.host_memory import Room, Watch, _text, cap_own, own_peak, read_room
-from trainer.tune.job import Interrupted, Job, choose, run_probe
-from trainer.tune.micro_batch import (
+from trainer.host.limits import read_limits
+from trainer.host.memory import Room, Watch, _text, cap_own, own_peak, read_room
+from trainer.launch.signals import Inbox
+from trainer.train.run import assemble, make_task
+from trainer.train.step import train_window
+from trainer.train.tune.job import Interrupted, Job, choose, run_probe
+from trainer.train.tune.micro_batch import (
     HEADROOM,
     MOST_PROBES,
     Found,
@@ -43,7 +43,7 @@ from trainer.tune.micro_batch import (
     search,
     sizes_of,
 )
-from trainer.tune.windows import probe_recipe
+from trainer.train.tune.windows import probe_recipe
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -398,7 +398,7 @@ ROOM = Room(64 * GIB, 2 * GIB, "planted")
 def probed(told: Told, room: Room = ROOM) -> Probe:
     ranks = len(told._ranks)
     with pytest.MonkeyPatch.context() as patch, Inbox() as inbox:
-        patch.setattr("trainer.tune.job.launch", told)
+        patch.setattr("trainer.train.tune.job.launch", told)
         return run_probe(job(room, ranks), 8, inbox)
 
 
@@ -437,7 +437,7 @@ def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyP
     def slow(_: Job, size: int, *_more: Any) -> Probe:
         return Probe(size, True, MIB, GIB, samples_per_s=size / 4, seconds=4.0 + size)
 
-    monkeypatch.setattr("trainer.tune.job.run_probe", slow)
+    monkeypatch.setattr("trainer.train.tune.job.run_probe", slow)
     found = choose(replace(job(), budget_seconds=50.0), lambda *_: None, lambda _: None)
     assert found.chosen is not None
     assert 1 < found.chosen.micro_batch < 256
@@ -475,9 +475,9 @@ INSIDE = """
 import sys; from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
 from tests.helpers.probe_job import job
-from trainer.preempt import Inbox
-from trainer.tune.host_memory import read_room
-from trainer.tune.job import run_probe
+from trainer.launch.signals import Inbox
+from trainer.host.memory import read_room
+from trainer.train.tune.job import run_probe
 room = read_room()
 assert room.source.startswith(sys.argv[1]), room
 assert room.others_bytes > 50 << 20, room  # this process, with torch

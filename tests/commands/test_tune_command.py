@@ -16,12 +16,13 @@ import yaml
 
 from tests.helpers import preloaded
 from tests.helpers.waiting import until
-from trainer import rank as ranks, start
 from trainer.cli import main
-from trainer.tune import auto, command
-from trainer.tune.job import Interrupted, Job
-from trainer.tune.loader import LoaderChoice
-from trainer.tune.micro_batch import Found, Probe, ProbeFailed
+from trainer.commands import train as start, tune as command
+from trainer.launch import rank as ranks
+from trainer.train.tune import auto
+from trainer.train.tune.job import Interrupted, Job
+from trainer.train.tune.loader import LoaderChoice
+from trainer.train.tune.micro_batch import Found, Probe, ProbeFailed
 
 GIB = 1 << 30
 FITS = Probe(16, True, 2 * GIB, 4 * GIB, GIB, "memory (planted)", 100.0, 3.0)
@@ -70,7 +71,7 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
 
 def stored(folder: Path, micro_batch: int) -> None:
     """A run that was stopped."""
-    from trainer.run import data_of, make_task
+    from trainer.train.run import data_of, make_task
 
     recipe = start.load_recipe("digits", [*SMALL[1::2], f"data.micro_batch={micro_batch}"])
     folder.mkdir()
@@ -333,7 +334,7 @@ HELD = """
 import os, time
 from pathlib import Path
 if "RANK" in os.environ:
-    from trainer.tune import windows
+    from trainer.train.tune import windows
     def train_window(*_):
         Path(__file__).with_name("held").touch()
         while not windows.requested():

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.few_pictures import recipe_of, write_pictures
+from trainer.config.recipe import Recipe
 from trainer.data.fit import Loading, Sizes, by_rule, bytes_needed, estimate, memory_budget, prefetch_by_size
-from trainer.limits import Limits
-from trainer.loading import SOURCE_VARIABLE, WORKERS_VARIABLE, settle, words
-from trainer.recipe import Recipe
-from trainer.resume import Stored
-from trainer.run import make_task
-from trainer.tune import loader as tuned, loader_cache as cache
-from trainer.tune.loader import choose_loader, for_ranks, plan_turns, turn_for
-from trainer.tune.loader_probe import Timed, Turn
-from trainer.tune.loader_search import (
+from trainer.host.limits import Limits
+from trainer.train.loading import SOURCE_VARIABLE, WORKERS_VARIABLE, settle, words
+from trainer.train.resume import Stored
+from trainer.train.run import make_task
+from trainer.train.tune import loader as tuned, loader_cache as cache
+from trainer.train.tune.loader import choose_loader, for_ranks, plan_turns, turn_for
+from trainer.train.tune.loader_probe import Timed, Turn
+from trainer.train.tune.loader_search import (
     MOST_SETTINGS,
     REPEATS,
     Found,

@@ -18,11 +18,11 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
-from trainer import verify as module
 from trainer.cli import main
-from trainer.recorded import Part, last_window, parts_of, read_run
-from trainer.start import load_recipe
-from trainer.verdict import differences_here
+from trainer.commands.train import load_recipe
+from trainer.commands.verify import verify as module
+from trainer.commands.verify.verdict import differences_here
+from trainer.train.recorded import Part, last_window, parts_of, read_run
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

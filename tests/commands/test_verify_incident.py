@@ -11,11 +11,11 @@ import pytest
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
-from trainer import verify as module
 from trainer.cli import main
-from trainer.incidents import read_incidents
-from trainer.recipe import Recipe
-from trainer.start import load_recipe
+from trainer.commands.train import load_recipe
+from trainer.commands.verify import verify as module
+from trainer.config.recipe import Recipe
+from trainer.train.incidents import read_incidents
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from tests.helpers.few_pictures import write_pictures
-from trainer import local_ranks, start
 from trainer.cli import main
-from trainer.compiling import CACHE_VARIABLE, prepare_cache
-from trainer.config import override
+from trainer.commands import train as start
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
-from trainer.recipe import Recipe
+from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
+from trainer.train import local_ranks
 
 
 @pytest.fixture(autouse=True)

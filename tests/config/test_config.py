@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from trainer.cli import main
-from trainer.config import (
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import (
     _nearest_key,
     config_hash,
     describe,
@@ -17,8 +18,7 @@ from trainer.config import (
     validated,
 )
 from trainer.data.kinds import EMBEDDED
-from trainer.recipe import Recipe
-from trainer.run import check_request, make_task
+from trainer.train.run import check_request, make_task
 
 
 @pytest.mark.parametrize("name", recipe_names())

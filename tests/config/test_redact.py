@@ -5,9 +5,9 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.config import describe
-from trainer.recipe import Recipe
-from trainer.redact import REDACTED, is_secret, redact, redact_text, redact_words
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import describe
+from trainer.config.redact import REDACTED, is_secret, redact, redact_text, redact_words
 
 S = "hunter2/x+Y9"
 

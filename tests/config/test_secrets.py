@@ -10,12 +10,12 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.forked import attempt, small
-from trainer import launch, rank
 from trainer.cli import main
-from trainer.config import config_hash
-from trainer.manifest import command
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import config_hash
+from trainer.launch import launcher as launch, rank
 from trainer.observe.console import Display, warn
-from trainer.recipe import Recipe
+from trainer.train.manifest import command
 
 SECRET = "hunter2hunter2"
 # Fails at the end, when all else has been written; a rank imports it at its start.

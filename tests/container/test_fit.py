@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.photographs import write_photographs
 from tests.container.run import engine
-from trainer.bench.photographs import write_photographs
 
 pytestmark = pytest.mark.container
 

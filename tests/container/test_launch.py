@@ -10,8 +10,8 @@ import pytest
 from tests.container.run import engine
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.jobs import container, docker, kubeflow
-from trainer.jobs.spec import JobSpec, Site
+from trainer.commands.submit import container, docker, kubeflow
+from trainer.commands.submit.spec import JobSpec, Site
 
 pytestmark = pytest.mark.container
 

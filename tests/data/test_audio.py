@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, source
-from trainer.data.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.corrupt import Bad, OnCorrupt
+from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
 from trainer.data.loader import LoaderConfig, RingLoader
 from trainer.errors import BadInputError
 

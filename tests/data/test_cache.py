@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.remote import Web, files_below, wait_until_answered, write_pack
-from trainer.data import cache
-from trainer.data.cache import Cached, open_cached
-from trainer.data.pieces import COLUMNS, INDEX, Piece
+from trainer.data.formats.pieces import COLUMNS, INDEX, Piece
+from trainer.data.remote import cache
+from trainer.data.remote.cache import Cached, open_cached
 from trainer.errors import BadInputError
 
 SIZE = 50_000
@@ -38,7 +38,7 @@ def place_of(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setattr("trainer.data.remote._WAITS", (0.0, 0.0))
+    monkeypatch.setattr("trainer.data.remote.access._WAITS", (0.0, 0.0))
     server = Web({f"data/{name}": content(name) for name in NAMES})
     yield server
     server.close()
@@ -259,7 +259,7 @@ def test_a_disk_that_fails_is_told(
     def fail(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("trainer.data.remote.os.pwrite", fail)
+    monkeypatch.setattr("trainer.data.remote.access.os.pwrite", fail)
     with pytest.raises(BadInputError, match=f"data.cache={tmp_path}: {message}"):
         Cached(f"{web.url}/data", tmp_path, None).open(piece("one"))
     assert web.app.asked.total() == 1  # the server did nothing wrong

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trainer.data.cifar10 import open_cifar10
+from trainer.data.formats.cifar10 import open_cifar10
 from trainer.errors import BadInputError
 
 FILES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]

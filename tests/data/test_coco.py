@@ -13,7 +13,10 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.helpers.batches import CPU, read_all, source
-from trainer.data.boxes import (
+from trainer.data.builtin.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
+from trainer.data.check import Part, check_data
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats.boxes import (
     BOXES,
     COUNT,
     CROWD,
@@ -27,10 +30,7 @@ from trainer.data.boxes import (
     moved,
     place,
 )
-from trainer.data.check import Part, check_data
-from trainer.data.coco import CocoPictures
-from trainer.data.corrupt import Corrupt
-from trainer.data.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
+from trainer.data.formats.coco import CocoPictures
 from trainer.data.loader import LoaderConfig, RingLoader
 from trainer.data.sources import digits
 from trainer.errors import BadInputError

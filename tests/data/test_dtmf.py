@@ -4,9 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trainer.bench.goertzel import bank, energies, textbook
-from trainer.data import dtmf
-from trainer.data.audio import AUDIO, LABEL
+from benchmarks.goertzel import bank, energies, textbook
+from trainer.data.builtin import dtmf
+from trainer.data.formats.audio import AUDIO, LABEL
 
 pytestmark = pytest.mark.compat
 

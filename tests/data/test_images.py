@@ -17,22 +17,22 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.photographs import write_photographs
 from tests.helpers.batches import CPU, read_all
-from trainer.bench.photographs import write_photographs
-from trainer.data import decode
 from trainer.data.check import Part, check_data, unreadable
 from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
-from trainer.data.crop import Box
-from trainer.data.files import Files, in_folder, in_table
-from trainer.data.images import ImageDataset
+from trainer.data.formats import decode
+from trainer.data.formats.crop import Box
+from trainer.data.formats.files import Files, in_folder, in_table
+from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.pack import PackSettings, pack
+from trainer.data.formats.pieces import in_pieces
+from trainer.data.formats.records import Records
+from trainer.data.formats.shards import index_shards
 from trainer.data.loader import LoaderConfig, RingLoader, Source
-from trainer.data.pack import PackSettings, pack
-from trainer.data.pieces import in_pieces
-from trainer.data.records import Records
-from trainer.data.shards import index_shards
+from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import DataConfig, common_classes, load_images
 from trainer.errors import BadInputError
-from trainer.plan import Plan, Share
 
 SIDE = 32
 

@@ -21,19 +21,19 @@ from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
 from trainer.data import work
-from trainer.data.crop import central_cut, random_cut
 from trainer.data.dataset import Arrays, Field
+from trainer.data.formats.crop import central_cut, random_cut
 from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
 from trainer.data.sources import DataConfig, load_images
 from trainer.data.workers import begin_worker
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.evaluate import evaluate
-from trainer.keyed_rng import Float32, Ints
-from trainer.parallel import World
-from trainer.rank import dead_worker
-from trainer.run import assemble, make_task
-from trainer.step import train_window
+from trainer.launch.rank import dead_worker
+from trainer.rng import Float32, Ints
+from trainer.train.evaluate import evaluate
+from trainer.train.run import assemble, make_task
+from trainer.train.step import train_window
 
 
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.photographs import write_photographs
 from tests.helpers import preloaded
-from trainer.bench.photographs import write_photographs
-from trainer.checkpoint import files as disk
 from trainer.cli import main
-from trainer.data.files import in_folder
-from trainer.data.pack import UNFINISHED, PackSettings, pack, samples_per_piece
-from trainer.data.pieces import COLUMNS, INDEX, in_pieces
-from trainer.data.shards import index_shards
+from trainer.data.formats.files import in_folder
+from trainer.data.formats.pack import UNFINISHED, PackSettings, pack, samples_per_piece
+from trainer.data.formats.pieces import COLUMNS, INDEX, in_pieces
+from trainer.data.formats.shards import index_shards
 from trainer.errors import BadInputError
+from trainer.host import files as disk
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_ends_it(
         def submit(self, *_: Any) -> Any:
             raise BrokenProcessPool
 
-    monkeypatch.setattr("trainer.data.pack.ProcessPoolExecutor", Broken)
+    monkeypatch.setattr("trainer.data.formats.pack.ProcessPoolExecutor", Broken)
     with pytest.raises(BadInputError, match=r"was killed.*the same command goes on"):
         pack(in_folder(photographs), tmp_path / "p", PackSettings(32), 2)
 
@@ -160,7 +160,9 @@ def test_a_signal_ends_a_pack_and_its_processes(
     processes: int, busy_in: str, photographs: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """Killed by the signal, the parent would leave its semaphores to the resource tracker, which says so."""
-    monkeypatch.setattr(f"trainer.data.pack.{busy_in}", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        f"trainer.data.formats.pack.{busy_in}", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     before, others = signal.getsignal(signal.SIGTERM), {*multiprocessing.active_children()}
     arguments = ["data", "pack", str(photographs), str(tmp_path / "p"), "--processes"]
     with pytest.raises(SystemExit) as ended:

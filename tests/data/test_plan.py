@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from trainer.data.sampling.plan import Last, Plan, Share, evaluation_share
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Ints, key, keys, permuted, uniforms
-from trainer.plan import Last, Plan, Share, evaluation_share
+from trainer.rng import Ints, key, keys, permuted, uniforms
 
 pytestmark = pytest.mark.compat
 

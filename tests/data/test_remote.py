@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.remote import S3, Web
-from trainer.config import override, read_recipe, validated
-from trainer.data import remote
-from trainer.data.remote import Sink, WrongContentError, fetch, join
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.sizes import parse_size, size_text
+from trainer.data.remote import access
+from trainer.data.remote.access import Sink, WrongContentError, fetch, join
 from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
-from trainer.recipe import Recipe
-from trainer.sizes import parse_size, size_text
 
 Server = Web | S3
 DATA = os.urandom(100_000)
@@ -33,7 +33,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[Server]:
 def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for kept in (started.app.asked, started.app.faults, started.app.going):
         kept.clear()
-    monkeypatch.setattr(remote, "_PART", 30_000)
+    monkeypatch.setattr(access, "_PART", 30_000)
     yield started
     started.app.going.set()
 
@@ -118,23 +118,23 @@ def test_a_length_that_differs_from_the_index_is_found(server: Server, waits: li
     if isinstance(server, Web):
         with pytest.raises(WrongContentError):
             got(server, size=len(DATA) - 1)
-    assert set(waits) <= set(remote._WAITS)
+    assert set(waits) <= set(access._WAITS)
 
 
 @pytest.mark.parametrize(("fault", "silence", "slowest"), [("hang", 0.2, 1e9), ("drip", 0.3, 1e6)])
 def test_a_silent_or_crawling_server_holds_nobody_for_ever(
     server: Server, fault: str, silence: float, slowest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_WAITS", (0.0,))
-    monkeypatch.setattr(remote, "_SILENCE", silence)
-    monkeypatch.setattr(remote, "_SLOWEST", slowest)
+    monkeypatch.setattr(access, "_WAITS", (0.0,))
+    monkeypatch.setattr(access, "_SILENCE", silence)
+    monkeypatch.setattr(access, "_SLOWEST", slowest)
     server.app.faults[NAME] = itertools.repeat(fault)
     with pytest.raises(BadInputError, match=r"(no answer in time|can't be reached \(ReadT.*), after 2 tries"):
         got(server, size=20_000)  # on a busy machine before the server has read the question
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(access, "_WAITS", (0.0, 0.0))
     with pytest.raises(BadInputError, match=r"http://127.0.0.1:9/x: can't be reached \(.*\), after 3 tries"):
         fetch("http://127.0.0.1:9/x", Sink(-1))
 

@@ -14,16 +14,16 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.batches import CPU, frozen
 from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered, write_pack
-from trainer.data import cache
-from trainer.data.cache import CachedPieces
+from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
+from trainer.data.formats.pieces import About
 from trainer.data.loader import LoaderConfig, RingLoader, Source
-from trainer.data.pieces import About
+from trainer.data.remote import cache
+from trainer.data.remote.cache import CachedPieces
+from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import DataConfig, load_images, order_of
 from trainer.errors import BadInputError
-from trainer.plan import Plan, Share
-from trainer.recipe import Recipe
-from trainer.run import data_of, make_plan, make_task
+from trainer.train.run import data_of, make_plan, make_task
 
 PIECES = [8] * 8
 
@@ -163,7 +163,7 @@ def test_as_many_pieces_are_shuffled_together_as_fit_twice(s3: S3, about: About,
 
 
 def test_samples_that_are_numbered_across_pieces_need_all_of_them(tmp_path: Path) -> None:
-    from trainer.data.cache import Cached, pieces_together
+    from trainer.data.remote.cache import Cached, pieces_together
     from trainer.data.shared import Columns
 
     about = write_pack(tmp_path / "train", [3, 3])

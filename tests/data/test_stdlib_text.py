@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.compression import apart, bench_compression, by_gzip, by_xz, stream, together
 from tests.helpers.toys import make_recipe
-from trainer.attempt import _go_on
-from trainer.bench.compression import apart, bench_compression, by_gzip, by_xz, stream, together
 from trainer.checkpoint.store import newest_good, write
 from trainer.cli import main
-from trainer.config import read_recipe
-from trainer.data.documents import StreamDataset
-from trainer.data.stdlib import END, is_held_out, read_modules, stdlib_text
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe
+from trainer.data.builtin.stdlib import END, is_held_out, read_modules, stdlib_text
+from trainer.data.formats.documents import StreamDataset
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.parallel import World
-from trainer.recipe import Recipe
-from trainer.run import assemble, make_task
-from trainer.state import tensors_of
-from trainer.step import train_window
+from trainer.train.attempt import _go_on
+from trainer.train.run import assemble, make_task
+from trainer.train.state import tensors_of
+from trainer.train.step import train_window
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -141,8 +141,8 @@ def test_the_bench_compares_a_run_with_the_same_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = read_modules(a_library(tmp_path / "library"))
-    monkeypatch.setattr("trainer.data.stdlib.read_modules", lambda: library)
-    monkeypatch.setattr("trainer.bench.compression.read_modules", lambda: library)
+    monkeypatch.setattr("trainer.data.builtin.stdlib.read_modules", lambda: library)
+    monkeypatch.setattr("benchmarks.compression.read_modules", lambda: library)
     recipe = short_recipe()
     task = make_task(recipe)
     manifest = {

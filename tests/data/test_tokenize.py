@@ -20,9 +20,9 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import rows
 from tests.helpers.forked import replace
-from trainer.data import encoders, tokenize as module
-from trainer.data.tokenize import add_parser, list_files, tokenize
-from trainer.data.tokens import TokenDataset, read_about, verify_tokens
+from trainer.data.formats import encoders, tokenize as module
+from trainer.data.formats.tokenize import add_parser, list_files, tokenize
+from trainer.data.formats.tokens import TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -360,7 +360,7 @@ def test_lines_tell_how_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_parser_is_quick_to_import() -> None:
     code = (
-        "import sys, trainer.data.tokenize\n"
+        "import sys, trainer.data.formats.tokenize\n"
         "print(sorted({'numpy', 'torch', 'pydantic', 'tokenizers', 'rich'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, rows, source
+from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
 from trainer.data.loader import LoaderConfig, RingLoader
-from trainer.data.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import BadInputError
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from tests.helpers.world import Ranks
-from trainer.agreement import Agreement
-from trainer.parallel import World
+from trainer.distributed.agreement import Agreement
+from trainer.distributed.parallel import World
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    with mock.patch("trainer.agreement.time", told := Clock()):
+    with mock.patch("trainer.distributed.agreement.time", told := Clock()):
         yield told
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers import preloaded
-from trainer.flight_recorder import dump, parse, shortened
+from trainer.distributed.flight_recorder import dump, parse, shortened
 
 # As torch 2.5 to 2.14 write it; see "The contents of a Flight Recorder file" in PyTorch's tutorial.
 ENTRY: dict[str, Any] = {
@@ -207,7 +207,7 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 from tests.helpers import preloaded
-from trainer.flight_recorder import dump, parse
+from trainer.distributed.flight_recorder import dump, parse
 
 def settled():  # gloo's thread counts a collective a moment after it let the caller go
     for _ in range(100):

@@ -17,11 +17,12 @@ import torch
 
 from tests.helpers import forked, preloaded
 from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recipe_of, slow
-from trainer import pulse, rank
 from trainer.checkpoint import store
+from trainer.distributed.hang import Seen, Verdict, Watch, judge
+from trainer.distributed.parallel import ParallelConfig, World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
-from trainer.hang import Seen, Verdict, Watch, judge
-from trainer.parallel import ParallelConfig, World
+from trainer.launch import rank
+from trainer.observe import phases as pulse
 
 ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
@@ -209,7 +210,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     watch = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
     pulse.PULSE.window = 7
     monkeypatch.setattr(Watch, "_leave", leaves)
-    monkeypatch.setattr("trainer.hang.time", clock)
+    monkeypatch.setattr("trainer.distributed.hang.time", clock)
     watch._stopped = clock  # type: ignore[assignment]
     try:
         watch._watch()

@@ -14,11 +14,11 @@ from tests.helpers import preloaded
 from tests.helpers.digits_windows import DIGITS, train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
-from trainer.batchnorm import WindowStatistics
+from trainer.distributed.parallel import ParallelConfig, World, replicate
 from trainer.errors import BadInputError
-from trainer.parallel import ParallelConfig, World, replicate
-from trainer.run import check_request, make_task
-from trainer.sync_batchnorm import synchronise_batchnorm
+from trainer.models.batchnorm import WindowStatistics
+from trainer.models.sync_batchnorm import synchronise_batchnorm
+from trainer.train.run import check_request, make_task
 
 pytestmark = pytest.mark.compat
 

@@ -9,13 +9,13 @@ from tests.helpers import digits_windows
 from tests.helpers.digits_windows import train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import SIZES, Ranks
+from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
-from trainer.evaluate import evaluate
-from trainer.loop import train
 from trainer.observe.log import Meter
-from trainer.parallel import World, check_agreement
-from trainer.run import assemble, make_task
-from trainer.step import take_figures
+from trainer.train.evaluate import evaluate
+from trainer.train.loop import train
+from trainer.train.run import assemble, make_task
+from trainer.train.step import take_figures
 
 DIGITS = digits_windows.DIGITS
 

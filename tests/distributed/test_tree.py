@@ -16,12 +16,13 @@ from tests.helpers.topologies import topologies
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from tests.helpers.windows import State, assert_same_bits, train_some
 from tests.helpers.world import SIZES, Ranks
-from trainer import agreement, attempt
+from trainer.distributed import agreement
+from trainer.distributed.parallel import World
+from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_tree
 from trainer.errors import BadInputError
-from trainer.parallel import World
-from trainer.run import assemble, check_request, make_task
-from trainer.step import take_figures, train_window
-from trainer.tree import Sums, Tournament, TreeReduction, shares_a_tree
+from trainer.train import attempt
+from trainer.train.run import assemble, check_request, make_task
+from trainer.train.step import take_figures, train_window
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 
 from tests.helpers import preloaded
-from trainer.config import describe
-from trainer.recipe import Recipe
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import describe
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

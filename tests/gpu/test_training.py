@@ -10,16 +10,16 @@ import torch
 
 from tests.helpers.toys import make_recipe
 from trainer.checkpoint.store import newest_good, write
-from trainer.compiling import missing_for_compiling
+from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch, Source, make_loader
-from trainer.loop import train
+from trainer.distributed.parallel import World
+from trainer.models.compiling import missing_for_compiling
 from trainer.observe.log import Meter
 from trainer.observe.trace import Trace, fingerprints_of
-from trainer.parallel import World
-from trainer.recipe import Recipe
-from trainer.run import assemble, make_task
-from trainer.state import load_tensors, tensors_of
-from trainer.step import Training, take_figures, train_window
+from trainer.train.loop import train
+from trainer.train.run import assemble, make_task
+from trainer.train.state import load_tensors, tensors_of
+from trainer.train.step import Training, take_figures, train_window
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from trainer.data.dataset import Arrays, Field
+from trainer.data.formats.tokens import TOKENS, TokenDataset
 from trainer.data.loader import Batch, Loader, LoaderConfig, Source
-from trainer.data.tokens import TOKENS, TokenDataset
+from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Float32, Ints
-from trainer.plan import Plan, Share
+from trainer.rng import Float32, Ints
 
 CPU = torch.device("cpu")
 FORK = LoaderConfig(start_method="fork")

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from tests.helpers.counting import tiny_windows
-from trainer import explain
-from trainer.bench import overhead
+from trainer.commands.bench import overhead
+from trainer.train import explain
 
 
 def marking(library: str, first: int, last: int) -> Callable[[int], None]:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.bench import overhead
+from trainer.commands.bench import overhead
 from trainer.observe.machine import Machine
 
 # Of torch, whose operators' own work is part of what is counted: exact counts hold for this one.

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from tests.helpers.toys import make_recipe
-from trainer.evaluate import evaluate
-from trainer.parallel import World
-from trainer.run import assemble, make_task
-from trainer.step import train_window
+from trainer.distributed.parallel import World
+from trainer.train.evaluate import evaluate
+from trainer.train.run import assemble, make_task
+from trainer.train.step import train_window
 
 DIGITS: dict[str, Any] = {
     "epochs": 1,

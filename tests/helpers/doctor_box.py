@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.doctor.facts import (
+from trainer.commands.doctor.facts import (
     Box,
     Card,
     Data,
@@ -18,8 +18,8 @@ from trainer.doctor.facts import (
     Software,
     System,
 )
-from trainer.doctor.stacks import read_stacks
-from trainer.limits import Limits
+from trainer.commands.doctor.stacks import read_stacks
+from trainer.host.limits import Limits
 
 GIB, MIB = 1 << 30, 1 << 20
 STACK = read_stacks()["torch2.9-cu128"]

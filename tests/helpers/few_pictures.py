@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trainer.recipe import Recipe
+from trainer.config.recipe import Recipe
 
 
 def make_folder(root: Path) -> Path:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer import between_windows, preempt, rank
-from trainer.attempt import train_rank
-from trainer.recipe import Recipe
-from trainer.resume import Mode
+from trainer.config.recipe import Recipe
+from trainer.launch import rank, signals as preempt
+from trainer.train import between_windows
+from trainer.train.attempt import train_rank
+from trainer.train.resume import Mode
 
 
 class Attempt(NamedTuple):

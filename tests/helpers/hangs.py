@@ -23,15 +23,16 @@ from torch import distributed as dist
 
 from tests.helpers.forked import replace, small
 from tests.helpers.ports import free_port
-from trainer import between_windows, loop, rank, step
-from trainer.attempt import train_rank
+from trainer.config.recipe import Recipe
 from trainer.data import loader
+from trainer.distributed.hang import Watch
 from trainer.errors import EXIT_HANG
-from trainer.hang import Watch
+from trainer.launch import rank
 from trainer.observe.log import Meter
-from trainer.pulse import PULSE
-from trainer.recipe import Recipe
+from trainer.observe.phases import PULSE
 from trainer.tasks.classification import Classification
+from trainer.train import between_windows, loop, step
+from trainer.train.attempt import train_rank
 
 PHASES = (
     "data",

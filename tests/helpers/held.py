@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer import agreement, between_windows, preempt
+from trainer.distributed import agreement
+from trainer.launch import signals as preempt
+from trainer.train import between_windows
 
 _SITE = "from tests.helpers.held import hold\nhold({folder!r}, {window}, {rank!r})\n"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.jobs.spec import JobSpec, Place, Site
+from trainer.commands.submit.spec import JobSpec, Place, Site
 
 GIB = {"g": 1, "Gi": 1}
 VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 import trainer
-from trainer import preempt
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
-from trainer.rank import leave_now, run_rank
+from trainer.launch import signals as preempt
+from trainer.launch.rank import leave_now, run_rank
 
 FOLDER = Path(sys.argv[1])
 RANK = os.environ["RANK"]

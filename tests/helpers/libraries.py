@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.bench.against import version
+from benchmarks.against import version
 from trainer.errors import BadInputError
 
 

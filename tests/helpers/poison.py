@@ -25,7 +25,7 @@ def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[
 
     def install() -> None:
         at = -1
-        loop, original = sys.modules["trainer.loop"], Classification.loss
+        loop, original = sys.modules["trainer.train.loop"], Classification.loss
         train_window = loop.__dict__["train_window"]
 
         def noted(t: Any, batches: Any, window: int) -> None:

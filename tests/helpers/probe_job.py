@@ -3,8 +3,8 @@
 from typing import Any
 
 from tests.helpers.forked import small
-from trainer.tune.host_memory import Room
-from trainer.tune.job import Job
+from trainer.host.memory import Room
+from trainer.train.tune.job import Job
 
 
 def job(room: Room | None = None, ranks: int = 1, workers: int = 1, **sections: Any) -> Job:

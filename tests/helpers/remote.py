@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from trainer.data.pieces import About, Piece, hash_of, write_index
+from trainer.data.formats.pieces import About, Piece, hash_of, write_index
 from trainer.data.shared import joined
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]

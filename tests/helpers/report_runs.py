@@ -26,7 +26,7 @@ _SHARES = {
 
 
 def manifest(windows: int, /, **changes: Any) -> dict[str, Any]:
-    """A manifest as `trainer.manifest` makes them."""
+    """A manifest as `trainer.train.manifest` makes them."""
     start = {"started": "2026-11-21T09:12:04+0000", "window": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
     again = {**start, "started": "2026-11-21T12:02:11+0000", "window": windows // 3}
     return {

@@ -20,9 +20,9 @@ import torch
 
 from tests import chaos
 from tests.helpers.ports import free_port
-from trainer import agreement
+from trainer.config.recipe import Recipe
+from trainer.distributed import agreement
 from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
-from trainer.recipe import Recipe
 
 _MOST_CHANGES = 4
 

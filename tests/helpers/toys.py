@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.config.recipe import Recipe
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
-from trainer.parallel import World
-from trainer.recipe import Recipe
-from trainer.run import Parts, assemble
+from trainer.distributed.parallel import World
+from trainer.train.run import Parts, assemble
 
 # Sections of a recipe for the digits that drops out and clips.
 SMALL: dict[str, Any] = {

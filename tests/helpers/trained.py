@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.helpers.forked import attempt
-from trainer.recipe import Recipe
+from trainer.config.recipe import Recipe
 
 _RECIPE = {
     "epochs": 4,

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from tests.helpers.toys import assemble_alone
-from trainer.config import override, read_recipe
-from trainer.evaluate import evaluate
-from trainer.parallel import World
-from trainer.recipe import Recipe
-from trainer.run import assemble, check_request, make_task
-from trainer.state import load_tensors, tensors_of
-from trainer.step import train_window
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe
+from trainer.distributed.parallel import World
+from trainer.train.evaluate import evaluate
+from trainer.train.run import assemble, check_request, make_task
+from trainer.train.state import load_tensors, tensors_of
+from trainer.train.step import train_window
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 

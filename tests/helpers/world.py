@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from tests.helpers.ports import free_port
-from trainer.parallel import World
+from trainer.distributed.parallel import World
 
 SIZES = (1, 2, 4)
 _LARGEST = max(SIZES)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from tests.helpers import preloaded
 from tests.helpers.planted import plant
-from trainer.affinity import (
+from trainer.host.affinity import (
     VARIABLE,
     Cpus,
     Topology,
@@ -25,7 +25,7 @@ from trainer.affinity import (
     variables,
     within,
 )
-from trainer.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
+from trainer.host.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -175,11 +175,11 @@ def test_a_rank_that_the_launcher_did_not_bind_stays_free() -> None:
 
 IN_A_RANK = """
 import json, os
-from trainer.affinity import bind, unpin_main_thread
+from trainer.host.affinity import bind, unpin_main_thread
 bind()
 import torch
 unpin_main_thread()
-from trainer.limits import read_limits
+from trainer.host.limits import read_limits
 torch.set_num_threads(2)
 torch.ones(512, 512) @ torch.ones(512, 512)
 (torch.ones(1 << 22) + 1).sum()
@@ -222,7 +222,7 @@ def printed(program: str, environ: dict[str, str]) -> list[str]:
 
 BOUND_TO_ONE = """
 import os
-from trainer.limits import keep_to, read_limits
+from trainer.host.limits import keep_to, read_limits
 keep_to(frozenset([min(os.sched_getaffinity(0))]))
 print(len(os.sched_getaffinity(0)), read_limits().cpus)
 """
@@ -235,17 +235,17 @@ def test_the_limits_stay_those_of_the_container() -> None:
 
 START_OF_A_RANK = """
 import os
-from trainer.affinity import bind
+from trainer.host.affinity import bind
 bind()
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # as libgomp does, when torch loads it
-import trainer.attempt
+import trainer.train.attempt
 
 def looked_at():
     print(len(os.sched_getaffinity(0)))
     raise SystemExit
 
-trainer.attempt._is_first = looked_at
-trainer.attempt.train_rank(None, "", None)
+trainer.train.attempt._is_first = looked_at
+trainer.train.attempt.train_rank(None, "", None)
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.planted import GIB, plant
-from trainer.limits import (
+from trainer.host.limits import (
     Limits,
     compilers_per_rank,
     count_cpus,
@@ -435,7 +435,7 @@ def test_real_cgroup(cgroup: Path, figure: str, limit: float) -> None:
     program = f"""
 import os, pathlib
 pathlib.Path({str(cgroup / "cgroup.procs")!r}).write_text(str(os.getpid()))
-from trainer.limits import read_limits
+from trainer.host.limits import read_limits
 print(read_limits().{figure})
 """
     child = subprocess.run(
@@ -470,4 +470,4 @@ def test_nothing_else_counts_cpus() -> None:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if counts.search(line)
     ]
-    assert not offenders, "ask trainer.limits instead:\n" + "\n".join(offenders)
+    assert not offenders, "ask trainer.host.limits instead:\n" + "\n".join(offenders)

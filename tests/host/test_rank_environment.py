@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.local_ranks
-import trainer.start
+import trainer.commands.train
+import trainer.train.local_ranks
 from tests.helpers import preloaded
-from trainer.affinity import VARIABLE, cpus_text, shares_of
-from trainer.allocator import VARIABLES
 from trainer.cli import main
+from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.limits import Limits
-from trainer.recipe import Recipe
-from trainer.resume import Mode, Stored
+from trainer.host.affinity import VARIABLE, cpus_text, shares_of
+from trainer.host.allocator import VARIABLES
+from trainer.host.limits import Limits
+from trainer.train.resume import Mode, Stored
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -34,8 +34,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen.update(options, arguments=arguments)
         return 0
 
-    monkeypatch.setattr(trainer.start, "launch", launch)
-    for module in (trainer.local_ranks, trainer.start):
+    monkeypatch.setattr(trainer.commands.train, "launch", launch)
+    for module in (trainer.train.local_ranks, trainer.commands.train):
         monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
@@ -93,10 +93,10 @@ def test_a_run_goes_on_on_a_smaller_machine(
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
     stored = None if begun is None else Stored.model_validate({**STORED, "threads": begun})
-    assert bool(trainer.start._threads_line(recipe, stored, mode)) == told
+    assert bool(trainer.commands.train._threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
-            trainer.start._threads_line(recipe, None, mode)
+            trainer.commands.train._threads_line(recipe, None, mode)
 
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import wheels
 from install_wheels import compile_all, has_bytecode, install, note_lock, replaced_records
 
-from trainer.manifest import lock_hash
+from trainer.train.manifest import lock_hash
 
 
 def record(prefix: Path, name: str, *files: str) -> Path:

@@ -121,9 +121,12 @@ def machine(tmp_path: Path) -> Machine:
     for name in ("runtime.py", "doctor.py", "engine_checks.py"):
         (root / "scripts").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
-    (root / "trainer").mkdir()
-    for name in ("__init__.py", "errors.py", "suggest.py", "gpus.py"):
-        shutil.copy(ROOT / "trainer" / name, root / "trainer")
+    for room in ("config", "host"):
+        (root / "trainer" / room).mkdir(parents=True)
+    for name in ("", "config/", "host/"):
+        shutil.copy(ROOT / "trainer" / name / "__init__.py", root / "trainer" / name)
+    for name in ("errors.py", "config/suggest.py", "host/gpus.py"):
+        shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
     for file in (ROOT / "stacks").glob("*/stack.toml"):
         (root / "stacks" / file.parent.name).mkdir(parents=True)
         shutil.copy(file, root / "stacks" / file.parent.name)
@@ -659,7 +662,12 @@ def test_no_python_is_one_line(machine: Machine) -> None:
 
 
 def test_an_old_python_can_read_the_scripts() -> None:
-    for name in ("scripts/runtime.py", "scripts/engine_checks.py", "trainer/gpus.py", "trainer/suggest.py"):
+    for name in (
+        "scripts/runtime.py",
+        "scripts/engine_checks.py",
+        "trainer/host/gpus.py",
+        "trainer/config/suggest.py",
+    ):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 9))
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer import launch
-from trainer.cluster import wire
-from trainer.cluster.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
-from trainer.cluster.interface import gloo_interface, interface_of
-from trainer.cluster.meeting import Round, Verdict, verdict_on
-from trainer.cluster.wire import Wire
 from trainer.errors import BadInputError
-from trainer.rank import Outcome, is_rank
+from trainer.launch import launcher as launch
+from trainer.launch.nodes import wire
+from trainer.launch.nodes.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
+from trainer.launch.nodes.interface import gloo_interface, interface_of
+from trainer.launch.nodes.meeting import Round, Verdict, verdict_on
+from trainer.launch.nodes.wire import Wire
+from trainer.launch.rank import Outcome, is_rank
 
 # As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
 STEP = {

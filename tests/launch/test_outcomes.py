@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.rank import (
+from trainer.launch.rank import (
     TORCHRUN,
     Outcome,
     by_memory,

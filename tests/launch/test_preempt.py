@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from trainer import preempt
+from trainer.launch import signals as preempt
 
 
 def _ends_as(become_a_rank: bool) -> int:

@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers import preloaded
 from tests.helpers.cluster_slurm import NODES, PORT, PREFIX, Slurm, missing, running, until
+from trainer.commands.submit.partition import check_partition
+from trainer.commands.submit.slurm import render, render_array
+from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
-from trainer.jobs.partition import check_partition
-from trainer.jobs.slurm import render, render_array
-from trainer.jobs.spec import JobSpec, Site
 
 # Without a Slurm: tests/commands/test_jobs*.py (scripts, partitions), test_cluster.py (what srun says).
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
@@ -229,7 +229,8 @@ def test_a_node_that_is_drained_lets_the_job_end(slurm: Slurm, tmp_path: Path) -
 
 def test_what_the_doctor_tells_slurms_users_to_ask_for_can_be_asked_for(slurm: Slurm) -> None:
     source = "".join(
-        path.read_text() for path in (Path(__file__).parents[2] / "trainer" / "doctor").glob("*.py")
+        path.read_text()
+        for path in (Path(__file__).parents[2] / "trainer" / "commands" / "doctor").glob("*.py")
     )
     found = re.findall(r'(?:#SBATCH|srun|sbatch)((?: --[a-z-]+(?:=[^\s",]+)?)+)', source)
     options = {re.sub(r"\{[^}]*\}?|\b8\b", "2", text).replace("NODE", NODES[1]) for text in found}

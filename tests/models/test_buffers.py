@@ -17,12 +17,12 @@ from tests.helpers.ports import free_port
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from tests.helpers.windows import State, assert_same_bits
 from tests.helpers.world import SIZES, Ranks
-from trainer import rank
+from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
-from trainer.parallel import World, joined_world
-from trainer.run import Parts, assemble
-from trainer.state import load_tensors, tensors_of
-from trainer.step import train_window
+from trainer.launch import rank
+from trainer.train.run import Parts, assemble
+from trainer.train.state import load_tensors, tensors_of
+from trainer.train.step import train_window
 
 F64 = torch.float64
 
@@ -259,7 +259,7 @@ def test_it_is_said_where_nothing_could_be_tried(ranks: Ranks) -> None:
 def train_late(world: World) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.buffers.warn", said.append)
+        patch.setattr("trainer.models.buffers.warn", said.append)
         train(world, Task("late"), range(3), None)
     return said
 

@@ -13,14 +13,14 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.toys import SMALL, TokenTask, assemble_alone, make_recipe
 from tests.helpers.world import Ranks
-from trainer import compiling
-from trainer.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
-from trainer.evaluate import evaluate
-from trainer.loop import train
+from trainer.distributed.parallel import World
+from trainer.models import compiling
+from trainer.models.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
 from trainer.observe.log import Meter
-from trainer.parallel import World
-from trainer.run import assemble, make_task
-from trainer.step import take_figures, train_window
+from trainer.train.evaluate import evaluate
+from trainer.train.loop import train
+from trainer.train.run import assemble, make_task
+from trainer.train.step import take_figures, train_window
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_a_compiler = pytest.mark.skipif(
@@ -46,7 +46,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         return compile_(function, backend=backend, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile_so)
-    monkeypatch.setattr("trainer.prepare.missing_for_compiling", lambda _: None)
+    monkeypatch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: None)
     if backend == CALLED:
         monkeypatch.setattr(compiling, "_set_up_torch", lambda: None)
 
@@ -190,7 +190,7 @@ def one_rank_cannot(world: World) -> list[str]:
     recipe = make_recipe(compile={"mode": "default"}, data={"global_batch": 8, "micro_batch": 4})
     with pytest.MonkeyPatch.context() as patch:
         missing = None if compiling_there else "no compiler was found (g++); install g++"
-        patch.setattr("trainer.prepare.missing_for_compiling", lambda _: missing)
+        patch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: missing)
         return assemble(recipe, TokenTask(16), world, 0).notes
 
 

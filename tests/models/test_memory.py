@@ -11,16 +11,16 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.toys import SMALL, assemble_alone, make_recipe
-from trainer.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
-from trainer.batchnorm import WindowStatistics
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.memory import MemoryConfig, blocks, candidates, recompute
-from trainer.models import ModelConfig, build_model
-from trainer.parallel import World
-from trainer.prepare import blank_batch, memory_to_come, too_much
-from trainer.run import make_task
-from trainer.step import train_window
-from trainer.tune.host_memory import Room
+from trainer.host.memory import Room
+from trainer.models.activation_checkpointing import MemoryConfig, blocks, candidates, recompute
+from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
+from trainer.models.batchnorm import WindowStatistics
+from trainer.models.images import ModelConfig, build_model
+from trainer.train.prepare import blank_batch, memory_to_come, too_much
+from trainer.train.run import make_task
+from trainer.train.step import train_window
 
 pytestmark = pytest.mark.compat
 

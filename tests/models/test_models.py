@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.libraries import require
 from trainer.errors import BadInputError
-from trainer.models import ModelConfig, build_model
+from trainer.models.images import ModelConfig, build_model
 
 
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 7)])

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.toys import assemble_alone
-from trainer.config import override, read_recipe
-from trainer.pointwise import mend_pointwise
-from trainer.prepare import blank_batch
-from trainer.recipe import Recipe
-from trainer.run import make_task
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe
+from trainer.models.pointwise import mend_pointwise
+from trainer.train.prepare import blank_batch
+from trainer.train.run import make_task
 
 
 class Convolutions(TorchDispatchMode):
@@ -34,8 +34,8 @@ def test_no_strided_convolution_of_few_channels_and_a_1x1_kernel_is_left(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the forward pass is looked at: the backward pass of such a one may end this process."""
-    monkeypatch.setattr("trainer.data.digits_canvas.TRAIN", 16)
-    monkeypatch.setattr("trainer.data.digits_canvas.TEST", 4)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 16)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 4)
     small = ["model.width=8", "data.micro_batch=2", "ema.decay=0.9", "parallel.threads=1"]
     chosen = Recipe.model_validate(override(read_recipe(recipe), small))
     task = make_task(chosen)

@@ -13,12 +13,12 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.toys import assemble_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.models import ModelConfig, build_model
-from trainer.parallel import World
-from trainer.run import assemble, check_request, make_task
-from trainer.run_folder import save_weights
-from trainer.weights import load_initial
+from trainer.models.images import ModelConfig, build_model
+from trainer.models.weights import load_initial
+from trainer.train.run import assemble, check_request, make_task
+from trainer.train.run_folder import save_weights
 
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:

@@ -12,7 +12,7 @@ from tests.helpers.rows import read_rows
 from trainer.observe.advice import Advisor
 from trainer.observe.diagnosis import Facts, diagnose, merge
 from trainer.observe.memory import memory_source
-from trainer.pulse import PHASES
+from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
 
 FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, window_samples=64, micro_batch=64)

@@ -16,14 +16,14 @@ import torch
 
 from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from trainer.loop import train
 from trainer.observe import console
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
 from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
-from trainer.optim import schedule
-from trainer.run_folder import open_folder
-from trainer.step import take_figures
+from trainer.optim.optimizers import schedule
+from trainer.train.loop import train
+from trainer.train.run_folder import open_folder
+from trainer.train.step import take_figures
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:

@@ -17,10 +17,11 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
 from tests.helpers.waiting import until
-from trainer.limits import read_limits
-from trainer.observe import host, machine as machine_module
-from trainer.observe.gpus import Gpus, slowdown
-from trainer.observe.host import Host, rates
+from trainer.host import counters as host
+from trainer.host.counters import Host, rates
+from trainer.host.limits import read_limits
+from trainer.host.nvml import Gpus, slowdown
+from trainer.observe import machine as machine_module
 from trainer.observe.machine import Machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,9 +13,10 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers import preloaded
-from trainer import peak
 from trainer.errors import OutOfMemory
-from trainer.memory import MemoryConfig, used_memory
+from trainer.launch.rank import _outcome
+from trainer.models.activation_checkpointing import MemoryConfig, used_memory
+from trainer.observe import peak
 from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import (
     GIB,
@@ -28,7 +29,6 @@ from trainer.observe.memory import (
     resident_bytes,
 )
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
-from trainer.rank import _outcome
 
 GPU = torch.device("cuda", 0)
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import Clock
-from trainer import pulse, start as starting
 from trainer.cli import _parser
-from trainer.observe import profile as profile_module
+from trainer.commands import train as starting
+from trainer.observe import phases as pulse, profile as profile_module
+from trainer.observe.phases import PULSE, Phase, mark
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
-from trainer.pulse import PULSE, Phase, mark
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")

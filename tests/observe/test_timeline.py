@@ -11,18 +11,17 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from trainer import pulse
 from trainer.data.loader import Batch
-from trainer.loop import train
-from trainer.observe import advice, log, timeline
+from trainer.distributed.parallel import World, gather_rows
+from trainer.models.operations import count_operations
+from trainer.observe import advice, log, phases as pulse, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Meter
+from trainer.observe.phases import PHASES, PULSE, Phase, mark
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
-from trainer.operations import count_operations
-from trainer.parallel import World, gather_rows
-from trainer.pulse import PHASES, PULSE, Phase, mark
-from trainer.step import take_figures
+from trainer.train.loop import train
+from trainer.train.step import take_figures
 
 CPU = torch.device("cpu")
 NAP, TICK = 0.004, 0.001

@@ -10,16 +10,16 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.optimizers import PatchTransformer
 from tests.helpers.toys import assemble_alone, make_recipe
-from trainer.bench.optimizers import PatchTransformer
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.evaluate import evaluate
-from trainer.models import ModelConfig, SmallResNet, build_model
-from trainer.muon import Muon, hidden_matrices, orthogonalise
-from trainer.optim import OptimConfig, Rates, layer_factors, make_optimizer, parameter_groups
-from trainer.parallel import World
-from trainer.run import make_task
-from trainer.step import train_window
+from trainer.models.images import ModelConfig, SmallResNet, build_model
+from trainer.optim.muon import Muon, hidden_matrices, orthogonalise
+from trainer.optim.optimizers import OptimConfig, Rates, layer_factors, make_optimizer, parameter_groups
+from trainer.train.evaluate import evaluate
+from trainer.train.run import make_task
+from trainer.train.step import train_window
 
 pytestmark = pytest.mark.compat
 

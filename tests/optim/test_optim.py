@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainer.average import AverageConfig, WeightAverage
-from trainer.models import ModelConfig, build_model
-from trainer.optim import (
+from trainer.models.images import ModelConfig, build_model
+from trainer.optim.average import AverageConfig, WeightAverage
+from trainer.optim.optimizers import (
     OptimConfig,
     Rates,
     clip_gradients,

@@ -11,8 +11,8 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from benchmarks.photographs import originals, write_photographs
 from tests.helpers.remote import write_pack
-from trainer.bench.photographs import originals, write_photographs
 
 _RESNET = {"name": "small_resnet", "width": 16, "blocks": [1, 1]}
 _OPTIM = {"name": "adamw", "lr": 0.001, "schedule": "cosine", "weight_decay": 0.05}

@@ -14,12 +14,12 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.toys import make_recipe
 from tests.helpers.windows import assert_same_bits, dry_run, train_some
-from trainer.data.audio import AUDIO, LABEL
+from trainer.config.recipe import Recipe
+from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
-from trainer.recipe import Recipe
-from trainer.run import check_request, make_task
 from trainer.tasks.audio import Audio
+from trainer.train.run import check_request, make_task
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -39,8 +39,8 @@ def recipe(**sections: Any) -> Recipe:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer recordings: they are made anew for each task."""
-    monkeypatch.setattr("trainer.data.dtmf.TRAIN", 512)
-    monkeypatch.setattr("trainer.data.dtmf.TEST", 64)
+    monkeypatch.setattr("trainer.data.builtin.dtmf.TRAIN", 512)
+    monkeypatch.setattr("trainer.data.builtin.dtmf.TEST", 64)
 
 
 def audio_task(**sections: Any) -> Audio:

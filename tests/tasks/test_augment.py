@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainer.augment import Normalisation, by_policy, crop, flip, jitter, make_policy
+from trainer.tasks.augment import Normalisation, by_policy, crop, flip, jitter, make_policy
 
 
 def images(count: int = 6, channels: int = 3) -> torch.Tensor:

@@ -18,13 +18,13 @@ from tests.helpers.forked import attempt
 from tests.helpers.toys import make_recipe
 from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.world import Ranks
-from trainer.average_precision import average_precision
-from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
+from trainer.config.recipe import Recipe
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
 from trainer.data.loader import Batch, LoaderConfig, RingLoader, Source
+from trainer.data.sampling.plan import evaluation_share
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.evaluate import evaluate
-from trainer.models import ModelConfig
-from trainer.models_detection import (
+from trainer.models.detection import (
     TinyDetector,
     assign,
     cell_middles,
@@ -33,18 +33,18 @@ from trainer.models_detection import (
     make_detector,
     tiny_losses,
 )
-from trainer.parallel import World
-from trainer.plan import evaluation_share
-from trainer.precision import PrecisionConfig
-from trainer.recipe import Recipe
-from trainer.run import check_request, make_task
+from trainer.models.images import ModelConfig
+from trainer.models.precision import PrecisionConfig
+from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
+from trainer.train.evaluate import evaluate
+from trainer.train.run import check_request, make_task
 
 
 @pytest.fixture(autouse=True)
 def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.digits_canvas.TRAIN", 96)
-    monkeypatch.setattr("trainer.data.digits_canvas.TEST", 13)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 96)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 13)
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -302,7 +302,7 @@ class Jittered(Detection):
 
 
 def evaluated(world: World, recipe_: Recipe) -> dict[str, float]:
-    from trainer.data import digits_canvas
+    from trainer.data.builtin import digits_canvas
 
     sizes = digits_canvas.TRAIN, digits_canvas.TEST
     digits_canvas.TRAIN, digits_canvas.TEST = 2, 25  # ranks were forked before any test

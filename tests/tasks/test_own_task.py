@@ -18,18 +18,18 @@ from torch.nn import functional as F
 
 import trainer
 from tests.helpers import forked, preloaded
-from trainer import start
 from trainer.cli import main
-from trainer.config import read_recipe, validated
+from trainer.commands import train as start
+from trainer.commands.predict.command import _show
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe, validated
+from trainer.config.task_file import MODULE
 from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
-from trainer.own_file import MODULE
-from trainer.predict.command import _show
-from trainer.recipe import Recipe
-from trainer.resume import differences
 from trainer.tasks.example import Spirals
 from trainer.tasks.own import OwnTask
+from trainer.train.resume import differences
 
 WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"
 

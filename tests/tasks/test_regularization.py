@@ -9,18 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers.toys import assemble_alone, make_recipe
-from trainer.config import validated
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import validated
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
-from trainer.memory import blocks
-from trainer.mixing import RegularizationConfig, mix
-from trainer.models import ModelConfig, build_model
-from trainer.recipe import Recipe
-from trainer.run import make_task
-from trainer.step import train_window
-from trainer.stochastic_depth import add_stochastic_depth
+from trainer.models.activation_checkpointing import blocks
+from trainer.models.images import ModelConfig, build_model
+from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.classification import Classification
+from trainer.tasks.mixing import RegularizationConfig, mix
+from trainer.train.run import make_task
+from trainer.train.step import train_window
 
 pytestmark = pytest.mark.compat
 

@@ -9,11 +9,11 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.toys import TokenTask, make_recipe
 from tests.helpers.world import Ranks
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.keyed_rng import permuted
-from trainer.parallel import World
-from trainer.run import assemble
-from trainer.step import train_window
+from trainer.rng import permuted
+from trainer.train.run import assemble
+from trainer.train.step import train_window
 
 
 class Case(NamedTuple):

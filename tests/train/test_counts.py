@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
-from trainer.bench import overhead
+from trainer.commands.bench import overhead
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"

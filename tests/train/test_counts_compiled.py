@@ -8,15 +8,15 @@ import torch
 
 from tests.helpers.counting import skip_with_another_torch
 from tests.helpers.toys import assemble_alone
-from trainer import prepare
-from trainer.config import override, read_recipe, validated
-from trainer.evaluate import evaluate
-from trainer.loop import train
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.distributed.parallel import World
 from trainer.observe.log import Meter
-from trainer.parallel import World
-from trainer.recipe import Recipe
-from trainer.run import make_task
-from trainer.step import take_figures
+from trainer.train import prepare
+from trainer.train.evaluate import evaluate
+from trainer.train.loop import train
+from trainer.train.run import make_task
+from trainer.train.step import take_figures
 
 CPU = torch.device("cpu")
 # Two micro-batches a window, and windows that cross the ends of epochs (or, weighted, are padded there); a

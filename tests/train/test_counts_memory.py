@@ -14,12 +14,12 @@ from torch.autograd.profiler import profile
 
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
 from tests.helpers.toys import assemble_alone
-from trainer.config import override, read_recipe, validated
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
 from trainer.data.ring import Ring
-from trainer.parallel import silenced
-from trainer.recipe import Recipe
-from trainer.run import Parts, make_task
-from trainer.step import train_window
+from trainer.distributed.parallel import silenced
+from trainer.train.run import Parts, make_task
+from trainer.train.step import train_window
 
 # Of a window of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
 ALLOCATIONS, ALLOCATED = 28, 1064

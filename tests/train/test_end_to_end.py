@@ -19,8 +19,8 @@ from tests.helpers.few_pictures import write_pictures
 from tests.helpers.rows import read_rows
 from trainer.data.sources import DataConfig, load_images
 from trainer.errors import BadInputError
-from trainer.models import ModelConfig, build_model
-from trainer.run_folder import check_space
+from trainer.models.images import ModelConfig, build_model
+from trainer.train.run_folder import check_space
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--set", "epochs=2", "--set", "data.micro_batch=32", "--set", "parallel.threads=1"]
@@ -128,7 +128,7 @@ def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
 
 
 BROKEN = """
-import sys, trainer.run, trainer.tasks.classification as c
+import sys, trainer.train.run, trainer.tasks.classification as c
 original, calls = c.Classification.loss, []
 def loss(self, model, batch):
     import os

@@ -22,16 +22,17 @@ from tests.helpers.forked import Attempt, attempt, replace, small
 from tests.helpers.poison import SEED, Harm, poison
 from tests.helpers.ports import free_port
 from tests.helpers.rows import read_rows
-from trainer import incidents, preempt, rank
-from trainer.attempt import train_rank
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
+from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.guard import Finding, GuardConfig, judge, median_and_deviation
-from trainer.incidents import incidents_before, left_out, read_incidents
-from trainer.recipe import Recipe
-from trainer.run import make_plan, make_task
+from trainer.launch import rank, signals as preempt
 from trainer.tasks.classification import Classification
+from trainer.train import incidents
+from trainer.train.attempt import train_rank
+from trainer.train.guard import Finding, GuardConfig, judge, median_and_deviation
+from trainer.train.incidents import incidents_before, left_out, read_incidents
+from trainer.train.run import make_plan, make_task
 
 
 def guarded(**guard: Any) -> Recipe:
@@ -172,7 +173,7 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
             return commit(*arguments)
 
         def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-            if number and sys.modules["trainer.pulse"].PULSE.window == at + 1 and model.training:
+            if number and sys.modules["trainer.observe.phases"].PULSE.window == at + 1 and model.training:
                 os.kill(os.getpid(), number)
             return harmed(self, model, batch)
 
@@ -332,8 +333,8 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
 
     def install() -> None:
         poison([12], "gradient")()
-        module = sys.modules["trainer.attempt"]
-        assemble, pulse = module.__dict__["assemble"], sys.modules["trainer.pulse"].PULSE
+        module = sys.modules["trainer.train.attempt"]
+        assemble, pulse = module.__dict__["assemble"], sys.modules["trainer.observe.phases"].PULSE
 
         def looked_at(*arguments: Any) -> Any:
             with seen.open("a") as file:

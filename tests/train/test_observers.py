@@ -15,22 +15,22 @@ from tests.helpers.own_compiled import CompiledTask
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from tests.helpers.windows import LITTLE, assert_same_bits
 from tests.helpers.world import Ranks
-from trainer.config import override, read_recipe
-from trainer.explain import explain
-from trainer.loop import train
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe
+from trainer.distributed.parallel import World
+from trainer.models.operations import count_operations
 from trainer.observe.flops import Count
 from trainer.observe.log import LogConfig, Meter
 from trainer.observe.memory import memory_tracker
+from trainer.observe.phases import PULSE
 from trainer.observe.profile import Kind, Profile
 from trainer.observe.trace import Trace, fingerprints_of
-from trainer.operations import count_operations
-from trainer.parallel import World
-from trainer.prepare import blank_batch
-from trainer.pulse import PULSE
-from trainer.recipe import Recipe
-from trainer.run import make_task
-from trainer.state import tensors_of
-from trainer.step import take_figures
+from trainer.train.explain import explain
+from trainer.train.loop import train
+from trainer.train.prepare import blank_batch
+from trainer.train.run import make_task
+from trainer.train.state import tensors_of
+from trainer.train.step import take_figures
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, CPU, None)
@@ -59,8 +59,8 @@ SMALLEST: dict[str, list[str]] = {
 
 @pytest.fixture(autouse=True)
 def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.digits_canvas.TRAIN", 8)
-    monkeypatch.setattr("trainer.data.digits_canvas.TEST", 2)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TRAIN", 8)
+    monkeypatch.setattr("trainer.data.builtin.digits_canvas.TEST", 2)
 
 
 def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -> tuple[Any, Any]:
@@ -144,7 +144,7 @@ def test_torch_compile_that_is_called_first_while_counting_is_left_alone(
     """torch imports its compiler only then."""
     torch._dynamo.reset()
     task = CompiledTask("at first use")
-    monkeypatch.setattr("trainer.compiling.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("trainer.models.compiling.sys", SimpleNamespace(modules={}))
     assert count_operations(task, nn.Linear(1, 1), 4, CPU).per_sample > 0
     assert torch.compile.__module__ == "torch"
     model = task.model()

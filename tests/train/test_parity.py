@@ -16,15 +16,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 
 from tests.helpers.toys import assemble_alone, make_recipe
-from trainer import prepare
-from trainer.compiling import missing_for_compiling
+from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch
 from trainer.data.sources import load_images
-from trainer.keyed_rng import permuted
-from trainer.recipe import Recipe
-from trainer.run import Parts, make_task
-from trainer.step import train_window
+from trainer.models.compiling import missing_for_compiling
+from trainer.rng import permuted
 from trainer.tasks.classification import Classification
+from trainer.train import prepare
+from trainer.train.run import Parts, make_task
+from trainer.train.step import train_window
 
 # Fifty come to the second pass over the digits, and to the twentieth over the few synthetic images.
 STEPS, FEWER, BATCH = 200, 50, 32

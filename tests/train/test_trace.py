@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from trainer.keyed_rng import Purpose, key, keys
 from trainer.observe.trace import Difference, Traced, fingerprints_of, first_difference, read_trace, trace_to
+from trainer.rng import Purpose, key, keys
 
 SIZES = [(), (1,), (7,), (3, 1023), (3 * 8192 + 5,), (40, 30, 3, 3)]
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]

@@ -10,7 +10,7 @@ import torch
 
 from trainer.checkpoint import store
 from trainer.checkpoint.folder import Contents, contents
-from trainer.pulse import beat
+from trainer.observe.phases import beat
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
 

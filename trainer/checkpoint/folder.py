@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.checkpoint import files, strict_json, tensor_file
+from trainer.checkpoint import tensor_file
+from trainer.host import files, strict_json
 
 _FORMAT = 1
 _SUMS = "SHA256SUMS"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.checkpoint import files
 from trainer.checkpoint.folder import (
     Checkpoint,
     Contents,
@@ -30,6 +29,7 @@ from trainer.checkpoint.folder import (
     read_state,
     write_files,
 )
+from trainer.host import files
 
 _LEFTOVER = re.compile(r"\.step-[0-9.]+\.(tmp|gone)-[0-9-]+")
 

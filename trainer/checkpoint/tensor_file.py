@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.checkpoint import strict_json
+from trainer.host import strict_json
 
 _DTYPES = {
     "F64": torch.float64,

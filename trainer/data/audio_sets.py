@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data import dtmf
-from trainer.data.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.files import Files, in_folder
+from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.formats.files import Files, in_folder
 from trainer.data.sources import DataConfig, check_folder, common_classes
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Purpose, key
+from trainer.rng import Purpose, key
 
 # Of Speech Commands (Warden, 2018): paths below its folder, of what isn't for training.
 VALIDATION, TESTING = "validation_list.txt", "testing_list.txt"

@@ -13,7 +13,7 @@ import torch
 from trainer.data.corrupt import Bad
 from trainer.data.dataset import Dataset
 from trainer.errors import BadInputError
-from trainer.limits import read_limits
+from trainer.host.limits import read_limits
 from trainer.observe.console import warn
 
 Check = Literal["fast", "full", "none"]

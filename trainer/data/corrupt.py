@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from trainer.config.redact import redact
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Ints, Purpose, key
-from trainer.redact import redact
+from trainer.rng import Ints, Purpose, key
 
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 

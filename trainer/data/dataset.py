@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.corrupt import Bad
-from trainer.keyed_rng import Float32, Ints
+from trainer.rng import Float32, Ints
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 

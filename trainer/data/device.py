@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from trainer.pulse import PULSE, mark
+from trainer.observe.phases import PULSE, mark
 
 Units = TypeVar("Units")
 

@@ -4,7 +4,7 @@ import math
 from typing import Literal, NamedTuple
 
 from trainer.data.dataset import Dataset
-from trainer.limits import Limits, workers_per_rank
+from trainer.host.limits import Limits, workers_per_rank
 
 Given = int | Literal["auto"]
 

@@ -19,12 +19,13 @@ import torch
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset as TorchDataset
 
-from trainer.config import Section
+from trainer.config.recipe_file import Section
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
 from trainer.data.fit import SPARE_SLOTS, prefetch_by_size, sizes_of
 from trainer.data.ring import Ring
+from trainer.data.sampling.plan import Share
 from trainer.data.work import NO_WORK, Work, now, work_since
 from trainer.data.workers import (
     CurrentBatches,
@@ -35,8 +36,7 @@ from trainer.data.workers import (
     unsendable,
 )
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Ints, uniforms
-from trainer.plan import Share
+from trainer.rng import Ints, uniforms
 
 _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192

@@ -8,21 +8,21 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from trainer.data.cache import CachedPieces, open_cached, pieces_together
+from trainer.config.sizes import parse_size
 from trainer.data.check import Check
-from trainer.data.cifar10 import open_cifar10
 from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
-from trainer.data.files import in_folder, in_table, readable
-from trainer.data.images import ImageDataset
+from trainer.data.formats.cifar10 import open_cifar10
+from trainer.data.formats.files import in_folder, in_table, readable
+from trainer.data.formats.images import ImageDataset
+from trainer.data.formats.pieces import in_pieces
+from trainer.data.formats.records import Records
 from trainer.data.kinds import EMBEDDED, Kind
 from trainer.data.loader import LoaderConfig
-from trainer.data.pieces import in_pieces
-from trainer.data.records import Records
-from trainer.data.remote import check_url, is_url, join
+from trainer.data.remote.access import check_url, is_url, join
+from trainer.data.remote.cache import CachedPieces, open_cached, pieces_together
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Purpose, key, keys
-from trainer.sizes import parse_size
+from trainer.rng import Purpose, key, keys
 
 IMAGE = "image"
 LABEL = "label"

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from trainer.config.task_file import MODULE
 from trainer.data.dataset import Dataset
 from trainer.data.shared import Columns
 from trainer.errors import BadInputError
-from trainer.own_file import MODULE
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainer.config.redact import redact_text
 from trainer.observe.log import Row
-from trainer.redact import redact_text
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0

@@ -12,15 +12,15 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from trainer.config import Section
-from trainer.memory import used_memory
+from trainer.config.recipe_file import Section
+from trainer.config.redact import redact
+from trainer.data.sampling.plan import Plan
+from trainer.models.activation_checkpointing import used_memory
 from trainer.observe.flops import Count
 from trainer.observe.memory import PhasePeaks
+from trainer.observe.phases import PHASES, PULSE
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 from trainer.observe.trace import Trace
-from trainer.plan import Plan
-from trainer.pulse import PHASES, PULSE
-from trainer.redact import redact
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.limits import read_limits
+from trainer.host.counters import Host, rates
+from trainer.host.limits import read_limits
+from trainer.host.nvml import Gpus
 from trainer.observe.console import warn
-from trainer.observe.gpus import Gpus
-from trainer.observe.host import Host, rates
 
 _SHARE = 0.0007  # of a CPU, for looks; with waking up below 0.001: where a look is dear it looks less often
 _LONGEST = 10.0

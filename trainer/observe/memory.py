@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.allocator import tells_figures
-from trainer.memory import MemoryConfig
-from trainer.peak import Peak, highest
+from trainer.host.allocator import tells_figures
+from trainer.models.activation_checkpointing import MemoryConfig
+from trainer.observe.peak import Peak, highest
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainer
-from trainer.limits import read_limits
+from trainer.host.limits import read_limits
 from trainer.observe.memory import GIB, MIB, resident_bytes
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}

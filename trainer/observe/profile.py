@@ -1,7 +1,7 @@
 """`--profile`: a few windows under torch's profiler, or with NVTX ranges for Nsight Systems.
 
 The trace opens in https://ui.perfetto.dev and chrome://tracing, and TensorBoard's profiler plugin takes it.
-In it lie the phases of `trainer.pulse` and the calls of each module as ranges. See
+In it lie the phases of `trainer.observe.phases` and the calls of each module as ranges. See
 https://docs.pytorch.org/docs/stable/profiler.html.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from trainer.pulse import PULSE, Phase
+from trainer.observe.phases import PULSE, Phase
 
 Kind = Literal["torch", "nvtx"]
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from trainer.checkpoint import strict_json
+from trainer.host import strict_json
 from trainer.observe.log import Row, Sink
 
 _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on their way to TensorBoard

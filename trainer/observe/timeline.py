@@ -1,6 +1,6 @@
 """Where the time of a training went: seconds in each phase, by the host's marks and by the device's.
 
-On a CPU the marks of `trainer.pulse` say it all. On a GPU the host only starts what the device does later.
+On a CPU the marks of `observe.phases` say it all. On a GPU the host only starts what the device does later.
 There the marks of some windows are left in the stream as events, and read when they are over, without waiting
 for them: the time between two is what the device spent in that phase, waiting included. So an input pipeline
 that is too slow shows as time in "data" exactly where the device stood still for it.
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trainer.observe.memory import PhasePeaks
-from trainer.pulse import PHASES, PULSE, Phase
+from trainer.observe.phases import PHASES, PULSE, Phase
 
 SAMPLED_EVERY = 4  # windows; about 3 us for each event, so below 10 us a window
 _RING = 4096

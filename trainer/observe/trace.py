@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.keyed_rng import Purpose, key, keys
+from trainer.rng import Purpose, key, keys
 
 # int64 values in a row: of a large tensor each row is hashed to one value first.
 _COLUMNS = 1024

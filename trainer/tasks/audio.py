@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.config import Section
-from trainer.data.audio import AUDIO, LABEL
+from trainer.config.recipe_file import Section
 from trainer.data.audio_sets import AudioData, load_audio
+from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig
-from trainer.models import ModelConfig
-from trainer.models_audio import AudioCnn
+from trainer.models.audio import AudioCnn
+from trainer.models.images import ModelConfig
 
 _FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
 Count = Annotated[int, Field(ge=0)]

@@ -8,16 +8,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.augment import Normalisation
-from trainer.average_precision import average_precision
-from trainer.config import Section
-from trainer.data.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
+from trainer.config.recipe_file import Section
 from trainer.data.dataset import Dataset
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
 from trainer.data.loader import Batch
 from trainer.data.sources import DataConfig, check_folder
 from trainer.errors import BadInputError
-from trainer.models import ModelConfig
-from trainer.models_detection import cell_middles, detections, make_detector, tiny_losses
+from trainer.models.detection import cell_middles, detections, make_detector, tiny_losses
+from trainer.models.images import ModelConfig
+from trainer.tasks.augment import Normalisation
+from trainer.tasks.average_precision import average_precision
 
 # Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -179,7 +179,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         BadInputError: If they aren't there or aren't what they should be.
     """
     if data.name == "digits-canvas":
-        from trainer.data import digits_canvas as canvas
+        from trainer.data.builtin import digits_canvas as canvas
 
         if data.image_size != canvas.SIZE:
             raise BadInputError(
@@ -187,7 +187,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
             )
         return canvas.DigitsCanvas(0, canvas.TRAIN), canvas.DigitsCanvas(1, canvas.TEST)
     if data.name == "synthetic":
-        from trainer.data.synthetic_boxes import SyntheticPictures
+        from trainer.data.builtin.synthetic_boxes import SyntheticPictures
 
         size, classes = data.image_size, data.classes
         return (
@@ -196,7 +196,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         )
     if not isinstance(data.path, Path):
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path=DIR")
-    from trainer.data.coco import CocoPictures
+    from trainer.data.formats.coco import CocoPictures
 
     root = data.path.expanduser()
     check_folder(root)

@@ -12,17 +12,17 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
-from trainer.data.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
+from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
+from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import Batch
+from trainer.data.sampling.plan import Plan
 from trainer.data.sources import DataConfig, check_folder
-from trainer.data.stdlib import stdlib_text
-from trainer.data.text import Text, about_or, character_text, check_tokens, file_text, random_text
-from trainer.data.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.errors import BadInputError
-from trainer.gpt import GPT, GPTConfig
-from trainer.models import ModelConfig
-from trainer.plan import Plan
+from trainer.models.gpt import GPT, GPTConfig
+from trainer.models.images import ModelConfig
 
 _IGNORED = -100  # cross_entropy leaves such targets out
 _RANDOM_VOCABULARY = 256

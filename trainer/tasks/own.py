@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.config.task_file import MODULE, read_source, source_hash
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset, spread
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
-from trainer.keyed_rng import Ints
 from trainer.observe.console import warn
-from trainer.own_file import MODULE, read_source, source_hash
+from trainer.rng import Ints
 from trainer.tasks.trial import outside_of_checkpoint, stays_when_doubled
 
 _WANTED = {

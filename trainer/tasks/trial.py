@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.pointwise import mend_pointwise
+from trainer.models.pointwise import mend_pointwise
 
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart

@@ -19,7 +19,7 @@ class _After(MetaPathFinder, Loader):
     """Lets the user's code run when a module of the trainer has been imported."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name != "trainer.step":
+        if name != "trainer.train.step":
             return None
         sys.meta_path.remove(self)
         import trainer

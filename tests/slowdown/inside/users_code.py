@@ -106,7 +106,7 @@ def burn(seconds: float, rank: int) -> None:
 
 def costly_samples(seconds: float) -> None:
     """A transform in Python: each sample costs so many CPU seconds more."""
-    from trainer.data.images import ImageDataset
+    from trainer.data.formats.images import ImageDataset
 
     original = ImageDataset._image
 

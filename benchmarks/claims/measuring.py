@@ -1,0 +1,237 @@
+"""What every ablation has in common: how much is measured, and a recipe's windows in one process."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.profiler import profile
+
+from benchmarks.claims.claim import Series
+from trainer.commands.bench.overhead import interleaved
+from trainer.commands.bench.setting import now
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.distributed.parallel import World, silenced
+from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.models.precision import set_matmul_mode
+from trainer.observe.peak import Peak
+from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
+from trainer.train.step import Training, train_window
+
+MIB = 1 << 20
+_MOST_WINDOWS = 20_000  # a rate for each is worked out
+_LENGTH = ("epochs=1000000000", f"max_windows={_MOST_WINDOWS}")
+_MOST_IN_A_TURN = 500
+
+
+class Size(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        rounds: Interleaved.
+        turn_s: Seconds of a side's turn, about; a turn has one window at least.
+        images: Photographs of an epoch, where some are loaded.
+        scratch: A folder for them, which all ablations share.
+    """
+
+    rounds: int
+    turn_s: float
+    images: int
+    scratch: Path
+
+
+class Measurement(NamedTuple):
+    """What an ablation found: what was the same for all sides, in words, and its quantities by name."""
+
+    conditions: str
+    series: Mapping[str, Series]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """How a setting's sides are measured.
+
+    Attributes:
+        measure: Given the names of the sides that are wanted.
+        needs: What a machine must have, see `needs`.
+        seconds: What it takes, about; a sixth of that with --quick.
+        quick: Whether it can be that quick.
+    """
+
+    measure: Callable[[Sequence[str], Size], Measurement]
+    needs: tuple[str, ...] = ()
+    seconds: float = 24.0
+    quick: bool = True
+
+
+class Scene(NamedTuple):
+    """A recipe that is measured: a small one on a CPU, a real one on a GPU.
+
+    Attributes:
+        recipe: Its name.
+        cpu: Settings on a CPU.
+        cuda: Settings on a GPU.
+    """
+
+    recipe: str
+    cpu: tuple[str, ...]
+    cuda: tuple[str, ...]
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Those for this machine."""
+        return self.cuda if torch.cuda.is_available() else self.cpu
+
+    def __str__(self) -> str:
+        """As the command line would have it."""
+        return " ".join([self.recipe, *self.settings])
+
+
+class Side(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        settings: KEY=VALUE.
+        prepare: What the trainer doesn't offer, done to an assembled run.
+        each: The same, done after each window.
+    """
+
+    settings: tuple[str, ...] = ()
+    prepare: Callable[[Parts], object] | None = None
+    each: Callable[[Training], object] | None = None
+
+
+class Turns:
+    """A run of a side, some windows at a time."""
+
+    def __init__(self, scene: Scene, side: Side, stack: ExitStack, world: World | None = None) -> None:
+        """Assembles it; `stack` closes its loaders."""
+        values = override(read_recipe(scene.recipe), [*scene.settings, *side.settings, *_LENGTH])
+        self.recipe = validated(Recipe, values, scene.recipe)
+        task = make_task(self.recipe)
+        world = world or World(0, 1, 0, _device(self.recipe), None)
+        check_request(self.recipe, task, world.size)
+        limits = read_limits()
+        self.device = world.device
+        self.parts = assemble(self.recipe, task, world, workers_per_rank(limits, 1))
+        stack.callback(self.parts.loader.close)
+        stack.callback(self.parts.evaluation_loader.close)
+        if side.prepare is not None:
+            side.prepare(self.parts)
+        self._each, self._done = side.each, 0
+        threads = self.recipe.parallel.threads
+        self._threads = threads_per_rank(limits, world.size) if threads == "auto" else threads
+        self.parts.training.replica.train()
+
+    def __call__(self, windows: int) -> float:
+        """Does the next windows and returns the seconds.
+
+        Nothing is read ahead of them: what one side prepared during another's turn would count for nothing.
+        """
+        # They are the process's, and the sides take turns.
+        set_matmul_mode(self.recipe.precision)
+        set_determinism(self.recipe)
+        torch.set_num_threads(self._threads)
+        training, first = self.parts.training, self._done
+        self._done += windows
+        accumulation = training.share.accumulation
+        began = now(self.device)
+        batches = self.parts.loader(range(first * accumulation, self._done * accumulation))
+        for window in range(first, self._done):
+            train_window(training, batches, window)
+            if self._each is not None:
+                self._each(training)
+        for _ in batches:  # there is none; the loader is told that this was the end
+            pass
+        return now(self.device) - began
+
+    def peak_bytes(self) -> int:
+        """Most bytes that a window needs above what was there at its start."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            before, peak = torch.cuda.memory_allocated(self.device), Peak(self.device)
+            self(1)
+            return peak.close() - before
+        with silenced(sys.stderr), profile(use_cpu=True, profile_memory=True) as seen:
+            self(1)
+        return _highest(seen)
+
+    def lasting_bytes(self) -> int:
+        """Bytes of weights, buffers, gradients that stay, and the optimiser's state."""
+        training = self.parts.training
+        tensors = [*training.model.parameters(), *training.model.buffers()]
+        tensors += [p.grad for p in training.parameters if p.grad is not None]
+        for state in training.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def measure_windows(
+    scene: Scene, sides: Mapping[str, Side], size: Size, per_turn: int = 0, memory: bool = False
+) -> Measurement:
+    """Times a recipe's windows with each side's settings in turn.
+
+    Args:
+        scene: What is trained.
+        sides: By name.
+        size: How much.
+        per_turn: Windows of a turn; 0: as many as take `size.turn_s`.
+        memory: Counts bytes as well: "peak", of a window above what lies there before it, and "memory", with
+            weights, gradients and the optimiser's state.
+
+    Returns:
+        "time" and perhaps the others.
+    """
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        turns = {name: Turns(scene, side, stack) for name, side in sides.items()}
+        count = per_turn or windows_in(size.turn_s, next(iter(turns.values())))
+        for turn in turns.values():
+            turn(3)  # compiles, records CUDA graphs, lets cuDNN choose
+        seconds = interleaved([_with(turn, count) for turn in turns.values()], size.rounds, shown=False)
+        per_window = [[s / count * 1e3 for s in series] for series in seconds]
+        series = {"time": Series(dict(zip(turns, per_window, strict=True)), "ms a window")}
+        if memory:
+            peaks = {name: turn.peak_bytes() / MIB for name, turn in turns.items()}
+            whole = {name: peaks[name] + turn.lasting_bytes() / MIB for name, turn in turns.items()}
+            series["peak"] = Series({name: [value] for name, value in peaks.items()}, "MiB", counted=True)
+            series["memory"] = Series({name: [value] for name, value in whole.items()}, "MiB", counted=True)
+    return Measurement(f"{scene}; {count} windows a turn", series)
+
+
+def windows_in(seconds: float, turn: Turns) -> int:
+    """How many windows of a run take so long, about."""
+    turn(2)
+    return min(_MOST_IN_A_TURN, max(1, round(seconds / min(turn(1), turn(1)))))
+
+
+def chosen(sides: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Those of the sides that are wanted, in their own order."""
+    return {name: side for name, side in sides.items() if name in wanted}
+
+
+def _with(turn: Turns, count: int) -> Callable[[], float]:
+    return lambda: turn(count)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    return torch.device("cuda", 0) if device_kind(recipe) == "cuda" else torch.device("cpu")
+
+
+def _highest(seen: Any) -> int:
+    """Most bytes of tensors that were there at once, of those that were made while it looked."""
+    changes, events = [], list(seen.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if hasattr(event.extra_fields, "alloc_size"):
+            changes.append((event.start_time_ns, int(event.extra_fields.alloc_size)))
+    there = highest = 0
+    for _, change in sorted(changes, key=lambda one: one[0]):
+        there += change
+        highest = max(highest, there)
+    return highest

@@ -1,0 +1,171 @@
+"""Ablations of what a window does: precision, layout, compilation, memory, optimiser, reading values."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.claims.claim import Series
+from benchmarks.claims.measuring import (
+    Ablation,
+    Measurement,
+    Scene,
+    Side,
+    Size,
+    chosen,
+    measure_windows,
+)
+from trainer.commands.bench.overhead import TinyTask, by_trainer, interleaved, tiny_recipe
+from trainer.config.recipe_file import override, read_recipe
+from trainer.host.limits import read_limits, threads_per_rank
+from trainer.train.run import Parts
+from trainer.train.step import Training
+
+_ON_CPU = ("precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet", "model.width=16")
+_SMALL = ("data.image_size=32", "data.samples=256", "data.classes=10")
+IMAGES = Scene(
+    "resnet50-synthetic",
+    (*_ON_CPU, *_SMALL, "data.global_batch=16", "data.micro_batch=16"),
+    ("precision.mode=fp32", "model.channels_last=false", "data.global_batch=64", "data.micro_batch=64"),
+)
+_TEXT_ON_CPU = ("language.layers=4", "language.heads=4", "language.width=96", "language.vocabulary=512")
+TEXT = Scene(
+    "gpt2-124m",
+    (
+        *("data.name=synthetic", "precision.mode=fp32", "compile.mode=none", *_TEXT_ON_CPU),
+        *("language.sequence_length=128", "data.global_batch=4", "data.micro_batch=4"),
+    ),
+    (
+        *("data.name=synthetic", "precision.mode=bf16", "compile.mode=none"),
+        *("data.global_batch=12", "data.micro_batch=12"),
+    ),
+)
+_LOG_WINDOWS = 200
+
+
+def _settings(**sides: Sequence[str]) -> dict[str, Side]:
+    return {name.replace("_", " "): Side(tuple(settings)) for name, settings in sides.items()}
+
+
+def _windows(scene: Scene, sides: dict[str, Side], memory: bool = False) -> Callable[..., Measurement]:
+    def measure(wanted: Sequence[str], size: Size) -> Measurement:
+        return measure_windows(scene, chosen(sides, wanted), size, memory=memory)
+
+    return measure
+
+
+def _accumulation(wanted: Sequence[str], size: Size) -> Measurement:
+    values = override(read_recipe(TEXT.recipe), list(TEXT.settings))
+    batch = values["data"]["global_batch"]
+    sides = {
+        "one micro-batch": Side(),
+        "4 micro-batches": Side((f"data.micro_batch={batch // 4}",)),
+    }
+    return measure_windows(TEXT, chosen(sides, wanted), size, memory=True)
+
+
+def _with_optimizer(foreach: bool, parts: Parts) -> None:
+    """Puts torch's own AdamW in the fused one's place, with a rate that doesn't change."""
+    training = parts.training
+    groups: list[dict[str, Any]] = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in training.optimizer.param_groups
+    ]
+    betas = training.optimizer.param_groups[0]["betas"]
+    training.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=betas, foreach=foreach, fused=False)
+
+
+def _keep_gradients(parts: Parts) -> None:
+    """Gradients are set to zero after a window and stay, as with zero_grad(set_to_none=False)."""
+    training = parts.training
+    training.keeps_gradients = True  # as it does for CUDA graphs
+    for parameter in training.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _read_loss(training: Training) -> float:
+    return training.loss.item()
+
+
+def _threads(wanted: Sequence[str], size: Size) -> Measurement:
+    quota = threads_per_rank(read_limits(), 1)
+    counts = {"1 thread": 1, "the quota": quota, "twice the quota": 2 * quota}
+    sides = {name: Side((f"parallel.threads={count}",)) for name, count in counts.items()}
+    on_cpu = Scene(IMAGES.recipe, (*IMAGES.cpu, "device=cpu"), (*IMAGES.cpu, "device=cpu"))
+    return measure_windows(on_cpu, chosen(sides, wanted), size)
+
+
+def _logging(wanted: Sequence[str], size: Size) -> Measurement:
+    """The trainer's whole loop, with its files, a row of figures for each window or every 50."""
+    recipe, task = tiny_recipe(_LOG_WINDOWS), TinyTask()
+    sides = {"each window": 1, "every 50": 50}
+    with tempfile.TemporaryDirectory(dir=size.scratch) as name:
+        loops = []
+        for every in chosen(sides, wanted).values():
+            side = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": every})})
+            loops.append(partial(by_trainer, task, side, Path(name)))
+        seconds = interleaved(loops, size.rounds, shown=False)
+    per_window = [[s / _LOG_WINDOWS * 1e6 for s in series] for series in seconds]
+    series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "us a window")
+    return Measurement("the smallest step there is, of `trainer bench overhead`, on a CPU", {"time": series})
+
+
+_PRECISIONS = _settings(
+    fp32=[], tf32=["precision.mode=tf32"], fp16=["precision.mode=fp16"], bf16=["precision.mode=bf16"]
+)
+TRAINING = {
+    "precision": Ablation(_windows(IMAGES, _PRECISIONS, memory=True)),
+    "cudnn": Ablation(
+        _windows(IMAGES, _settings(heuristics=["cudnn_benchmark=false"], timed=["cudnn_benchmark=true"])),
+        ("cuda",),
+    ),
+    "layout": Ablation(
+        _windows(
+            IMAGES,
+            _settings(NCHW=["model.channels_last=false"], NHWC=["model.channels_last=true"]),
+        )
+    ),
+    "compile": Ablation(
+        _windows(
+            TEXT,
+            {
+                name: Side((f"compile.mode={name}",))
+                for name in ("none", "default", "reduce-overhead", "max-autotune")
+            },
+        ),
+        ("compiler",),
+        120.0,
+        quick=False,
+    ),
+    "accumulation": Ablation(_accumulation),
+    "checkpointing": Ablation(
+        _windows(
+            TEXT,
+            _settings(
+                none=["memory.checkpointing=none"],
+                some=["memory.checkpointing=blocks", "memory.every=2"],
+                all=["memory.checkpointing=blocks", "memory.every=1"],
+            ),
+            memory=True,
+        )
+    ),
+    "optimizer": Ablation(
+        _windows(
+            TEXT,
+            {
+                "for-loop": Side(prepare=partial(_with_optimizer, False)),
+                "foreach": Side(prepare=partial(_with_optimizer, True)),
+                "fused": Side(),
+            },
+        )
+    ),
+    "gradients": Ablation(
+        _windows(TEXT, {"zeros": Side(prepare=_keep_gradients), "None": Side()}, memory=True)
+    ),
+    "item": Ablation(_windows(IMAGES, {"read": Side(each=_read_loss), "not read": Side()})),
+    "logging": Ablation(_logging),
+    "threads": Ablation(_threads, ("2 CPUs",)),
+}

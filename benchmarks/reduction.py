@@ -1,0 +1,209 @@
+"""What parallel.reduction=tree costs: time, memory and bytes on the wire, against plain accumulation and DDP.
+
+Both do the same windows of the same model in the same process, in turn, so that whatever else the machine
+does falls on both. With two ranks these are real processes over gloo on this host.
+"""
+
+import multiprocessing
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.setting import timed_windows
+from trainer.config.recipe import Recipe
+from trainer.distributed.parallel import World, joined_world
+from trainer.distributed.tree import Sums, Tournament
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.observe.conditions import conditions
+from trainer.train.run import assemble, make_task
+from trainer.train.step import Training
+
+_SHARDS, _MICRO_BATCH, _WIDTH, _IMAGE, _WINDOWS = 8, 16, 128, 16, 1
+_MIB = 1 << 20
+_REDUCTIONS = ("all_reduce", "tree")
+
+
+class _Price(NamedTuple):
+    """Of each reduction: seconds of a window round by round, bytes received by a rank, peak bytes."""
+
+    seconds: list[list[float]]
+    received: list[float]
+    peak: list[int]
+    gradients: int
+
+
+def bench_reduction(rounds: int, target: float) -> int:
+    """Measures, prints and judges.
+
+    Args:
+        rounds: Interleaved rounds.
+        target: Largest ratio of a window's time on one rank, tree over plain accumulation.
+
+    Returns:
+        0 if the target is met, 1 if not, 3 if it lies within the interval or nothing was measured.
+    """
+    if rounds < 1:
+        print("nothing measured: --rounds must be at least 1")
+        return EXIT_NOT_MEASURED
+    cuda = torch.cuda.is_available()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        alone = _measure(World(0, 1, 0, device, None), rounds)
+    finally:
+        torch.set_num_threads(threads)
+    _, low, high = _ratio(alone)
+    verdict = "met" if high <= target else "MISSED" if low > target else "undecided: more --rounds"
+    print(
+        f"{conditions()}\n"
+        f"small_resnet of width {_WIDTH} on {_IMAGE} x {_IMAGE} pixels, {alone.gradients / _MIB:.1f} MiB of "
+        f"gradients, a window of {_SHARDS} micro-batches of {_MICRO_BATCH}, 1 CPU thread a rank, median of "
+        f"{rounds} interleaved rounds\n"
+        f"one rank:   {_times(alone)}\n"
+        f"            target {target:.2f}: {verdict}\n"
+        f"            {_memory(alone, cuda)}"
+    )
+    if cuda:
+        print("several GPUs: not measured, this command uses one")
+    else:
+        _print_two_ranks(rounds)
+    return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
+
+
+def _print_two_ranks(rounds: int) -> None:
+    both = _two_ranks(rounds)
+    wire = ", ".join(
+        f"{name} {received / _MIB:.1f} MiB" for name, received in zip(_REDUCTIONS, both.received, strict=True)
+    )
+    print(
+        f"two ranks:  {_times(both)} (gloo, this host)\n            received by each rank in a window: {wire}"
+    )
+
+
+def _times(price: _Price) -> str:
+    plain, tree = (statistics.median(seconds) / _WINDOWS * 1e3 for seconds in price.seconds)
+    ratio, low, high = _ratio(price)
+    return (
+        f"all_reduce {plain:,.0f} ms a window, tree {tree:,.0f} ms; ratio {ratio:.3f}, 95 % interval "
+        f"{low:.3f} to {high:.3f}"
+    )
+
+
+def _ratio(price: _Price) -> tuple[float, float, float]:
+    plain, tree = price.seconds
+    return median_interval([t / p for p, t in zip(plain, tree, strict=True)])
+
+
+def _memory(price: _Price, cuda: bool) -> str:
+    if cuda:
+        plain, tree = (peak / _MIB for peak in price.peak)
+        return f"peak of a window above what was there: all_reduce {plain:,.1f} MiB, tree {tree:,.1f} MiB"
+    share = price.peak[1] / price.gradients
+    return f"the tree keeps gradients and sums of them of {share:.1f} x the model's size at most"
+
+
+def _measure(world: World, rounds: int) -> _Price:
+    """Does the windows on this rank."""
+    sides = [_side(name, world, rounds) for name in _REDUCTIONS]
+    barrier = partial(torch.distributed.barrier, world.group) if world.group else lambda: None
+    bytes_in: list[list[int]] = [[], []]
+
+    def timed(which: int) -> float:
+        _, windows = sides[which]
+        barrier()
+        before = received(world)
+        seconds = windows()
+        bytes_in[which].append(received(world) - before)
+        return seconds
+
+    seconds = interleaved([partial(timed, which) for which in range(2)], rounds)
+    peak = [_peak(training, windows, world.device) for training, windows in sides]
+    # What goes over this host's loopback is received by one of the ranks.
+    per_window = [statistics.median(counts) / _WINDOWS / world.size for counts in bytes_in]
+    return _Price(seconds, per_window, peak, sum(p.nbytes for p in sides[0][0].parameters))
+
+
+def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable[[], float]]:
+    """A run with one of the reductions, and what does some of its windows and returns the seconds."""
+    samples = _SHARDS * _MICRO_BATCH
+    recipe = Recipe.model_validate(
+        {
+            "epochs": _WINDOWS * (rounds + 3),
+            "data": {
+                **{"name": "synthetic", "image_size": _IMAGE, "samples": samples, "classes": 10},
+                **{"global_batch": samples, "micro_batch": _MICRO_BATCH},
+            },
+            "model": {"width": _WIDTH},
+            "optim": {"clip": 1.0},
+            "parallel": {"threads": 1, "reduction": reduction},
+        }
+    )
+    parts = assemble(recipe, make_task(recipe), world, workers=0)
+    return parts.training, timed_windows(parts, _WINDOWS, world.device)
+
+
+def _peak(training: Training, windows: Callable[[], float], device: torch.device) -> int:
+    """Most bytes that a window needs above what was there; on a CPU only those of the tree's sums."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        windows()
+        return torch.cuda.max_memory_allocated(device) - before
+    if training.tree is None:
+        return 0
+    counting = _Counting()
+    training.tree._own = counting
+    windows()
+    return counting.peak
+
+
+class _Counting(Tournament):
+    peak = 0
+
+    def add(self, one: Sums) -> None:
+        kept = [one, *self._branches]
+        self.peak = max(self.peak, sum(g.nbytes for sums in kept for g in sums.gradients))
+        super().add(one)
+
+
+def received(world: World) -> int:
+    """Bytes that came over the loopback of this host so far."""
+    if world.group is None or not (table := Path("/proc/net/dev")).exists():
+        return 0
+    (line,) = (line for line in table.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.partition(":")[2].split()[0])
+
+
+def _two_ranks(rounds: int) -> _Price:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers: Queue[_Price] = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, rounds, answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    price = answers.get()
+    for process in ranks:
+        process.join()
+    return price
+
+
+def _rank(rank: int, port: int, rounds: int, answers: "Queue[Any]") -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with joined_world("cpu", 600.0) as world:
+        price = _measure(world, rounds)
+    if rank == 0:
+        answers.put(price)

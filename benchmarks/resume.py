@@ -1,0 +1,225 @@
+"""Does a run that was cut and gone on with do what it would have done?
+
+The trainer and any of the libraries train the same small model on the same samples: shuffled, with dropout,
+random augmentation, AdamW and a schedule. A checkpoint is taken on the way, in files. A second run, with
+everything new as in a new process, goes on from them; each of its steps is compared with the first run's.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.against import blamed, chosen, titled
+from benchmarks.cut_run import BATCH, BATCHES, EPOCHS, FEATURES, RATE, Resumed, Steps, arrays, small_model
+from trainer.checkpoint.store import newest_good, write
+from trainer.config.recipe import Recipe
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.loader import Batch
+from trainer.distributed.parallel import World
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.observe.conditions import conditions
+from trainer.train.run import Parts, assemble
+from trainer.train.state import load_tensors, tensors_of
+from trainer.train.step import train_window
+
+CUTS = (7, 20, 33, 59)
+
+
+class _Task:
+    """The same as the trainer takes it."""
+
+    uniforms = FEATURES
+    metric = "loss"
+    lower_is_better = True
+
+    def __init__(self) -> None:
+        data = ArrayDataset({name: array.numpy() for name, array in arrays().items()})
+        self.train_data: Dataset = data
+        self.evaluation_data: Dataset = data
+        self.seen = torch.empty(0)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Nothing that anybody must know."""
+        return {}
+
+    def model(self) -> nn.Module:
+        """A new one."""
+        return small_model()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross entropy, summed."""
+        self.seen, x = batch.fields["index"].clone(), batch.fields["x"]
+        if batch.uniform is not None:
+            x = x + batch.uniform - 0.5
+        return F.cross_entropy(model(x), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The loss."""
+        return {"loss": self.loss(model, batch)}
+
+
+def _started(seed: int) -> Parts:
+    torch.manual_seed(seed)  # as a process would have it; nothing may depend on it
+    values: dict[str, Any] = {
+        "epochs": EPOCHS,
+        "data": {"global_batch": BATCH, "micro_batch": BATCH},
+        "optim": {"lr": RATE},
+        "parallel": {"threads": 1},
+    }
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    parts = assemble(Recipe.model_validate(values), _Task(), world, workers=0)
+    parts.training.replica.train()
+    return parts
+
+
+def _trained(parts: Parts, start: int, cut: int, folder: Path) -> Steps:
+    t, steps = parts.training, Steps()
+    assert isinstance(t.task, _Task)
+    batches = parts.loader(t.share.batches(start))
+    for window in range(start, t.share.plan.windows):
+        t.loss.zero_()
+        train_window(t, batches, window)
+        steps.add(t.task.seen, t.loss)
+        if window + 1 == cut:
+            write(folder, cut, tensors_of(t), {})
+    steps.end(t.model)
+    return steps
+
+
+def resume(cut: int) -> list[Resumed]:
+    """The trainer's own step, state and files, cut after so many updates."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoints"
+        whole = _trained(_started(1), 0, cut, folder)
+        found, skipped = newest_good(folder)
+        if found is None:
+            raise RuntimeError(f"no checkpoint to go on from: {skipped}")
+        parts = _started(2)
+        load_tensors(parts.training, found.step, found.tensors)
+        later = _trained(parts, found.step, -1, folder)
+    return [Resumed(whole, later, "tensors_of, store.write, newest_good, load_tensors; another global seed")]
+
+
+class Score(NamedTuple):
+    """How the second run differs from the first after the cut.
+
+    Attributes:
+        due: Updates that the first run made after the cut.
+        other_samples: Updates with other samples, or in another order, or that one run didn't make.
+        other_loss: Updates whose loss isn't the same to the bit, or that one run didn't make.
+        largest: Largest relative difference of a loss.
+        weights: Whether the final weights are the same to the bit.
+    """
+
+    due: int
+    other_samples: int
+    other_loss: int
+    largest: float
+    weights: bool
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.other_samples and not self.other_loss and self.weights
+
+
+def judge(resumed: Resumed, cut: int) -> Score:
+    """Compares update with update."""
+    whole, later = resumed.whole, resumed.later
+    samples, losses = whole.samples[cut:], whole.losses[cut:]
+    odd, pairs = abs(len(losses) - len(later.losses)), list(zip(losses, later.losses, strict=False))
+    return Score(
+        len(losses),
+        odd + sum(a != b for a, b in zip(samples, later.samples, strict=False)),
+        odd + sum(a != b for a, b in pairs),
+        max((abs(a - b) / abs(a) for a, b in pairs), default=0.0),
+        torch.equal(whole.weights, later.weights),
+    )
+
+
+class Judged(NamedTuple):
+    """What came of a cut.
+
+    Attributes:
+        name: The library's, or "trainer".
+        variant: Where there are several ways, which one.
+        cut: After so many updates.
+        score: How the runs differ.
+        note: How the library was used.
+    """
+
+    name: str
+    variant: str
+    cut: int
+    score: Score
+    note: str
+
+
+def measure_cuts(
+    name: str, measure: Callable[[int], list[Resumed]], cuts: tuple[int, ...]
+) -> Iterator[Judged]:
+    """A library's `resume`, or the trainer's, after each of some cuts."""
+    for cut in cuts:
+        with blamed(name):
+            found = measure(cut)
+        for resumed in found:
+            yield Judged(name, resumed.variant, cut, judge(resumed, cut), resumed.way)
+
+
+def bench_resume(against: str = "") -> int:
+    """Measures, prints a table and judges.
+
+    Args:
+        against: Libraries to measure beside the trainer, separated by commas.
+
+    Returns:
+        0 if every run of the trainer that was gone on with is the same to the bit (whatever those of the
+        others are), 1 if not, 3 if there was no update to be judged.
+
+    Raises:
+        BadInputError: If a library isn't known or isn't there.
+    """
+    ways: dict[str, Callable[[int], list[Resumed]]] = {"trainer": resume, **chosen(against, "resume")}
+    print(f"{conditions()}\n\n{_HEAD}", flush=True)
+    scores, notes = [], []
+    for name, measure in ways.items():
+        for judged in measure_cuts(name, measure, CUTS):
+            label = ", ".join(filter(None, (titled(name), judged.variant)))
+            if name == "trainer":
+                scores.append(judged.score)
+            print(_row(label, judged.cut, judged.score), flush=True)
+            notes.append(f"{label}: {judged.note}")
+    print("\n- ".join([f"\n{_LEGEND}", *dict.fromkeys(notes)]))
+    if not all(score.due for score in scores):
+        print("nothing measured: the trainer made no update after a cut")
+        return EXIT_NOT_MEASURED
+    return EXIT_DONE if all(score.same for score in scores) else EXIT_FAILED
+
+
+_HEAD = (
+    "| library | cut after update | later updates | of these with other samples | with another loss "
+    "| largest relative difference of a loss | final weights | verdict |\n|---|---|---|---|---|---|---|---|"
+)
+
+_LEGEND = f"""\
+- {EPOCHS} epochs of {BATCHES} updates, float32, one process. Compared to the bit with the run that wrote the
+  checkpoint and went on; an update that only one of the two made counts as different."""
+
+
+def _row(label: str, cut: int, score: Score) -> str:
+    cells = (
+        label,
+        str(cut),
+        str(score.due),
+        str(score.other_samples),
+        str(score.other_loss),
+        f"{score.largest:.1e}" if score.largest else "0",
+        "same" if score.weights else "other",
+        "same" if score.same else "DIFFERENT",
+    )
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,348 @@
+"""The targets on one H200 with 16 CPU cores, each with the commands that measure it: `scripts/bench_gpu.sh`.
+
+Nothing is downloaded. Without a GPU nothing is measured, and that is what it says.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+
+LIMIT_S = 470.0
+# Bytes per second as NVIDIA's data sheets give them, of the first name that is part of the device's.
+_BANDWIDTHS = {"H200": 4.8e12, "H100 NVL": 3.9e12, "H100 PCIe": 2.0e12, "H100": 3.35e12}
+
+_WITHIN = 1.05
+
+Rows = list[dict[str, Any]]
+Found = Mapping[str, Any]
+Verdict = tuple[str, bool | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and what is kept of it: the rows of its run, its line of JSON, or its exit code.
+
+    Attributes:
+        key: What others know it by.
+        words: Of the command, after Python: `-m …`; {work} stands for a folder.
+        keeps: Which of the three.
+    """
+
+    key: str
+    words: tuple[str, ...]
+    keeps: str = "rows"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row: what is asked for, how it is measured and what the figures come to.
+
+    Attributes:
+        what: In words.
+        target: In words.
+        steps: Done in turn; those that were done for another row aren't repeated.
+        judge: Words for what was found, and whether that meets the target; None: not to be judged.
+    """
+
+    what: str
+    target: str
+    steps: tuple[Step, ...]
+    judge: Callable[[Found], Verdict]
+
+
+def train(key: str, recipe: str, *settings: str) -> Step:
+    """A run, whose rows are kept."""
+    words = [word for one in settings for word in ("--set", one)]
+    return Step(key, ("-m", "trainer", "train", recipe, "--out", f"{{work}}/{key}", *words))
+
+
+def part(key: str, *words: str) -> Step:
+    """A part of `targets_parts`, whose JSON is kept."""
+    return Step(key, ("-m", "benchmarks.targets_parts", *words), "json")
+
+
+def bench(key: str, *words: str) -> Step:
+    """A bench, whose table is shown and whose exit code is kept."""
+    return Step(key, ("-m", "trainer", "bench", *words), "code")
+
+
+_LARGE = ("data.global_batch=256", "data.micro_batch=256", "model.channels_last=true", "compile.mode=default")
+_SHORT = ("evaluate_every=0", "epochs=1000000", "checkpoint.minutes=0")
+_BF16 = train(
+    *(
+        "bf16",
+        "resnet50-synthetic",
+        "precision.mode=bf16",
+        *_LARGE,
+        *_SHORT,
+        "max_windows=120",
+        "log.every=20",
+    )
+)
+_FP16 = train(
+    *("fp16", "resnet50-synthetic", "precision.mode=fp16", *_LARGE, *_SHORT, "max_windows=80", "log.every=20")
+)
+
+
+def speed(rows: Rows) -> float:
+    """Samples per second of a run."""
+    return float(next(row["samples_per_s"] for row in rows if row["kind"] == "end"))
+
+
+def share(rows: Rows, phase: str) -> float:
+    """Share of a run's time that a phase took, from its rows but the first, which compiles."""
+    own = [row for row in rows if "time/wall" in row and row["kind"] != "end"][1:]
+    wall = sum(row["time/wall"] for row in own)
+    return sum(float(row.get(f"time/{phase}", 0.0)) for row in own) / wall if wall else float("nan")
+
+
+def _against_timm(ours: str, theirs: str) -> Callable[[Found], Verdict]:
+    def judge(found: Found) -> Verdict:
+        mine, other = speed(found[ours]), float(found[theirs]["samples_per_s"])
+        said = f"{mine:,.0f} img/s; timm's calls {other:,.0f}; ratio {mine / other:.3f}"
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        peak = next((width for part, width in _BANDWIDTHS.items() if part in name), 0.0)
+        if peak:
+            used = mine * found["roofline"]["bytes_per_image"] / peak
+            said += f"; unfused it would move {used:.0%} of what the memory can"
+        return said, mine >= other
+
+    return judge
+
+
+def _real(found: Found) -> Verdict:
+    ratio = speed(found["jpeg"]) / speed(found["bf16"])
+    busy = [row["gpu/utilisation"] for row in found["jpeg"] if "gpu/utilisation" in row][1:]
+    used = statistics.median(busy) if busy else float("nan")
+    return f"{ratio:.3f} of synthetic; GPU utilisation {used:.0%}", ratio >= 0.95 and used >= 0.9
+
+
+def _mfu(found: Found) -> Verdict:
+    rows = [float(row["mfu"]) for row in found["gpt2"] if "mfu" in row]
+    if not rows:
+        return "no row has an MFU: the peak of this GPU isn't known", None
+    return f"MFU {statistics.median(rows[1:] or rows):.1%}", statistics.median(rows[1:] or rows) >= 0.5
+
+
+def _waits(found: Found) -> Verdict:
+    waits = found["synchronisations"]
+    return f"{waits['waits']} in {waits['windows']} windows", waits["waits"] == 0
+
+
+def _graphs(found: Found) -> Verdict:
+    graphs = found["graphs"]
+    said = (
+        f"{graphs['ratio']:.3f} x ({graphs['low']:.3f} to {graphs['high']:.3f}); "
+        f"{graphs['trainer_us']:,.0f} us a step, by hand {graphs['by_hand_us']:,.0f}, "
+        f"by hand without compiling {graphs['eager_us']:,.0f}"
+    )
+    if not graphs["measured"]:
+        return f"{said}; without a GPU there are no graphs", None
+    if graphs["mode"] != "reduce-overhead":
+        return f"{said}; compiled with {graphs['mode']}, not with graphs", None
+    if graphs["skipped"]:
+        return f"{said}; torch gave up {graphs['skipped']} graphs", None
+    met = graphs["high"] <= _WITHIN
+    return said, met if met or graphs["low"] > _WITHIN else None
+
+
+def _stall(found: Found) -> Verdict:
+    stalled = share(found["checkpoints"], "checkpoint")
+    return f"{stalled:.2%} of the time", stalled <= 0.01
+
+
+def _code(key: str) -> Callable[[Found], Verdict]:
+    def judge(found: Found) -> Verdict:
+        code = found[key]
+        return f"exit code {code}: see its table above", {0: True, 1: False}.get(code)
+
+    return judge
+
+
+def _claims(found: Found) -> Verdict:
+    return f"exit code {found['claims']}: see its table above", None
+
+
+def _resumed(found: Found) -> Verdict:
+    cuts = found["cuts"]
+    return f"{cuts['same']} of {cuts['cuts']} cuts end with the same bits", cuts["same"] == cuts["cuts"]
+
+
+def _added_up(found: Found) -> Verdict:
+    explained = 1 - share(found["bf16"], "unexplained")
+    return f"{explained:.1%}", explained >= 0.97
+
+
+TARGETS = (
+    Target(
+        "ResNet-50, 224, synthetic, bf16, channels_last, compile",
+        "at least timm's calls x 1.00",
+        (_BF16, part("timm-bf16", "timm", "--precision", "bf16"), part("roofline", "roofline")),
+        _against_timm("bf16", "timm-bf16"),
+    ),
+    Target(
+        "the same, fp16 with its scaler",
+        "at least timm's calls x 1.00",
+        (_FP16, part("timm-fp16", "timm", "--precision", "fp16"), part("roofline", "roofline")),
+        _against_timm("fp16", "timm-fp16"),
+    ),
+    Target(
+        "ResNet-50 from JPEGs",
+        "at least 0.95 of synthetic, GPU utilisation at least 90 %",
+        (
+            _BF16,
+            part("photographs", "photographs", "{work}/photographs"),
+            train(
+                *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
+                *("data.evaluation_batch=64", "max_windows=120", "log.every=20"),
+            ),
+        ),
+        _real,
+    ),
+    Target(
+        "GPT-2 124M, T = 1024, bf16, compile, flash attention",
+        "MFU at least 50 %",
+        (
+            train(
+                *("gpt2", "gpt2-124m", "data.name=synthetic", "data.global_batch=64", "data.micro_batch=32"),
+                *("data.evaluation_batch=8", *_SHORT, "max_windows=60", "log.every=10"),
+            ),
+        ),
+        _mfu,
+    ),
+    Target(
+        "host synchronisations in a step without a row",
+        "0",
+        (part("synchronisations", "synchronisations"),),
+        _waits,
+    ),
+    Target(
+        "overhead over a hand-written loop",
+        "at most 20 us a step",
+        (bench("overhead", "overhead", "--rounds", "20"),),
+        _code("overhead"),
+    ),
+    Target(
+        "small model's step with CUDA graphs",
+        f"within {_WITHIN:.2f} x of a hand-written loop's",
+        (part("graphs", "graphs"),),
+        _graphs,
+    ),
+    Target(
+        "checkpoint stall, every 100 steps",
+        "at most 1 % of the time",
+        (
+            train(
+                *("checkpoints", "resnet50-synthetic", *_LARGE, *_SHORT, "checkpoint.every=100"),
+                *("max_windows=260", "log.every=20"),
+            ),
+        ),
+        _stall,
+    ),
+    Target(
+        "AMP, activation checkpointing, accumulation",
+        "the claims' table, measured",
+        (bench("claims", "claims", "--quick", "--only", "precision,checkpointing,accumulation"),),
+        _claims,
+    ),
+    Target("deterministic: bitwise resume", "20 of 20 cuts", (part("cuts", "cuts"),), _resumed),
+    Target(
+        "deterministic: its price",
+        "known",
+        (
+            bench(
+                *("price", "setting", "resnet50-synthetic", "deterministic=true", "--rounds", "7"),
+                *("--windows", "5", "--set", "data.micro_batch=256"),
+            ),
+        ),
+        _code("price"),
+    ),
+    Target("data-wait, copy, compute, optimiser add up", "at least 97 %", (_BF16,), _added_up),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures all that there is time for, and prints a table.
+
+    Returns:
+        0 if every target was met, 1 if one was missed, 3 if one could not be judged or there is no GPU.
+    """
+    parser = argparse.ArgumentParser(prog="scripts/bench_gpu.sh", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="show the commands")
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        for target in TARGETS:
+            print(f"# {target.what}: {target.target}")
+            for step in target.steps:
+                print(shlex.join(command(step, Path("WORK"))))
+        return EXIT_DONE
+    if not torch.cuda.is_available():
+        print("not measured: no GPU")
+        return EXIT_NOT_MEASURED
+    from trainer.observe.conditions import conditions
+
+    lines, verdicts = [], []
+    began, found = time.monotonic(), dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="trainer-targets-") as name:
+        for target in TARGETS:
+            said, met = _measured(target, Path(name), found, LIMIT_S - (time.monotonic() - began))
+            verdicts.append(met)
+            verdict = {True: "met", False: "MISSED", None: ""}[met]
+            lines.append(f"| {target.what} | {target.target} | {said} | {verdict} |")
+    print(f"{conditions()}\n\n| what | target | measured | |\n|---|---|---|---|")
+    print("\n".join(lines))
+    if False in verdicts:
+        return EXIT_FAILED
+    return EXIT_DONE if all(verdicts) else EXIT_NOT_MEASURED
+
+
+def command(step: Step, work: Path) -> list[str]:
+    """The words of a step's command."""
+    return [sys.executable, *(word.replace("{work}", str(work)) for word in step.words)]
+
+
+def _measured(target: Target, work: Path, found: dict[str, Any], left: float) -> Verdict:
+    """Does what of a row's steps wasn't done yet, and judges; says why where that can't be."""
+    end = time.monotonic() + left
+    for step in target.steps:
+        if step.key in found:
+            continue
+        if time.monotonic() >= end:
+            return f"not measured: {LIMIT_S:.0f} s were over", None
+        try:
+            found[step.key] = _done(step, work, end - time.monotonic())
+        except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
+            return f"not measured: {step.key}: {str(error).splitlines()[0][:120]}", None
+    try:
+        return target.judge(found)
+    except (KeyError, StopIteration, ZeroDivisionError, TypeError) as error:
+        return f"not measured: no figure ({type(error).__name__} {error})", None
+
+
+def _done(step: Step, work: Path, within: float) -> Any:
+    words = command(step, work)
+    print(f"+ {shlex.join(words)}", file=sys.stderr, flush=True)
+    piped = subprocess.PIPE if step.keeps == "json" else None
+    done = subprocess.run(words, stdout=piped, text=True, timeout=within, check=step.keeps != "code")
+    if step.keeps == "code":
+        return done.returncode
+    if step.keeps == "json":
+        return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in (work / step.key / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,251 @@
+"""A small model's step with CUDA graphs: the trainer's loop beside one written by hand, in turn.
+
+The model's kernels are so short that launching one after the other takes longer than they do: that is what
+CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`, which replays its forward and
+its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
+The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
+there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
+guards, fingerprints of the weights, a row of figures every 50 windows into JSONL and TensorBoard and judged,
+and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all loops.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.setting import now
+from trainer.config.recipe import Recipe
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.loader import Batch
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.models.compiling import missing_for_compiling
+from trainer.observe.log import Meter
+from trainer.observe.sinks import jsonl_sink, tensorboard_sink
+from trainer.observe.trace import Trace, fingerprints_of, trace_to
+from trainer.train.between_windows import BetweenWindows
+from trainer.train.explain import explain
+from trainer.train.guard import Guard
+from trainer.train.loop import train
+from trainer.train.progress import Progress
+from trainer.train.run import assemble
+from trainer.train.step import take_figures
+
+_CLASSES, _BATCHES = 16, 64  # batches: of an epoch, at whose end rows tell of the memory
+_EMA_DECAY = 0.99
+_MODES = ("reduce-overhead", "none")
+
+
+class Residual(nn.Module):
+    """x + gelu(linear(norm(x))), float (n, width)."""
+
+    def __init__(self, width: int) -> None:
+        """Its own weights."""
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the same shape."""
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+class SmallTask:
+    """Random vectors to classes, by eight residual layers."""
+
+    uniforms = 0
+    metric = "loss"
+    lower_is_better = True
+
+    def __init__(self, batch: int, width: int) -> None:
+        """Of so many samples that an epoch has 64 batches."""
+        random = np.random.Generator(np.random.Philox(0))
+        self.width = width
+        self.x = random.standard_normal((_BATCHES * batch, width), dtype=np.float32)
+        self.y = random.integers(0, _CLASSES, len(self.x))
+        self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
+        self.evaluation_data: Dataset = self.train_data
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing that anybody must know."""
+        return {}
+
+    def model(self) -> nn.Module:
+        """New."""
+        layers = [Residual(self.width) for _ in range(8)]
+        return nn.Sequential(*layers, nn.Linear(self.width, _CLASSES))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross entropy, summed."""
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """The loss."""
+        return {"loss": self.loss(model, batch)}
+
+
+def small_recipe(mode: str, batch: int, windows: int) -> Recipe:
+    """How `SmallTask` is trained."""
+    values: dict[str, Any] = {
+        "epochs": -(-windows // _BATCHES),
+        "max_windows": windows,
+        "data": {"global_batch": batch, "micro_batch": batch, "resident": True},  # as by hand
+        "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "ema": {"decay": _EMA_DECAY},
+        "precision": {"mode": "bf16"},
+        "compile": {"mode": mode},
+    }
+    return Recipe.model_validate(values)
+
+
+def by_trainer(
+    task: SmallTask, recipe: Recipe, device: torch.device, steps: int, folder: Path, stack: ExitStack
+) -> Callable[[], float]:
+    """The trainer's loop with its default logging; each call does its next steps and returns the seconds.
+
+    Its files are in the folder; they are open and its thread runs until the stack is closed.
+    """
+    world = World(0, 1, 0, device, None)
+    parts = assemble(recipe, task, world, workers=0)
+    training = parts.training
+    to_board, close = tensorboard_sink(folder)
+    stack.callback(close)
+    file = stack.enter_context((folder / "metrics.jsonl").open("w"))
+    kept = stack.enter_context((folder / "trace.jsonl").open("w"))
+    names = list(training.model.state_dict())
+    trace = Trace(fingerprints_of(training.model), trace_to(kept, names, [], 0))
+    sinks = [jsonl_sink(file), to_board]
+    meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), trace)
+    explain(stack, recipe, parts, world, 1, meter)
+    assert training.ring is not None
+    guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
+    between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+    batches, done = parts.loader(training.share.batches()), 0
+
+    def turn() -> float:
+        nonlocal done
+        windows = range(done, done + steps)
+        done = windows.stop
+        began = now(device)
+        train(
+            training,
+            batches,
+            windows,
+            meter,
+            recipe.log.every,
+            evaluation_due=lambda _: False,
+            evaluate=lambda _: None,
+            window_done=between.window_done,
+        )
+        return now(device) - began
+
+    return turn
+
+
+def by_hand(
+    task: SmallTask, recipe: Recipe, device: torch.device, steps: int, compiled: bool
+) -> Callable[[], float]:
+    """The loop that one would write for this model and nothing else; compiled or not."""
+    optim, total = recipe.optim, recipe.max_windows or 1
+    model = task.model().to(device)
+    params = list(model.parameters())
+    average, weights = [p.detach().clone() for p in params], [p.detach() for p in params]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+    all_x, all_y = torch.from_numpy(task.x).to(device), torch.from_numpy(task.y).to(device)
+    batch = recipe.data.micro_batch
+    x, y = all_x[:batch].clone(), all_y[:batch].clone()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(x)
+        return logits
+
+    call: Callable[[torch.Tensor], torch.Tensor] = forward
+    if compiled:
+        from torch._dynamo import mark_static_address  # here: it takes three seconds
+
+        mark_static_address(x)
+        # Of a function of its own: compiled code and graphs of the trainer's model aren't looked through.
+        call = torch.compile(forward, mode=recipe.compile.torch_mode(device), dynamic=False)
+    done = 0
+    order: tuple[torch.Tensor, ...] = ()
+
+    def turn() -> float:
+        nonlocal done, order
+        began = now(device)
+        for step in range(done, done + steps):
+            if step % _BATCHES == 0:
+                order = torch.randperm(len(all_x), device=device).split(batch)
+            torch.index_select(all_x, 0, order[step % _BATCHES], out=x)
+            torch.index_select(all_y, 0, order[step % _BATCHES], out=y)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(call(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(params, optim.clip, foreach=True)
+            for group in optimizer.param_groups:
+                group["lr"] = optim.lr * (1 + math.cos(math.pi * step / total)) / 2
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            torch._foreach_lerp_(average, weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
+        done += steps
+        return now(device) - began
+
+    return turn
+
+
+def graphs(mode: str = _MODES[0], rounds: int = 0, steps: int = 0) -> dict[str, Any]:
+    """Times the loops in turn.
+
+    Args:
+        mode: Of torch.compile, or "none"; on a CPU, which has no graphs, reduce-overhead is "default".
+        rounds: Interleaved; 0: 20, on a CPU 3.
+        steps: In each; 0: 500, on a CPU 2.
+
+    Returns:
+        ratio, low, high: median of the rounds' ratios, trainer to by hand, and its 95 % interval.
+        trainer_us, by_hand_us, eager_us: medians per step; eager is the loop by hand with nothing compiled.
+        skipped: how often torch gave up a graph.
+        measured: whether there was a GPU.
+
+    Raises:
+        BadInputError: If there is nothing to compile with.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cuda = device.type == "cuda"
+    if mode != "none" and (missing := missing_for_compiling(device)):
+        raise BadInputError(f"compile.mode={mode}: {missing}")
+    # Rows explain themselves every quarter of a second, by the clock: shorter turns would each do it once.
+    rounds, steps = rounds or (20 if cuda else 3), steps or (500 if cuda else 2)
+    batch, width = (1024, 1024) if cuda else (32, 64)
+    task, recipe = SmallTask(batch, width), small_recipe(mode, batch, (rounds + 1) * steps)
+    with tempfile.TemporaryDirectory(prefix="trainer-graphs-") as folder, ExitStack() as stack:
+        loops = {
+            "trainer": by_trainer(task, recipe, device, steps, Path(folder), stack),
+            "by_hand": by_hand(task, recipe, device, steps, mode != "none"),
+            "eager": by_hand(task, recipe, device, steps, compiled=False),
+        }
+        found = interleaved(list(loops.values()), rounds, shown=False)
+    seconds = dict(zip(loops, found, strict=True))
+    pairs = zip(seconds["trainer"], seconds["by_hand"], strict=True)
+    ratio, low, high = median_interval([ours / hand for ours, hand in pairs])
+    each = {f"{name}_us": float(np.median(series)) / steps * 1e6 for name, series in seconds.items()}
+    figures = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
+    return {**figures, "mode": recipe.compile.torch_mode(device), "skipped": _skipped(), "measured": cuda}
+
+
+def _skipped() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])

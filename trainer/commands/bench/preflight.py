@@ -1,0 +1,206 @@
+"""Which link between the hosts is slow or dead, before a job hangs in it: `trainer bench comm --preflight`.
+
+Every pair of hosts is tried over a TCP connection of its own, on one host every pair of ranks. Not with an
+all-reduce, and not with gloo or NCCL: both connect every rank with every other while they start, so that one
+dead link makes all of them wait and none of them knows for whom. Addresses are exchanged at the store where
+ranks meet (MASTER_ADDR, MASTER_PORT), and only that has to be reached. What is measured is what one TCP
+stream of Python carries, at most some tens of Gbit/s: it tells links apart, and not what the fastest of
+them could do.
+
+Pairs are taken in the rounds of a tournament, in which each host has one partner: 8 hosts need 7 rounds of
+about a second. A round ends when all its pairs have, or their time is over. Links that seem slow are tried
+twice more, and their best counts.
+"""
+
+import json
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from trainer.commands.bench.link_limit import address_towards, addresses, interface_speed, interface_to
+from trainer.commands.bench.links import STREAM_SECONDS, Link, called, calling, listening
+from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of
+
+_SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
+_LOOK_SECONDS = 0.02
+_MOST_TRIES = 3
+_COME_SECONDS = 30.0  # that hosts need to start the command and import torch
+
+
+class Place(NamedTuple):
+    """This rank among the others, and where they meet."""
+
+    rank: int
+    size: int
+    master: str
+    port: int
+    holds_store: bool
+
+
+def as_rank(seconds: float) -> dict[str, Any]:
+    """`preflight` for a rank that torchrun, our launcher or a Slurm hook started."""
+    environ = os.environ
+    rank = int(environ["RANK"])
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = Place(
+        rank,
+        int(environ["WORLD_SIZE"]),
+        environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(environ.get("MASTER_PORT", "29500")),
+        rank == 0 and not agent,
+    )
+    return preflight(place, seconds)
+
+
+def preflight(place: Place, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
+    """Tries all links together with the other ranks.
+
+    Args:
+        place: This rank.
+        seconds: After which no answer means that a link is dead.
+        come_seconds: How long ranks wait for each other at the start; 0: half a minute, or four times that.
+
+    Returns:
+        `hosts` and `pairs` for `preflight_verdict.verdict`, the same on every rank; on a rank
+        that could not meet the others `alone`, which says so.
+    """
+    if place.size == 1:
+        return {"hosts": [], "pairs": [], "missing": []}
+    come = come_seconds or max(_COME_SECONDS, 4 * seconds)
+    who, where = f"rank {place.rank} on {platform.node()}", f"{place.master}:{place.port}"
+    try:
+        store = _store(place, come)
+    except RuntimeError as error:
+        if place.holds_store:
+            return {"alone": f"{who} can't listen at {where}: {str(error).splitlines()[0][:200]}"}
+        return {"alone": f"{who} got no answer from the store at {where} within {come:g} s"}
+    try:
+        return {**_tried(store, place, seconds, come), "come": come}
+    except RuntimeError:
+        return {"alone": f"{who} lost the store at {where}"}
+
+
+def _store(place: Place, seconds: float) -> Any:
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    wait = timedelta(seconds=seconds)
+    store = TCPStore(place.master, place.port, None, place.holds_store, wait, wait_for_workers=False)
+    return PrefixStore("preflight", store)
+
+
+def _tried(store: Any, place: Place, seconds: float, come: float) -> dict[str, Any]:
+    interface, _ = interface_to(place.master, os.environ)
+    address = next(iter(addresses().get(interface, [])), "") or address_towards(place.master) or "127.0.0.1"
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
+    # A host's own name often means 127.0.0.1 to it; others reach it where the store is.
+    with listening("" if several and address.startswith("127.") else address) as server:
+        speed = interface_speed(interface)[0] if interface else None
+        own = Host(place.rank, platform.node(), address, server.getsockname()[1], interface, speed)
+        _tell(store, f"host-{place.rank}", own)
+        present = _present(store, place, come)
+        hosts = _one_of_each(present)
+        found = _all_links(store, server, own, hosts, seconds)
+        _leave(store, place, present, seconds)
+    missing = sorted(set(range(place.size)) - {host.rank for host in present})
+    return {"hosts": hosts, "pairs": found, "missing": missing}
+
+
+def _all_links(
+    store: Any, server: socket.socket, own: Host, hosts: Sequence[Host], seconds: float
+) -> list[Pair]:
+    """Every link once, and those that seem slow again, until it is known that they are.
+
+    A host that has other work for a moment is no slow link, and what is usual depends on all of them.
+    """
+    found, gone, number = dict[tuple[int, int], Pair](), set[int](), 0
+    tries: Counter[tuple[int, int]] = Counter()
+    wanted = [(one.rank, other.rank) for pairs in rounds_of(hosts) for one, other in pairs]
+    while wanted:
+        for pairs in rounds_of(hosts):
+            chosen = [(one, other) for one, other in pairs if (one.rank, other.rank) in wanted]
+            for one, other in chosen:
+                if own.rank in (one.rank, other.rank):
+                    link = _try(server, own, one, other, number, seconds)
+                    _tell(store, f"link-{number}-{own.rank}", link)
+            for pair in _round(store, number, chosen, seconds, gone):
+                ends = (pair.one, pair.other)
+                found[ends] = better(found[ends], pair) if ends in found else pair
+                tries[ends] += 1
+            number += 1
+        odd = faults({host.rank: host for host in hosts}, list(found.values()), seconds)
+        suspects = [(pair.one, pair.other) for pair in odd if pair.seconds is not None]
+        wanted = [ends for ends in suspects if tries[ends] < _MOST_TRIES]
+    return list(found.values())
+
+
+def _try(server: socket.socket, own: Host, one: Host, other: Host, number: int, seconds: float) -> Link:
+    if own.rank == one.rank:
+        return called(server, number, other.rank, seconds)
+    elsewhere = one.address.startswith("127.") and one.name != own.name
+    where = os.environ.get("MASTER_ADDR", one.address) if elsewhere else one.address
+    return calling((where, one.port), number, own.rank, seconds)
+
+
+def _round(
+    store: Any, number: int, pairs: Sequence[tuple[Host, Host]], seconds: float, gone: set[int]
+) -> list[Pair]:
+    """What both ends of each pair say; nobody waits again for `gone`, ranks that once said nothing."""
+    until = time.monotonic() + 5 * seconds + 2 * STREAM_SECONDS + _SPARE_SECONDS
+    found = []
+    for one, other in pairs:
+        links = []
+        for host in (one, other):
+            told = _told(store, f"link-{number}-{host.rank}", 0.0 if host.rank in gone else until)
+            if told is None:
+                gone.add(host.rank)
+            links.append(Link(*told) if told else Link(why="it said nothing any more"))
+        found.append(joined(one, other, links[0], links[1]))
+    return found
+
+
+def _present(store: Any, place: Place, come: float) -> list[Host]:
+    """The ranks that came in time: what rank 0 says, so that all ranks try the same links."""
+    if place.rank == 0:
+        until = time.monotonic() + come
+        cards = [_told(store, f"host-{rank}", until) for rank in range(place.size)]
+        _tell(store, "present", [card for card in cards if card])
+    told = _told(store, "present", time.monotonic() + 2 * come + _SPARE_SECONDS)
+    if told is None:
+        raise RuntimeError("rank 0 said nothing")
+    return [Host(*card) for card in told]
+
+
+def _one_of_each(present: Sequence[Host]) -> list[Host]:
+    """The first rank of each host; all ranks where there is one host alone."""
+    first: dict[tuple[str, str], Host] = {}
+    for host in present:
+        first.setdefault((host.name, host.address), host)
+    return list(first.values()) if len(first) > 1 else list(present)
+
+
+def _leave(store: Any, place: Place, present: Sequence[Host], seconds: float) -> None:
+    """Rank 0 may hold the store: it goes last."""
+    _tell(store, f"done-{place.rank}", True)
+    if place.holds_store:
+        until = time.monotonic() + seconds
+        for host in present:
+            _told(store, f"done-{host.rank}", until)
+        time.sleep(0.2)  # for the answers that are on their way
+
+
+def _tell(store: Any, key: str, value: Any) -> None:
+    store.set(key, json.dumps(value))
+
+
+def _told(store: Any, key: str, until: float) -> Any:
+    """What was told under a key; None if nothing is by then."""
+    while not store.check([key]):
+        if time.monotonic() > until:
+            return None
+        time.sleep(_LOOK_SECONDS)
+    return json.loads(store.get(key))

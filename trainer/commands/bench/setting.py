@@ -1,0 +1,115 @@
+"""What a setting costs: a recipe's windows with it and without, in turn, in one process."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.distributed.parallel import World
+from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
+from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.models.precision import set_matmul_mode
+from trainer.observe.conditions import conditions
+from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
+from trainer.train.step import train_window
+
+_NOT_IN_A_WINDOW = (
+    *("log.", "checkpoint.", "evaluate_every", "memory.allocator"),
+    *("parallel.threads", "parallel.hang_s", "parallel.cpu_binding"),
+)
+
+
+def bench_setting(
+    name: str, settings: Sequence[str], common: Sequence[str], rounds: int, windows: int
+) -> int:
+    """Measures and prints.
+
+    Args:
+        name: Of a recipe.
+        settings: KEY=VALUE, each compared with the recipe as it is.
+        common: KEY=VALUE for all sides.
+        rounds: Interleaved rounds.
+        windows: In each.
+
+    Returns:
+        0, or 3 if there was nothing to measure.
+
+    Raises:
+        BadInputError: If the recipe can't be trained here, or a setting isn't of a window's.
+    """
+    for setting in settings:
+        if setting.startswith(_NOT_IN_A_WINDOW):
+            raise BadInputError(
+                f"{setting}: windows alone are timed here, in one process; what is of the process, its rows, "
+                "checkpoints and evaluations aren't: add --runs to compare whole runs"
+            )
+    if rounds < 1 or windows < 1:
+        print("nothing measured: --rounds and --windows must be at least 1")
+        return EXIT_NOT_MEASURED
+    length = ["epochs=1000000000", f"max_windows={windows * (rounds + 1)}"]
+    values = override(read_recipe(name), [*common, *length])
+    threads = threads_per_rank(read_limits(), 1)
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        sides = {"as it is": _side(name, values, windows, stack)}
+        sides |= {setting: _side(name, override(values, [setting]), windows, stack) for setting in settings}
+        seconds = interleaved(list(sides.values()), rounds)
+    print(
+        f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved rounds of {windows} windows, "
+        f"{threads} CPU threads\n| setting | ms per window | ratio | 95 % interval |\n|---|---|---|---|"
+    )
+    for side, series in zip(sides, seconds, strict=True):
+        pairs = zip(series, seconds[0], strict=True)
+        ratio, low, high = median_interval([one / base for one, base in pairs])
+        against = " | " if series is seconds[0] else f"{ratio:.3f} | {low:.3f} to {high:.3f}"
+        print(f"| {side} | {median_interval(series)[0] / windows * 1e3:,.2f} | {against} |")
+    return EXIT_DONE
+
+
+def _side(name: str, values: dict[str, Any], windows: int, stack: ExitStack) -> Callable[[], float]:
+    recipe = validated(Recipe, values, name)
+    task = make_task(recipe)
+    check_request(recipe, task, 1)
+    device = torch.device("cuda", 0) if device_kind(recipe) == "cuda" else torch.device("cpu")
+    parts = assemble(recipe, task, World(0, 1, 0, device, None), workers_per_rank(read_limits(), 1))
+    stack.callback(parts.loader.close)
+    stack.callback(parts.evaluation_loader.close)
+    turn = timed_windows(parts, windows, device)
+
+    def with_its_settings() -> float:
+        # They are the process's, and the sides take turns.
+        set_matmul_mode(recipe.precision)
+        set_determinism(recipe)
+        return turn()
+
+    return with_its_settings
+
+
+def timed_windows(parts: Parts, windows: int, device: torch.device) -> Callable[[], float]:
+    """What does so many windows of a run, each time the next ones, and returns the seconds."""
+    training = parts.training
+    training.replica.train()
+    batches, done = parts.loader(training.share.batches()), 0
+
+    def turn() -> float:
+        nonlocal done
+        began = now(device)
+        for _ in range(windows):
+            train_window(training, batches, done)
+            done += 1
+        return now(device) - began
+
+    return turn
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,121 @@
+"""What a setting of the whole process costs or brings, such as memory.allocator: whole runs, in turn."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.commands.bench.overhead import median_interval
+from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
+from trainer.observe.conditions import conditions
+
+_GIB = 1 << 30
+_VARIABLE = "env:"
+# Heading, and the key of a row whose largest value it is.
+_MEMORY = {
+    "allocated": "memory/peak_bytes",
+    "reserved": "memory/reserved_bytes",
+    "used on the GPU": "gpu/memory_bytes",
+    "resident": "memory/rss_bytes",
+}
+
+
+class Figures(NamedTuple):
+    """What one run reached.
+
+    Attributes:
+        samples_per_s: Of its training.
+        memory: The most GiB, by heading; without what its rows didn't tell.
+    """
+
+    samples_per_s: float
+    memory: dict[str, float]
+
+
+def bench_whole_runs(
+    name: str,
+    settings: Sequence[str],
+    common: Sequence[str],
+    rounds: int,
+    windows: int,
+) -> int:
+    """Measures and prints: each round has a run of each side, each in processes of its own.
+
+    Args:
+        name: Of a recipe.
+        settings: As for `run`; each is compared with the recipe as it is.
+        common: KEY=VALUE for all sides.
+        rounds: Interleaved rounds.
+        windows: Of each run.
+
+    Returns:
+        0, or 3 if there was nothing to measure.
+
+    Raises:
+        BadInputError: If a run fails; its own words are on stderr.
+    """
+    if rounds < 1 or windows < 1:
+        print("nothing measured: --rounds and --windows must be at least 1")
+        return EXIT_NOT_MEASURED
+    length = ["epochs=1000000000", f"max_windows={windows}", "evaluate_every=0", "checkpoint.minutes=0"]
+    sides = {"as it is": [], **{setting: [setting] for setting in settings}}
+    found: dict[str, list[Figures]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, own in sides.items():
+            found[side].append(run(name, [*common, *length, *own]))
+    print(f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved runs of {windows} windows each")
+    print(_table(found))
+    return EXIT_DONE
+
+
+def _table(found: Mapping[str, Sequence[Figures]]) -> str:
+    first = next(iter(found.values()))
+    told = [heading for heading in _MEMORY if any(heading in one.memory for one in first)]
+    head = ["setting", "samples/s", "ratio", "95 % interval", *(f"{heading}, GiB" for heading in told)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for side, runs in found.items():
+        speed = median_interval([one.samples_per_s for one in runs])[0]
+        pairs = zip(runs, first, strict=True)
+        ratio, low, high = median_interval([one.samples_per_s / base.samples_per_s for one, base in pairs])
+        against = ["", ""] if runs is first else [f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"]
+        most = [max((one.memory.get(heading, 0.0) for one in runs), default=0.0) for heading in told]
+        cells = [side, f"{speed:,.0f}", *against, *(f"{size:.2f}" if size else "" for size in most)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def run(name: str, settings: Sequence[str]) -> Figures:
+    """Trains a recipe in processes of its own; nothing of it stays.
+
+    Args:
+        name: Of the recipe.
+        settings: KEY=VALUE, or env:NAME=VALUE for a variable of the environment.
+
+    Raises:
+        BadInputError: If it fails.
+    """
+    variables = [one.removeprefix(_VARIABLE).partition("=") for one in settings if one.startswith(_VARIABLE)]
+    environment = {**os.environ, **{variable: value for variable, _, value in variables}}
+    keys = [setting for setting in settings if not setting.startswith(_VARIABLE)]
+    words = [word for setting in keys for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory(prefix="trainer-bench-") as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "trainer", "train", name, "--out", str(out), *words]
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise BadInputError(f"{' '.join([name, *settings])} ended with code {done.returncode}: see above")
+        return figures(out / "metrics.jsonl")
+
+
+def figures(file: Path) -> Figures:
+    """Reads what a run reached from its rows."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    memory = {}
+    for heading, key in _MEMORY.items():
+        if sizes := [row[key] for row in rows if key in row]:
+            memory[heading] = max(sizes) / _GIB
+    return Figures(next(row["samples_per_s"] for row in rows if row["kind"] == "end"), memory)

@@ -1,0 +1,207 @@
+"""`trainer data`: pack, index, verify, stats."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.data.formats.tokenize import add_parser as add_tokenize
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.launch.signals import unwound
+from trainer.observe.working import counted
+
+_SPLITS = ("train", "val")
+_SHOWN = 20
+
+
+def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
+    """Adds `data` and what is below it."""
+    data = commands.add_parser("data", help="pack, index, verify and describe data sets", allow_abbrev=False)
+    kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=parser_class)
+
+    pack = kinds.add_parser(
+        "pack",
+        help="decode, shrink and encode images once, for all epochs",
+        allow_abbrev=False,
+    )
+    pack.add_argument(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="folder of classes, .csv or .parquet, indexed shards; or a folder with train and val of these",
+    )
+    pack.add_argument("target", type=Path, metavar="DST", help="new folder, or an unfinished pack")
+    pack.add_argument(
+        "--short-side", type=int, metavar="N", help="shrink what is larger to this, in pixels (256 for 224)"
+    )
+    pack.add_argument("--quality", type=int, default=90, metavar="Q", help="of the JPEGs (default: 90)")
+    pack.add_argument(
+        "--raw", action="store_true", help="store pixels: the least work in training, 5 to 10 times the size"
+    )
+    pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
+    pack.set_defaults(run=_pack)
+
+    add_tokenize(kinds)
+
+    index = kinds.add_parser("index", help="index tar shards, once", allow_abbrev=False)
+    index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")
+    index.set_defaults(run=_index)
+
+    verify = kinds.add_parser("verify", help="check every sample of a pack or of shards", allow_abbrev=False)
+    verify.add_argument(
+        "folder", type=Path, metavar="DIR", help="has an index, or train and val do; or tokens.bin"
+    )
+    verify.set_defaults(run=_verify)
+
+    stats = kinds.add_parser("stats", help="counts, sizes, cost, mean and std", allow_abbrev=False)
+    stats.add_argument("source", type=Path, metavar="SRC", help="as for pack, or a pack")
+    stats.add_argument("--json", action="store_true", help="print JSON")
+    stats.set_defaults(run=_stats)
+
+
+def _parts(source: Path) -> list[tuple[str, Path]]:
+    """Splits of a data set with their paths, or the path itself under an empty name."""
+    found = []
+    for split in _SPLITS:
+        names = (split, f"{split}.parquet", f"{split}.csv")
+        found += [(split, source / name) for name in names if (source / name).exists()][:1]
+    if not source.exists():
+        raise BadInputError(f"{source}: no such file or folder")
+    beside = {entry.name for entry in source.iterdir() if entry.is_dir()} if found else set[str]()
+    if odd := sorted(beside - {*_SPLITS, "test"}):
+        raise BadInputError(
+            f"{source}: is '{found[0][0]}' a part of the data or a class like '{odd[0]}' beside it? "
+            "Put the classes into a folder train, or name one part alone"
+        )
+    return found or [("", source)]
+
+
+def _open(source: Path) -> Any:
+    from trainer.data.formats.files import in_folder, in_table
+    from trainer.data.formats.pieces import INDEX, in_pieces
+
+    if source.suffix in (".csv", ".parquet"):
+        return in_table(source)
+    if (source / INDEX).exists():
+        return in_pieces(source)
+    if any(source.glob("*.tar")):
+        raise BadInputError(f"{source}: these shards have no index yet: trainer data index {source}")
+    return in_folder(source)
+
+
+@unwound()
+def _pack(options: argparse.Namespace) -> int:
+    from trainer.data.formats.pack import PackSettings, pack
+    from trainer.host.limits import read_limits
+
+    if options.short_side is not None and not 8 <= options.short_side <= 16384:
+        raise BadInputError(f"--short-side {options.short_side}: give 8 to 16384 pixels")
+    if not 1 <= options.quality <= 95:
+        raise BadInputError(f"--quality {options.quality}: give 1 to 95")
+    processes = options.processes or max(1, int(read_limits().cpus))
+    if processes < 1:
+        raise BadInputError(f"--processes {options.processes}: give a number from 1 on")
+    settings = PackSettings(options.short_side, options.quality, options.raw)
+    for split, source in _parts(options.source):
+        target = options.target / split if split else options.target
+        records = _open(source)
+        try:
+            with counted(f"packing {source}", len(records)) as advance:
+                about = pack(records, target, settings, processes, advance)
+        except OSError as error:
+            raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
+        size = sum(piece.bytes for piece in about.pieces)
+        print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.pieces)} pieces")
+    print(f"  train on it with --set data.name=pack --set data.path={options.target}")
+    return EXIT_DONE
+
+
+def _index(options: argparse.Namespace) -> int:
+    from trainer.data.formats.shards import index_shards
+
+    for _, folder in _parts(options.folder):
+        total = sum(file.stat().st_size for file in folder.glob("*.tar")) if folder.is_dir() else 0
+        try:
+            with counted(f"indexing {folder}", total) as advance:
+                about = index_shards(folder, advance)
+        except OSError as error:
+            raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
+        classes = len(about.classes)
+        print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.pieces)} shards")
+    return EXIT_DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from trainer.data.formats.pieces import in_pieces
+    from trainer.data.formats.stats import damaged
+
+    if options.folder.suffix == ".bin":
+        return _verify_tokens(options.folder)
+    bad = 0
+    for _, folder in _parts(options.folder):
+        pieces = in_pieces(folder)
+        with counted(f"verifying {folder}", len(pieces)) as advance:
+            lines = list(damaged(pieces, advance))
+        for line in lines[:_SHOWN]:
+            print(line)
+        if len(lines) > _SHOWN:
+            print(f"… and {len(lines) - _SHOWN:,} more")
+        print(f"{folder}: {len(pieces) - len(lines):,} of {len(pieces):,} samples are as they were indexed")
+        bad += len(lines)
+    return EXIT_FAILED if bad else EXIT_DONE
+
+
+def _verify_tokens(file: Path) -> int:
+    from trainer.data.formats.tokens import verify_tokens
+
+    with counted(f"verifying {file}", file.stat().st_size if file.exists() else 0) as advance:
+        about = verify_tokens(file, advance)
+    print(f"{file}: {about.tokens:,} tokens are as they were written")
+    return EXIT_DONE
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from trainer.data.formats.stats import LOOKED_AT, statistics
+
+    found = {}
+    for split, source in _parts(options.source):
+        records = _open(source)
+        with counted(f"decoding {source}", min(len(records), LOOKED_AT)) as advance:
+            found[split or str(source)] = statistics(records, advance)
+    if options.json:
+        print(json.dumps({name: _plain(figures) for name, figures in found.items()}, indent=1))
+        return EXIT_DONE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *found)
+    for row in next(iter(found.values()))._fields:
+        if row != "unreadable":
+            cells = (_shown(getattr(figures, row)) for figures in found.values())
+            table.add_row(row.replace("_", " "), *cells)
+    Console().print(table)
+    print("smallest / median / largest; mean and std are of each channel, on the scale 0 to 1")
+    for line in (line for figures in found.values() for line in figures.unreadable):
+        print(line)
+    return EXIT_DONE
+
+
+def _plain(figures: Any) -> dict[str, Any]:
+    return {
+        name: value._asdict() if hasattr(value, "_asdict") else value
+        for name, value in figures._asdict().items()
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return " / ".join(f"{number:,.10g}" for number in value)
+
+
+def _bytes(size: int) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:,.4g} {unit}"
+        size /= 1000  # type: ignore[assignment]
+    return f"{size:,.4g} GB"

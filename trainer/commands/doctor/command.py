@@ -1,0 +1,145 @@
+"""`trainer doctor`: reads the box, asks every check, says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.commands.doctor import gpu, limits as limit_checks, network, session, software, storage
+from trainer.commands.doctor.facts import Box, Finding, Folder, Gpus, Plan, unavailable
+from trainer.commands.doctor.helpers import kind_of, within
+from trainer.commands.doctor.kernel import read_system
+from trainer.config.redact import redact_text
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.host import disks
+from trainer.host.limits import Limits, read_limits
+
+if TYPE_CHECKING:
+    from trainer.commands.doctor.plan import Read
+
+_RUNS = Path("runs")  # as in trainer.train.resume, which imports torch
+_NVML_SECONDS = 4.0
+
+CHECKS: tuple[tuple[str, Callable[[Box], Finding]], ...] = (
+    *gpu.CHECKS,
+    *software.CHECKS,
+    *limit_checks.CHECKS,
+    *storage.CHECKS,
+    *network.CHECKS,
+    *session.CHECKS,
+)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Prints what was found; returns the exit code: 1 if anything is bad.
+
+    Raises:
+        BadInputError: If the recipe, a setting or the folder isn't one.
+    """
+    began = time.monotonic()
+    if options.set and options.recipe is None:
+        raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
+    keys = None
+    if options.recipe is not None:  # pydantic takes as long as all the rest
+        from trainer.commands.doctor.plan import read_keys
+
+        keys = read_keys(options.recipe, options.set)
+    if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
+        raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
+    box = read_box(options.recipe, keys, options.out or _RUNS)
+    found = judge(box)
+    if options.json:
+        print(json.dumps([_for_machines(name, one) for name, one in found.items()], indent=2))
+    else:
+        from trainer.commands.doctor.show import show
+
+        show(found, box.environ, time.monotonic() - began)
+    return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
+
+
+def judge(box: Box) -> dict[str, Finding]:
+    """What each check finds, by its id; a check that fails has found that it can't be made here."""
+    found = {}
+    for name, check in CHECKS:
+        try:
+            found[name] = check(box)
+        except Exception as error:  # no check is worth the others
+            found[name] = unavailable(f"it can't be checked here ({type(error).__name__}: {error})")
+    return found
+
+
+def read_box(
+    recipe: str | None,
+    keys: Read | None,
+    out: Path,
+    root: Path = Path("/"),
+    environ: Mapping[str, str] | None = None,
+    nvml: Any = None,
+) -> Box:
+    """Looks at everything; takes about a second.
+
+    Args:
+        recipe: Its name, if one was given.
+        keys: What it says; None without one.
+        out: The run folder, or that of all runs.
+        root: Folder that stands for "/".
+        environ: By default this process's.
+        nvml: A module in place of pynvml.
+    """
+    environ = os.environ if environ is None else environ
+    limits = read_limits(root)
+    gpus = within(_NVML_SECONDS, lambda: _gpus(nvml, root, environ), _silent())
+    caches = disks.cache_folders(environ)
+    cache = Path(keys.data.cache) if keys and keys.data.cache else caches["XDG_CACHE_HOME"]
+    paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
+    folders: dict[str, Folder] = {}
+    for role, path in paths.items():
+        folders[role] = disks.read_folder(path, root, known=folders.values())
+    return Box(
+        environ=environ,
+        limits=limits,
+        gpus=gpus,
+        system=read_system(root, limits),
+        folders=folders,
+        caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
+        data=disks.read_data(keys.data.path if keys else None, root),
+        software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
+        network=network.read_network(root, environ),
+        session=session.read_session(root, environ),
+        plan=_plan(recipe, keys, limits, gpus),
+    )
+
+
+def _plan(recipe: str | None, keys: Read | None, limits: Limits, gpus: Gpus) -> Plan:
+    if recipe is None or keys is None:
+        return Plan(ranks=max(1, len(gpus.cards)))
+    from trainer.commands.doctor.plan import make_plan
+
+    return make_plan(recipe, keys, limits, gpus)
+
+
+def _gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+    return gpu.read_gpus(nvml, root, environ)
+
+
+def _silent() -> Gpus:
+    return Gpus(problem=f"no answer within {_NVML_SECONDS:g} s", code=999, nodes=True)
+
+
+def _for_machines(name: str, found: Finding) -> dict[str, Any]:
+    return {
+        "id": name,
+        "status": found.status,
+        "finding": redact_text(found.finding),
+        "cause": redact_text(found.cause),
+        "remedy": {place: redact_text(line) for place, line in found.remedy.items()},
+    }

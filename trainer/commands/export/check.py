@@ -1,0 +1,103 @@
+"""Whether an exported file computes what the trained model does: in a fresh process, on real samples."""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from trainer.commands.export.reload import ONLY_WEIGHTS, slot
+
+LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
+# Together 32 samples; a batch of one, and sizes that no example had.
+BATCHES = (1, 2, 7, 22)
+_SECONDS = 900
+
+Outputs = Sequence[torch.Tensor]
+
+
+class NotTheSame(Exception):  # noqa: N818  (the outcome of a check)
+    """The file isn't what was asked for; the text says how."""
+
+
+def relative_error(wanted: Outputs, given: Outputs) -> float:
+    """The largest difference over the largest value wanted, of the worst output.
+
+    Args:
+        wanted: What the trained model gives.
+        given: What the file gives.
+
+    Returns:
+        Infinity if the two can't be compared: other shapes, a NaN on either side, or nothing at all.
+    """
+    if [one.shape for one in wanted] != [one.shape for one in given]:
+        return math.inf
+    pairs = zip(wanted, given, strict=True)
+    return max((_error(one.double(), other.double()) for one, other in pairs), default=math.inf)
+
+
+def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
+    if torch.equal(wanted, given):
+        return 0.0
+    difference, largest = float((wanted - given).abs().max()), float(wanted.abs().max())
+    return difference / largest if difference < math.inf and 0 < largest < math.inf else math.inf
+
+
+def in_fresh_process(
+    file: Path, batches: Sequence[Outputs], run: Sequence[str] = ()
+) -> list[list[torch.Tensor]]:
+    """What a file computes, read by a process of its own.
+
+    Args:
+        file: The exported file.
+        batches: The inputs of each batch.
+        run: For weights alone, see `trainer.commands.export.reload`.
+
+    Returns:
+        The outputs of each batch.
+
+    Raises:
+        NotTheSame: If it can't be read or run there.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-export-") as folder:
+        inputs, outputs = Path(folder, "inputs.safetensors"), Path(folder, "outputs.safetensors")
+        named = {
+            slot(batch, place): value.clone(memory_format=torch.contiguous_format)
+            for batch, values in enumerate(batches)
+            for place, value in enumerate(values)
+        }
+        safetensors.torch.save_file(named, inputs)
+        command = [
+            sys.executable,
+            "-m",
+            "trainer.commands.export.reload",
+            str(file),
+            str(inputs),
+            str(outputs),
+            *run,
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **ONLY_WEIGHTS},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotTheSame(f"a fresh process hadn't computed it after {_SECONDS} s") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise NotTheSame(f"a fresh process can't read or run it ({last})")
+        found = safetensors.torch.load_file(outputs)
+    return [
+        [found[name] for name in sorted(found) if name.startswith(slot(batch, 0)[:5])]
+        for batch in range(len(batches))
+    ]

@@ -1,0 +1,122 @@
+"""Reads an exported file in a process that knows nothing of the run, and says what it computes.
+
+    python -m trainer.commands.export.reload FILE INPUTS OUTPUTS [RUN [KEY=VALUE …]]
+
+INPUTS and OUTPUTS are safetensors files, with the tensors of each batch named by `slot`. RUN is the run
+folder, for weights alone: they need the model that they belong to; the settings say where its data lies.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# torch.export.load reads its example inputs by torch.load, and asks for any pickle; with this torch reads
+# tensors and nothing else. (torch.jit.load has a reader of its own, in C++, which imports no Python.)
+ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+
+Outputs = list[Any]
+
+
+def slot(batch: int, place: int) -> str:
+    """Name of a tensor: of which batch, and which of its inputs or outputs."""
+    return f"{batch:04d}.{place:04d}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Computes the outputs of every batch."""
+    file, inputs, outputs = (Path(argument) for argument in arguments[:3])
+    if file.suffix == ".onnx":
+        _by_onnxruntime(file, inputs, outputs)
+    else:
+        os.environ.update(ONLY_WEIGHTS)
+        _by_torch(file, inputs, outputs, arguments[3:])
+    return 0
+
+
+def _by_onnxruntime(file: Path, inputs: Path, outputs: Path) -> None:
+    """Without torch, as where it will be used."""
+    from safetensors.numpy import load_file, save_file
+
+    run = onnx_session(file)
+    save_file(_each(load_file(inputs), run), outputs)
+
+
+def onnx_session(file: Path, threads: int = 0) -> Callable[..., Outputs]:
+    """A model in ONNX Runtime on the CPU: arrays in, arrays out.
+
+    Args:
+        file: The model.
+        threads: For one operation; 0: as many as there are cores.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(*values: Any) -> Outputs:
+        outputs: Outputs = session.run(None, dict(zip(names, values, strict=True)))
+        return outputs
+
+    return run
+
+
+def _by_torch(file: Path, inputs: Path, outputs: Path, run: Sequence[str]) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from trainer.commands.export.interface import leaves
+
+    model = load_model(file, run)
+
+    def call(*values: Any) -> Outputs:
+        with torch.no_grad():
+            return [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(model(*values))]
+
+    save_file(_each(load_file(inputs), call), outputs)
+
+
+def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
+    """A file of one of torch's formats as something to call.
+
+    Args:
+        file: The file.
+        run: For weights alone: the run folder, and settings for `open_run`.
+    """
+    import torch
+
+    if file.suffix == ".pt2":
+        model: Callable[..., Any] = torch.export.load(file).module()
+        return model
+    if file.suffix == ".ts":
+        script: Callable[..., Any] = torch.jit.load(str(file))
+        return script
+    from safetensors.torch import load_file
+
+    from trainer.commands.export.interface import InLowPrecision
+    from trainer.train.model_of_run import open_run
+
+    model_of_run = open_run(Path(run[0]), run[1:]).model
+    state = load_file(file)
+    low = {tensor.dtype for tensor in state.values()} & {torch.bfloat16}
+    model_of_run.to(torch.bfloat16 if low else torch.float32).load_state_dict(state)
+    return InLowPrecision(model_of_run) if low else model_of_run
+
+
+def _each(tensors: dict[str, Any], call: Callable[..., Outputs]) -> dict[str, Any]:
+    batches = dict[str, list[Any]]()
+    for name in sorted(tensors):
+        batches.setdefault(name.partition(".")[0], []).append(tensors[name])
+    return {
+        slot(int(batch), place): output
+        for batch, values in batches.items()
+        for place, output in enumerate(call(*values))
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Boxes that a detector finds in images: of files, or of the evaluation data beside the true ones."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.commands.predict.classes import say_unread, show_rows
+from trainer.commands.predict.command import check_picture
+from trainer.commands.predict.grid import Caption, fitted, write_grid
+from trainer.commands.predict.images import content, whole
+from trainer.data.corrupt import Corrupt
+from trainer.data.dataset import spread
+from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
+from trainer.data.loader import Batch
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from trainer.models.detection import Found, detections
+from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
+from trainer.train.run import device_kind
+
+Pixels = npt.NDArray[np.uint8]
+
+_SIDE = 256  # of a picture in the grid
+_TOGETHER = 16
+_FOUND, _TRUE = (230, 80, 0), (0, 150, 90)
+
+
+class Seen(NamedTuple):
+    """An image as the model sees it.
+
+    Attributes:
+        name: Of the file or the sample.
+        pixels: uint8 (size, size, channels).
+        factor: Its pixels for one of the file.
+        truth: The true boxes and labels, where they are known.
+    """
+
+    name: str
+    pixels: Pixels
+    factor: float = 1.0
+    truth: tuple[npt.NDArray[Any], list[int]] | None = None
+
+
+def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
+    """Prints what the model finds, and draws it; returns the exit code."""
+    check_picture(options.out)
+    seen, unread = list[Seen](), 0
+    for path in options.files:
+        try:
+            seen.append(as_evaluated(path, run))
+        except Corrupt as error:
+            unread += 1
+            say_unread(path, error)
+    if not options.files:
+        seen = _of_evaluation(run, options.samples)
+    if not seen:
+        return EXIT_BAD_INPUT
+    found = _found(run, seen, options.score)
+    order = sorted(range(len(seen)), key=lambda n: not _mistaken(seen[n], found[n]))
+    seen, found = [seen[n] for n in order], [found[n] for n in order]
+    classes: Sequence[str] = run.task.describe()["classes"]
+    pairs = list(zip(seen, found, strict=True))
+    show_rows(
+        ("file" if options.files else "evaluation data", "boxes", "best (left, top, right, bottom)"),
+        [(one.name, _count(one, boxes), _best(one, boxes, classes, options.top)) for one, boxes in pairs],
+    )
+    if options.out is not None:
+        captions: list[Caption] = [
+            (f"{_count(one, boxes)} boxes", Path(one.name).name, _mistaken(one, boxes))
+            for one, boxes in pairs
+        ]
+        write_grid(options.out, [drawn(one, boxes, classes) for one, boxes in pairs], captions, _SIDE)
+        true = "" if options.files else "; green: what is there"
+        print(f"orange: found, with a score of at least {options.score:g}{true}")
+    return EXIT_FAILED if unread else EXIT_DONE
+
+
+def as_evaluated(path: Path, run: OpenedRun) -> Seen:
+    """An image file as evaluation would see it: at its aspect, at the top left of a square.
+
+    Raises:
+        Corrupt: If it can't be read or isn't an image.
+    """
+    from PIL import Image
+
+    from trainer.data.formats.decode import cut_out
+
+    height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
+    image: Pixels = cut_out(content(path), whole)[0].permute(1, 2, 0).contiguous().numpy()
+    if channels == 1:
+        image = np.array(Image.fromarray(image).convert("L"))[:, :, None]
+    nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+    out = np.zeros((height, width, channels), np.uint8)
+    place(nothing, out, 1.0, 0.0, 0.0)
+    return Seen(str(path), out, min(height / image.shape[0], width / image.shape[1]))
+
+
+def _of_evaluation(run: OpenedRun, count: int) -> list[Seen]:
+    dataset = run.task.evaluation_data
+    samples = spread(len(dataset), count)
+    fields = {name: field.numpy() for name, field in read_samples(dataset, samples).fields.items()}
+    seen = []
+    for row, sample in enumerate(samples.tolist()):
+        there = np.arange(int(fields[COUNT][row]))
+        there = there[fields[CROWD][row][there] == 0]
+        truth = (fields[BOXES][row][there], fields[LABEL][row][there].tolist())
+        seen.append(Seen(f"sample {sample}", fields[IMAGE][row], truth=truth))
+    return seen
+
+
+def _found(run: OpenedRun, seen: Sequence[Seen], score: float) -> list[Found]:
+    device = torch.device(device_kind(run.recipe))
+    model, found = run.model.to(device), list[Found]()
+    with torch.inference_mode():
+        for start in range(0, len(seen), _TOGETHER):
+            pixels = np.stack([one.pixels for one in seen[start : start + _TOGETHER]])
+            batch = Batch({IMAGE: torch.from_numpy(pixels).to(device)}, None, None, len(pixels))
+            (image,) = inputs_of(run, batch)
+            found += [Found(*(rows.cpu() for rows in one)) for one in detections(model, image, least=score)]
+    return found
+
+
+def _mistaken(one: Seen, found: Found) -> bool:
+    """Whether other things are found than there are, wherever they lie."""
+    return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
+
+
+def _count(one: Seen, found: Found) -> str:
+    true = "" if one.truth is None else f" of {len(one.truth[1])}"
+    return f"{len(found.labels)}{true}"
+
+
+def _best(one: Seen, found: Found, classes: Sequence[str], top: int) -> str:
+    parts = []
+    for box, score, label in list(zip(found.boxes, found.scores, found.labels, strict=True))[:top]:
+        corners = ", ".join(f"{edge / one.factor:.0f}" for edge in box.tolist())
+        parts.append(f"{classes[int(label)]} {float(score):.0%} ({corners})")
+    return "; ".join(parts)
+
+
+def drawn(one: Seen, found: Found, classes: Sequence[str]) -> Pixels:
+    """The picture with what is found and what is there: uint8 (side, side, 3)."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    pixels = one.pixels
+    small = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    picture = fitted(small, _SIDE).convert("RGB")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
+    factor = _SIDE / max(pixels.shape[:2])
+    for box in one.truth[0] if one.truth else ():
+        draw.rectangle([float(edge) * factor for edge in box], outline=_TRUE, width=1)
+    for box, label in zip(found.boxes.tolist(), found.labels.tolist(), strict=True):
+        corners = [edge * factor for edge in box]
+        draw.rectangle(corners, outline=_FOUND, width=2)
+        name = classes[label].encode("latin-1", "replace").decode("latin-1")
+        draw.text((corners[0] + 3, corners[1] + 1), name, fill=_FOUND, font=font)
+    return np.asarray(picture)

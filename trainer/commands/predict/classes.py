@@ -1,0 +1,146 @@
+"""Classes with their probabilities, as a table."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.config.redact import redact_text
+from trainer.data.dataset import spread
+from trainer.data.loader import Batch
+from trainer.data.sources import LABEL
+from trainer.observe.text import plain
+from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
+from trainer.train.run import device_kind
+
+_TOGETHER = 64
+_LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
+_WIDTH = 160  # of a table that goes to a file or a pipe
+
+
+class Guess(NamedTuple):
+    """What the model says of one thing.
+
+    Attributes:
+        name: Of the file or the sample.
+        classes: The likeliest first.
+        probabilities: Of these.
+        truth: The right class, where it is known.
+    """
+
+    name: str
+    classes: list[str]
+    probabilities: list[float]
+    truth: str | None = None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether the right class is known and another."""
+        return self.truth is not None and self.truth != self.classes[0]
+
+
+def probabilities(run: OpenedRun, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Probabilities of every class, float32 (n, classes), in float32 on the GPU if there is one.
+
+    Args:
+        run: Whose model returns logits.
+        fields: As its data set gives them, (n, ...) each, on the CPU.
+    """
+    device = torch.device(device_kind(run.recipe))
+    model = run.model.to(device)
+    count = len(next(iter(fields.values())))
+    parts = list[torch.Tensor]()
+    with torch.inference_mode():
+        for start in range(0, count, _TOGETHER):
+            part = {name: field[start : start + _TOGETHER].to(device) for name, field in fields.items()}
+            batch = Batch(part, None, None, min(_TOGETHER, count - start))
+            parts.append(model(*inputs_of(run, batch)).float().softmax(1).cpu())
+    return torch.cat(parts)
+
+
+def guesses(
+    names: Sequence[str],
+    found: torch.Tensor,
+    classes: Sequence[str],
+    top: int,
+    truth: Sequence[int] | None = None,
+) -> list[Guess]:
+    """The likeliest classes of each thing.
+
+    Args:
+        names: Of the things.
+        found: Probabilities (n, classes).
+        classes: Names of the classes.
+        top: How many to name, at most.
+        truth: The right classes, where they are known.
+    """
+    values, order = found.topk(min(top, len(classes)), dim=1)
+    right = [None] * len(names) if truth is None else [classes[number] for number in truth]
+    return [
+        Guess(name, [classes[number] for number in numbers], shares, known)
+        for name, numbers, shares, known in zip(names, order.tolist(), values.tolist(), right, strict=True)
+    ]
+
+
+def of_evaluation(
+    run: OpenedRun, options: argparse.Namespace
+) -> tuple[Mapping[str, torch.Tensor], list[int], list[Guess]]:
+    """Prints what the model takes evaluation samples for, those first of which it is wrong and sure.
+
+    Returns:
+        The fields of all samples that were looked at, which of these are shown, and what is said of them.
+    """
+    dataset, classes = run.task.evaluation_data, run.task.describe()["classes"]
+    samples = spread(len(dataset), max(_LOOKED_AT, options.samples))
+    fields: Mapping[str, torch.Tensor] = read_samples(dataset, samples).fields
+    names = [f"sample {number}" for number in samples.tolist()]
+    told = guesses(names, probabilities(run, fields), classes, options.top, fields[LABEL].tolist())
+    order = sorted(range(len(told)), key=lambda n: (not told[n].mistaken, -told[n].probabilities[0]))
+    wrong = sum(guess.mistaken for guess in told)
+    # After the mistakes those from all over, not the surest alone.
+    rest, room = order[wrong:], max(0, options.samples - wrong)
+    shown = [*order[:wrong][: options.samples], *(rest[n] for n in spread(len(rest), room).tolist())]
+    show_table("evaluation data", [told[n] for n in shown])
+    print(f"{len(told) - wrong:,} of {len(told):,} samples looked at are right ({1 - wrong / len(told):.2%})")
+    return fields, shown, [told[n] for n in shown]
+
+
+def say_unread(path: Path, why: Exception) -> None:
+    """Names a file that can't be read, in one line on standard error."""
+    named = str(why) if path.name in str(why) else f"{path}: {why}"
+    line = " ".join(redact_text(named).split())
+    print(f"trainer: {plain(line, 400)}", file=sys.stderr)
+
+
+def show_table(what: str, found: Sequence[Guess]) -> None:
+    """Prints a row for each thing: its class, how sure, the right one if it is known, and the runners-up."""
+    known = any(guess.truth is not None for guess in found)
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in (what, "class", "probability", *(["truth"] if known else []), "then"):
+        table.add_column(title, justify="right" if title == "probability" else "left", overflow="fold")
+    for guess in found:
+        others = zip(guess.classes[1:], guess.probabilities[1:], strict=True)
+        then = ", ".join(f"{name} {share:.1%}" for name, share in others)
+        right = [_text(guess.truth or "", guess.mistaken)] if known else []
+        likeliest = _text(guess.classes[0], guess.mistaken)
+        table.add_row(_text(guess.name), likeliest, f"{guess.probabilities[0]:.1%}", *right, _text(then))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def show_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of plain text."""
+    table = Table(*titles, box=None, header_style="dim", pad_edge=False)
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def _text(words: str, bad: bool = False) -> Text:
+    # Not a string: rich would take [brackets] in a file's name for its markup.
+    return Text(plain(words, 200), style="red" if bad else "")

@@ -1,0 +1,124 @@
+"""Images to classes: of files, or of the evaluation data with the mistakes first."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.commands.predict.classes import (
+    Guess,
+    guesses,
+    of_evaluation,
+    probabilities,
+    say_unread,
+    show_table,
+)
+from trainer.commands.predict.command import check_picture
+from trainer.commands.predict.grid import write_grid
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats.crop import Box, central_cut
+from trainer.data.formats.images import ImageDataset
+from trainer.data.sources import IMAGE, LABEL
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from trainer.train.model_of_run import OpenedRun
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
+    """Prints what the model takes images for, and draws them; returns the exit code."""
+    check_picture(options.out)
+    if not options.files:
+        fields, shown, found = of_evaluation(run, options)
+        pixels = fields[IMAGE].numpy()
+        _draw(options.out, [pixels[n] for n in shown], found)
+        return EXIT_DONE
+    images, names, unread = list[Pixels](), list[str](), 0
+    for path in options.files:
+        try:
+            images.append(as_evaluated(path, run))
+            names.append(str(path))
+        except Corrupt as error:
+            unread += 1
+            say_unread(path, error)
+    if not images:
+        return EXIT_BAD_INPUT
+    fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: torch.zeros(len(images), dtype=torch.int64)}
+    found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
+    show_table("file", found)
+    if run.recipe.data.name == "digits":
+        print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
+    _draw(options.out, images, found)
+    return EXIT_FAILED if unread else EXIT_DONE
+
+
+def content(path: Path) -> bytearray:
+    """What is in a file.
+
+    Raises:
+        Corrupt: If it can't be read.
+    """
+    try:
+        return bytearray(path.read_bytes())
+    except OSError as error:
+        raise Corrupt(f"can't be read ({error.strerror})") from error
+
+
+def as_evaluated(path: Path, run: OpenedRun) -> Pixels:
+    """An image file as evaluation would see it: uint8 (height, width, channels).
+
+    Raises:
+        Corrupt: If it can't be read or isn't an image.
+    """
+    from trainer.data.formats.decode import cut_out, resize
+
+    height, width, channels = run.task.evaluation_data.fields[IMAGE].shape
+    data = content(path)
+    if channels == 1:
+        return _as_digit(cut_out(data, whole), height, width)
+    # Photographs lose their margins in evaluation; what lies in memory at its size was never cut.
+    cut = central_cut if isinstance(run.task.evaluation_data, ImageDataset) else _square
+    pixels = resize(cut_out(data, cut, height), height, width)
+    return pixels[0].permute(1, 2, 0).contiguous().numpy()
+
+
+def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
+    """The means of as many fields, in steps of 15 from 0 (ground) to 240 (ink), as the digits have them."""
+    from PIL import Image
+
+    picture = Image.fromarray(image[0].permute(1, 2, 0).contiguous().numpy()).convert("L")
+    grey: npt.NDArray[Any] = np.asarray(picture, np.float32)
+    border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
+    low, high = float(grey.min()), float(grey.max())
+    if border.mean() > (low + high) / 2:  # ink on paper
+        low, high = high, low
+    ink = Image.fromarray((grey - low) / ((high - low) or 1.0))
+    small = np.asarray(ink.resize((width, height), Image.Resampling.BOX))
+    return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
+
+
+def whole(height: int, width: int) -> Box:
+    """All of an image."""
+    return Box(0, 0, height, width)
+
+
+def _square(height: int, width: int) -> Box:
+    side = min(height, width)
+    return Box((height - side) // 2, (width - side) // 2, side, side)
+
+
+def _draw(out: Path | None, images: list[Pixels], found: list[Guess]) -> None:
+    if out is None:
+        return
+    captions = [
+        (
+            f"{guess.classes[0]}  {guess.probabilities[0]:.0%}",
+            Path(guess.name).name if guess.truth is None else f"is {guess.truth}",
+            guess.mistaken,
+        )
+        for guess in found
+    ]
+    write_grid(out, images, captions)

@@ -1,0 +1,72 @@
+"""Text that a language model goes on with."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.data.formats.encoders import Encoder, read_tokenizer
+from trainer.data.formats.text import decode, encode
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.models.gpt import generate
+from trainer.train.model_of_run import OpenedRun
+from trainer.train.run import device_kind
+
+
+def show_text(run: OpenedRun, options: argparse.Namespace) -> int:
+    """Prints the prompt and what the model adds, up to the end of a document; returns the exit code."""
+    if options.files or options.out is not None:
+        raise BadInputError("a language model takes --prompt TEXT; leave out files and --out")
+    if options.tokens < 1 or not 0 <= options.temperature < 1000:
+        raise BadInputError("--tokens: give a number from 1 on; --temperature: from 0 on")
+    if not 0 <= options.seed < 1 << 63:
+        raise BadInputError(f"--seed {options.seed}: give a number from 0 to 2^63 - 1")
+    said = run.task.describe()
+    encoder = _encoder(options.tokenizer, said["tokenizer"])
+    prompt = _tokens(options.prompt or "", said, encoder)
+    device = torch.device(device_kind(run.recipe))
+    begun = torch.tensor(prompt or [_first(said)], device=device)
+    random = torch.Generator(device).manual_seed(options.seed)
+    added = generate(run.model.to(device), begun, options.tokens, options.temperature, random).tolist()
+    if said["end_of_document"] in added:
+        added = added[: added.index(said["end_of_document"])]
+    print(_harmless(_text([*prompt, *added], said, encoder)))
+    return EXIT_DONE
+
+
+def _encoder(given: str | None, trained: str) -> Encoder | None:
+    if given is None:
+        return None
+    encoder = read_tokenizer(given)
+    if encoder.name != trained:
+        raise BadInputError(f"--tokenizer {given}: the run's tokens are of {trained}")
+    return encoder
+
+
+def _tokens(text: str, said: Mapping[str, Any], encoder: Encoder | None) -> list[int]:
+    if encoder is not None and encoder.tokenizer is not None:
+        return list(encoder.tokenizer.encode(text, add_special_tokens=False).ids)
+    if said["tokenizer"] == "bytes":
+        return list(os.fsencode(text))  # whatever bytes the terminal gave
+    return encode(text, str(said["tokenizer"]), str(said["characters"])) if text else []
+
+
+def _text(tokens: Sequence[int], said: Mapping[str, Any], encoder: Encoder | None) -> str:
+    if encoder is not None and encoder.tokenizer is not None:
+        return str(encoder.tokenizer.decode(list(tokens)))
+    return str(decode(tokens, str(said["tokenizer"]), str(said["characters"])))
+
+
+def _first(said: Mapping[str, Any]) -> int:
+    """What a text begins after: the end of another, or where there are no documents, of a line."""
+    end = said["end_of_document"]
+    if isinstance(end, int):
+        return end
+    return max(0, str(said["characters"]).find("\n"))
+
+
+def _harmless(text: str) -> str:
+    # Nothing that a model makes up is to move the terminal's cursor.
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

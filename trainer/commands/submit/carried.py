@@ -1,0 +1,94 @@
+"""What a configuration names on this machine, and how the job's containers come to see it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from trainer.commands.submit import container
+from trainer.commands.submit.spec import JobSpec, Place
+from trainer.config.recipe_file import override, read_recipe
+from trainer.errors import BadInputError
+
+# What a container mounts or brings: it can't be read from here.
+INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
+# The keys that hold paths.
+PATHS = ("data.path", "data.cache", "model.init_from", "task")
+
+
+def local_paths(spec: JobSpec) -> dict[str, str]:
+    """The keys that name a path outside of what every container has, with that path."""
+    settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
+    unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
+    values = override({} if unread else read_recipe(spec.recipe), settings)
+    found = {key: _value(values, key) for key in PATHS}
+    return {key: path for key, path in found.items() if path and not _is_there(spec, key, path)}
+
+
+def _value(values: Any, key: str) -> str:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values if isinstance(values, str) else ""
+
+
+def _is_there(spec: JobSpec, key: str, path: str) -> bool:
+    if key == "task":
+        # A recipe that is a task's file names itself, wherever it is read.
+        return not path.endswith(".py") or Path(path).absolute() == Path(spec.recipe).absolute()
+    if f"{path}/".startswith(f"{container.DATA}/"):
+        return spec.data is not None
+    return "://" in path or path.startswith(INSIDE)
+
+
+def carried(spec: JobSpec, place: Place) -> JobSpec:
+    """The job with mounts for what its configuration names here, and with the paths that they have there.
+
+    Raises:
+        BadInputError: For what can't be mounted.
+    """
+    for key, path in local_paths(spec).items():
+        here = Path(path).absolute()
+        if key == "data.cache":
+            raise BadInputError(
+                f"{key}={path}: containers don't see it; give --cache {path}, and --set {key}=/cache/data"
+            )
+        if place in ("kubernetes", "kubeflow"):
+            volume = "--data pvc:CLAIM" if key == "data.path" else "--data or --runs"
+            raise BadInputError(
+                f"{key}={path}: pods don't see this machine's files: put it on a volume, give its claim by "
+                f"{volume}, and its path there, --set {key}={container.DATA}/…"
+            )
+        if place != "slurm" and not here.exists():
+            raise BadInputError(f"{key}={path}: no such file or folder here that could be mounted")
+        changes: dict[str, Any] = {}
+        if seen := _seen(spec, here):
+            there = seen
+        elif key != "data.path":
+            there = f"{container.RECIPE}/{here.name}"
+            changes = {"files": {**spec.files, here.name: str(here)}}
+        elif spec.data is None:
+            folder = here.parent if here.is_file() else here
+            there = container.DATA if folder == here else f"{container.DATA}/{here.name}"
+            changes = {"data": str(folder)}
+        else:
+            raise BadInputError(
+                f"{key}={path}: only --data {spec.data} is mounted; leave one of the two out, or give a path "
+                f"below {container.DATA}"
+            )
+        spec = spec.model_copy(update={**changes, "settings": (*spec.settings, f"{key}={there}")})
+    return spec
+
+
+def _seen(spec: JobSpec, here: Path) -> str:
+    """The path that something has in a folder that is mounted anyway, or an empty string."""
+    for folder, where in (
+        (spec.runs, container.RUNS),
+        (spec.data, container.DATA),
+        (spec.cache, container.CACHE),
+    ):
+        if (
+            folder is not None
+            and not folder.startswith("pvc:")
+            and here.is_relative_to(Path(folder).absolute())
+        ):
+            return str(Path(where) / here.relative_to(Path(folder).absolute()))
+    return ""

@@ -1,0 +1,95 @@
+"""What all places with containers share: what runs in one, where folders are mounted, what is set."""
+
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from trainer.commands.submit.spec import JobSpec
+from trainer.errors import BadInputError
+
+DATA = "/data"
+RUNS = "/workspace/runs"
+CACHE = "/cache"
+# A recipe that is a file where the job was launched.
+RECIPE = "/recipe"
+# What the image writes to besides, as its root is read-only; torch.compile runs code from these.
+SCRATCH = {"tmp": "/tmp", "home": "/home/trainer"}
+STACK_BYTES = 64 << 20
+
+
+class Plain(yaml.SafeDumper):
+    """Safe YAML for people: no `*id001` for a value that stands at two places, texts with their lines."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        """Never."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+Plain.add_representer(str, _text)
+
+
+def dump(*documents: dict[str, Any]) -> str:
+    """YAML of one or several documents."""
+    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=110, allow_unicode=True)
+
+
+def check_image(spec: JobSpec) -> str:
+    """The image's reference.
+
+    Raises:
+        BadInputError: If there is none.
+    """
+    if not spec.image:
+        raise BadInputError("--image is missing: give a reference with its digest, which make push prints")
+    if spec.image.endswith((".sqsh", ".sif")):
+        raise BadInputError(f"--image {spec.image}: a file for Slurm; give an image in a registry")
+    return spec.image
+
+
+def recipe_file(spec: JobSpec) -> str:
+    """Where the container finds the recipe that came along, or an empty string."""
+    return f"{RECIPE}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
+
+
+def files(spec: JobSpec) -> list[tuple[Path, str]]:
+    """Files of the hosts that came along, and where the container finds each."""
+    there = recipe_file(spec)
+    recipe = [(Path(spec.recipe).absolute(), there)] if there else []
+    return recipe + [(Path(file), f"{RECIPE}/{name}") for name, file in spec.files.items()]
+
+
+def words(spec: JobSpec) -> list[str]:
+    """What runs in each node's container, behind the image's entrypoint."""
+    there = recipe_file(spec)
+    return (spec.model_copy(update={"recipe": there}) if there else spec).command
+
+
+def timed(spec: JobSpec) -> list[str]:
+    """`words`, ended after the time limit: for engines, which have none.
+
+    Coreutils' timeout passes SIGTERM and SIGUSR1 on, and says with which code the launcher ended (75, after a
+    checkpoint). It sends USR1 because it would die of a USR1 that isn't its own.
+    """
+    limit = ["timeout", "--foreground", "--preserve-status", "--signal=USR1"]
+    return [*limit, f"--kill-after={spec.stop_seconds}", str(spec.minutes * 60), *words(spec)]
+
+
+def variables(spec: JobSpec) -> dict[str, str]:
+    """What is set in every container, whatever node it is."""
+    digest = spec.image.partition("@")[2]
+    return {
+        **({"TRAINER_IMAGE_DIGEST": digest} if digest else {}),
+        # The image asks for every GPU: where NVIDIA's runtime is the default one, a container gets them all.
+        **({} if spec.gpus_per_node else {"NVIDIA_VISIBLE_DEVICES": "void"}),
+        **spec.environment,
+    }
+
+
+def doubled(text: str) -> str:
+    """A text in which a file of Compose or Kubernetes puts no variables for its dollars."""
+    return text.replace("$", "$$")

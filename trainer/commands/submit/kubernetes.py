@@ -1,0 +1,79 @@
+"""A job for Kubernetes: an Indexed Job with a headless Service, or a JobSet."""
+
+from typing import Any
+
+from trainer.commands.submit import container, pods
+from trainer.commands.submit.spec import JobSpec, Site
+
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def render(spec: JobSpec, site: Site) -> str:
+    """The objects, one YAML document each.
+
+    Raises:
+        BadInputError: For a folder of this machine, root, or no image.
+    """
+    return container.dump(*pods.beside(spec, site), *(_job_set if site.jobset else _job)(spec, site))
+
+
+def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
+    job: pods.Document = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": pods.metadata(spec, site),
+        "spec": pods.job_spec(spec, _pod(spec, f"{spec.name}-0.{spec.name}"), pods.RETRIES * spec.nodes),
+    }
+    if spec.nodes == 1:
+        return [job]
+    job["spec"]["template"]["spec"]["subdomain"] = spec.name
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": pods.metadata(spec, site),
+        "spec": {
+            "clusterIP": "None",
+            # The nodes look for node 0 before anything is ready.
+            "publishNotReadyAddresses": True,
+            "selector": pods.labels(spec),
+            "ports": [{"name": port["name"], "port": port["containerPort"]} for port in pods.ports(spec)],
+        },
+    }
+    return [service, job]
+
+
+def _job_set(spec: JobSpec, site: Site) -> list[pods.Document]:
+    """All nodes start again together when one failed; after a checkpoint each goes on as in a Job."""
+    # JobSet names pods <set>-<replicated job>-<job's index>-<pod's index>, in a domain of the set's name.
+    template = _pod(spec, f"{spec.name}-node-0-0.{spec.name}")
+    bad_input = {"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": pods.metadata(spec, site),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "failurePolicy": {"maxRestarts": pods.RETRIES, "rules": [bad_input]},
+                "replicatedJobs": [
+                    {
+                        "name": "node",
+                        "replicas": 1,
+                        "template": {"spec": pods.job_spec(spec, template, retries=0)},
+                    }
+                ],
+            },
+        }
+    ]
+
+
+def _pod(spec: JobSpec, master: str) -> pods.Document:
+    if spec.nodes == 1:
+        return pods.pod(spec, "trainer")
+    rendezvous: list[dict[str, Any]] = [
+        {"name": "NNODES", "value": spec.nnodes},
+        {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "MASTER_ADDR", "value": master},
+        {"name": "MASTER_PORT", "value": str(spec.port)},
+    ]
+    return pods.pod(spec, "trainer", rendezvous, pods.ports(spec))

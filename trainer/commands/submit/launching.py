@@ -1,0 +1,178 @@
+"""From the options of `trainer launch` to jobs that are checked before anything is submitted."""
+
+import argparse
+import importlib.util
+import itertools
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from trainer.commands.submit import slurm, sweep
+from trainer.commands.submit.carried import INSIDE, carried, local_paths
+from trainer.commands.submit.partition import check_partition, unseen_folders
+from trainer.commands.submit.places import render
+from trainer.commands.submit.spec import JobSpec, Place, Site, pinned
+from trainer.commands.submit.submit import check_here, submit
+from trainer.config.recipe_file import override, read_recipe
+from trainer.errors import EXIT_DONE, BadInputError
+
+_LOCAL = ("docker", "compose")
+_RECIPE_FILES = (".yaml", ".yml", ".py")
+# Fields of the two models whose options have another name.
+_OPTIONS = {
+    "minutes": "time",
+    "memory_gib": "memory",
+    "shm_gib": "shm",
+    "grace_seconds": "grace",
+    "environment": "env",
+    "least_nodes": "nodes",
+    "settings": "set",
+}
+
+
+def launch_job(options: argparse.Namespace) -> int:
+    """Runs `trainer launch`; 1 if what submits it refused."""
+    place = cast(Place, options.place)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
+    spec = _model(JobSpec, job_fields(options, place))
+    specs = [spec]
+    if options.sweep:
+        specs = [_model(JobSpec, fields) for fields in sweep.jobs(options.sweep, spec)]
+    entered = place != "slurm" or site.container != "venv"
+    if entered:
+        spec, specs = carried(spec, place), [carried(one, place) for one in specs]
+    # An array of Slurm is one job.
+    array = place == "slurm" and bool(options.sweep)
+    jobs = [spec] if array else specs
+    files = (
+        [slurm.render_array(specs, site, spec.name)] if array else [render(place, one, site) for one in specs]
+    )
+    for one in specs:
+        check_here(place, one)
+        _check_recipe(one)
+    if place == "slurm":
+        check_partition(spec, site)
+        for line in unseen_folders(spec, site, {} if entered else local_paths(spec)):
+            _warn(line)
+    if spec.image and not pinned(spec.image):
+        _warn(
+            f"--image {spec.image} is not a digest: the tag may be another image tomorrow, in which a run "
+            "that goes on isn't the same"
+        )
+    if options.dry_run:
+        print("\n---\n".join(text.rstrip("\n") for text in files))
+        return EXIT_DONE
+    for one, text in zip(jobs, files, strict=True):
+        if code := submit(place, one, site, text):
+            return code
+    if options.sweep:
+        listed = sweep.write_list(spec, specs)
+        print(f"runs       {listed}")
+        print(f"compare    {shlex.join(['trainer', 'report', *(sweep.folder(one) for one in specs)])}")
+    return EXIT_DONE
+
+
+def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
+    """The fields of the specification that the options give.
+
+    Raises:
+        BadInputError: If --nodes or --env is none.
+    """
+    least, _, most = options.nodes.rpartition(":")
+    if not most.isdecimal() or (least and not least.isdecimal()):
+        raise BadInputError(f"--nodes {options.nodes}: give a number, or MIN:MAX")
+    fields: dict[str, Any] = {
+        "recipe": options.recipe,
+        "settings": tuple(options.set),
+        "name": options.name,
+        "image": options.image,
+        "nodes": int(most),
+        "least_nodes": int(least) if least else None,
+        "gpus_per_node": options.gpus_per_node,
+        "ranks_per_node": options.ranks_per_node,
+        "cpus_per_node": options.cpus_per_node,
+        "memory_gib": options.memory,
+        "shm_gib": options.shm,
+        "minutes": options.time,
+        "grace_seconds": options.grace,
+        "data": options.data,
+        "runs": options.runs,
+        "cache": options.cache,
+        "port": options.port,
+        "user": options.user or (f"{os.getuid()}:{os.getgid()}" if place in _LOCAL else None),
+        "environment": dict(_variable(word) for word in options.env),
+        "recipe_text": _text(options.recipe),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise BadInputError(f"--env {word}: give NAME=VALUE")
+    return name, value
+
+
+def _text(recipe: str) -> str | None:
+    """What a recipe holds that is a file here; None: it is a name, or a path inside the container."""
+    path = Path(recipe)
+    if path.suffix not in _RECIPE_FILES or (recipe.startswith(INSIDE) and not path.exists()):
+        return None
+    read_recipe(recipe)  # says what is wrong with it
+    return path.read_text("utf-8")
+
+
+def _model(model: type[Any], fields: dict[str, Any]) -> Any:
+    """A specification of fields, or one line that names the option.
+
+    Raises:
+        BadInputError: For the first field that is wrong.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        said = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] != "value_error":
+            said = said[:1].lower() + said[1:]
+        name, given = str(problem["loc"][0]) if problem["loc"] else "", f" {problem['input']}"
+        if not name:  # of several fields: it begins with the first one's name
+            name, _, said = said.partition(": ")
+            given = ""
+        option = "--" + _OPTIONS.get(name, name).replace("_", "-")
+        raise BadInputError(f"{option}{given}: {said}") from error
+
+
+def _check_recipe(spec: JobSpec) -> None:
+    """Finds a wrong key now, and not when the job's turn has come.
+
+    Raises:
+        BadInputError: If the recipe or a setting is wrong.
+    """
+    if spec.recipe.startswith(INSIDE) and spec.recipe_text is None:
+        _warn(f"{spec.recipe} can't be read here: its keys are checked when the job begins")
+        return
+    settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
+    override(read_recipe(spec.recipe), settings)
+    if importlib.util.find_spec("torch") is None:
+        _warn("PyTorch isn't installed here: keys are checked when the job begins")
+        return
+    from trainer.train.tune.auto import provisional  # with torch, which takes two seconds
+
+    recipe, chosen_there = provisional(spec.recipe, settings)
+    batch, micro_batch = recipe.data.global_batch, recipe.data.micro_batch
+    ranks = spec.nodes * spec.ranks
+    if not chosen_there and spec.least_nodes is None and batch % (micro_batch * ranks):
+        raise BadInputError(
+            f"data.global_batch={batch} is not a multiple of data.micro_batch={micro_batch} x {ranks} ranks: "
+            "change one of them, or --nodes, or the ranks of a node"
+        )
+
+
+def _warn(line: str) -> None:
+    print(f"trainer: warning: {line}", file=sys.stderr)

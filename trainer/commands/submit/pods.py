@@ -1,0 +1,203 @@
+"""What Kubernetes and Kubeflow share: a node's pod, and the objects beside a job."""
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from trainer.commands.submit import container
+from trainer.commands.submit.spec import JobSpec, Site, claim_of
+from trainer.errors import EXIT_BAD_INPUT, EXIT_REQUEUE, BadInputError
+
+Document = dict[str, Any]
+
+# Of a launcher that failed (code 1 or 76): all nodes may do so that often before the job has failed.
+RETRIES = 2
+_NAME = {"fieldPath": "metadata.name"}
+
+
+def labels(spec: JobSpec) -> dict[str, str]:
+    """By these the job's pods know each other."""
+    return {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/instance": spec.name}
+
+
+def metadata(spec: JobSpec, site: Site, name: str = "") -> Document:
+    """Name, namespace and labels of an object of the job."""
+    return {"name": name or spec.name, "namespace": site.namespace, "labels": labels(spec)}
+
+
+def pod(
+    spec: JobSpec,
+    name: str,
+    environment: Sequence[Document] = (),
+    ports: Sequence[Document] = (),
+    words: Sequence[str] = (),
+    **more: Any,
+) -> Document:
+    """The template of a node's pod.
+
+    Args:
+        spec: The job.
+        name: Of the container.
+        environment: By which the launcher finds its peers.
+        ports: Of the container.
+        words: What runs, where it isn't the job's command as it stands.
+        **more: Further fields of the pod.
+
+    Raises:
+        BadInputError: For root, or a folder of this machine.
+    """
+    for file in spec.files.values():
+        raise BadInputError(
+            f"{file}: pods don't see this machine's files; put it on the volume of --data or --runs, and "
+            "give its path there"
+        )
+    user, group = (int(number) for number in spec.user.split(":"))
+    if user == 0:
+        raise BadInputError(f"--user {spec.user}: these pods never run as root; give another")
+    volumes, mounts = _volumes(spec)
+    fixed = [
+        {"name": key, "value": container.doubled(value)} for key, value in container.variables(spec).items()
+    ]
+    node = {
+        "name": name,
+        "image": container.check_image(spec),
+        # Not `command`: that would put itself in the place of dumb-init, which passes signals and codes on.
+        "args": [container.doubled(word) for word in words or container.words(spec)],
+        # For the run's manifest: which pod it was.
+        "env": [*fixed, {"name": "POD_NAME", "valueFrom": {"fieldRef": _NAME}}, *environment],
+        **({"ports": list(ports)} if ports else {}),
+        "resources": resources(spec),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+    fields = {
+        **more,
+        # Of one attempt: its end is a SIGTERM, so that the job goes on from the checkpoint in another pod.
+        "activeDeadlineSeconds": spec.minutes * 60,
+        "terminationGracePeriodSeconds": spec.stop_seconds,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": group,
+            "fsGroup": group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                # A wish: hosts without a free GPU count as well, and mustn't keep the last node waiting.
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels(spec)},
+            }
+        ],
+        "containers": [node],
+        "volumes": volumes,
+    }
+    return {"metadata": {"labels": labels(spec)}, "spec": fields}
+
+
+def resources(spec: JobSpec) -> Document:
+    """Requests that are the limits, so that no other pod's hunger ends this one."""
+    wanted = {"cpu": str(spec.cpus_per_node), "memory": f"{spec.memory_gib}Gi"}
+    if spec.gpus_per_node:
+        wanted["nvidia.com/gpu"] = str(spec.gpus_per_node)
+    return {"requests": wanted, "limits": wanted}
+
+
+def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
+    """The spec of an Indexed Job with a pod for each node."""
+    name = template["spec"]["containers"][0]["name"]
+
+    def on_code(action: str, code: int) -> Document:
+        codes = {"containerName": name, "operator": "In", "values": [code]}
+        return {"action": action, "onExitCodes": codes}
+
+    return {
+        "completionMode": "Indexed",
+        "completions": spec.nodes,
+        "parallelism": spec.nodes,
+        "backoffLimit": retries,
+        "podFailurePolicy": {
+            "rules": [
+                # Drained, preempted, evicted: another pod goes on, and it doesn't count.
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                on_code("FailJob", EXIT_BAD_INPUT),
+                on_code("Ignore", EXIT_REQUEUE),
+            ]
+        },
+        "template": {**template, "spec": {"restartPolicy": "Never", **template["spec"]}},
+    }
+
+
+def ports(spec: JobSpec) -> list[Document]:
+    """The two of node 0 that have numbers; gloo and NCCL take what the system gives."""
+    named = (("rendezvous", spec.port), ("store", spec.port + 1))
+    return [{"name": name, "containerPort": port} for name, port in named]
+
+
+def beside(spec: JobSpec, site: Site) -> list[Document]:
+    """What a job needs besides itself: the recipe's text; a wall around a rendezvous without passwords."""
+    documents = []
+    if spec.recipe_text is not None:
+        documents.append(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": metadata(spec, site),
+                "data": {PurePosixPath(spec.recipe).name: spec.recipe_text},
+            }
+        )
+    own = {"matchLabels": labels(spec)}
+    documents.append(
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata(spec, site),
+            # Egress stays open: names, and data in buckets.
+            "spec": {
+                "podSelector": own,
+                "policyTypes": ["Ingress"],
+                "ingress": [{"from": [{"podSelector": own}]}],
+            },
+        }
+    )
+    return documents
+
+
+def _volumes(spec: JobSpec) -> tuple[list[Document], list[Document]]:
+    """Volumes, and where they are mounted."""
+    volumes: list[Document] = []
+    mounts: list[Document] = []
+
+    def add(name: str, where: str, source: Document, **more: Any) -> None:
+        volumes.append({"name": name, **source})
+        mounts.append({"name": name, "mountPath": where, **more})
+
+    def claim(what: str, where: str, **more: Any) -> Document:
+        return {"persistentVolumeClaim": {"claimName": claim_of("Kubernetes", what, where), **more}}
+
+    shm = {"medium": "Memory", "sizeLimit": f"{spec.shm_gib}Gi"}
+    add("shm", "/dev/shm", {"emptyDir": shm})
+    for name, where in container.SCRATCH.items():
+        add(name, where, {"emptyDir": {}})
+    if spec.cache:
+        add("cache", container.CACHE, claim("cache", spec.cache))
+    else:
+        add("cache", container.CACHE, {"emptyDir": {}})
+    add("runs", container.RUNS, claim("runs", spec.runs))
+    if spec.data:
+        add("data", container.DATA, claim("data", spec.data, readOnly=True), readOnly=True)
+    if spec.recipe_text is not None:
+        add("recipe", container.RECIPE, {"configMap": {"name": spec.name}}, readOnly=True)
+    return volumes, mounts

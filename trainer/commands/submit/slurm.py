@@ -1,0 +1,222 @@
+"""A batch script for Slurm: the image by Pyxis or Apptainer, or an environment that every node has.
+
+One task on each node: our launcher, which finds the others by Slurm's variables. Slurm sends USR1 to every
+process of the step before the time is up (without `B:`, which would reach the script alone); the ranks write
+a checkpoint and end with code 75, and the script puts the job back in the queue: not rank 0, because in the
+image there is no scontrol. Sources: sbatch(1), srun(1), scontrol(1) of Slurm 22.05; the READMEs of Pyxis and
+Apptainer.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.submit.container import CACHE, DATA, RUNS, files, words
+from trainer.commands.submit.spec import JobSpec, Site, folder_of
+from trainer.errors import BadInputError
+
+LOGS = ".jobs"
+EXIT_CODE = ".exit-code"  # as trainer.train.run_folder, which imports torch
+_AFTER_THE_FIRST_SECONDS = 60
+_NOT_FROM_OUTSIDE = (
+    *(
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+    ),
+    *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
+)
+# The highest that job numbers add to the port, and the ranks' store at the next one.
+_MORE_PORTS = 2 * 499 + 1
+
+
+def render(spec: JobSpec, site: Site) -> str:
+    """The script of one job.
+
+    Raises:
+        BadInputError: If the job can't run there.
+    """
+    return render_array([spec], site, spec.name)
+
+
+def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
+    """The script of an array, a task for each job; they differ in recipe, settings and name only.
+
+    Args:
+        specs: The jobs.
+        site: Where they run.
+        name: Of the whole array, and of its logs.
+
+    Raises:
+        BadInputError: If the jobs differ otherwise, or can't run there.
+    """
+    spec, several = specs[0], len(specs) > 1
+    for other in specs:
+        if other.model_copy(update=_own(spec)) != spec:
+            raise BadInputError(
+                "the jobs of an array share their resources: only recipe and settings may differ"
+            )
+    if site.container != "venv" and not spec.image:
+        raise BadInputError(f"--container {site.container} needs an image: give --image, or --container venv")
+    if spec.port + _MORE_PORTS > 65535:
+        raise BadInputError(
+            f"--port {spec.port}: on Slurm up to {_MORE_PORTS} are added, by the job's number; lower it"
+        )
+    runs = folder_of("slurm", "runs", spec.runs)
+    lines = [
+        "#!/bin/bash",
+        "# Rendered by `trainer launch --on slurm`.",
+        *_resources(specs, site, runs, name),
+        "",
+        "set -u",
+    ]
+    lines += [
+        "# What the submitter's shell happened to say of nodes isn't said of this job.",
+        f"unset {' '.join(_NOT_FROM_OUTSIDE)}",
+    ]
+    if spec.least_nodes is not None:
+        lines.append(f"export NNODES={spec.nnodes}")
+    lines += [
+        "# Jobs that share a node get ports of their own: the launchers' and, next to it, the ranks'.",
+        f"export MASTER_PORT=$(({spec.port} + 2 * (SLURM_JOB_ID % 500)))",
+        *(f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
+        f'if [ "$(df --output=size -k /dev/shm | tail -n 1)" -lt $(({spec.shm_gib} * 1048576)) ]; then',
+        f"    echo 'warning: /dev/shm of this node is smaller than {spec.shm_gib} GiB' >&2",
+        "fi",
+        f"mkdir -p {shlex.quote(str(runs))}",
+    ]
+    if several:
+        lines.append("case $SLURM_ARRAY_TASK_ID in")
+        for number, one in enumerate(specs):
+            folder = shlex.quote(f"{runs}/{one.name}")
+            lines.append(f"    {number}) run={folder}; set -- {shlex.join(_command(one, site, runs))} ;;")
+        lines.append("esac")
+    else:
+        lines.append(f"run={shlex.quote(f'{runs}/{spec.name}')}")
+        lines.append(f"set -- {shlex.join(_command(spec, site, runs))}")
+    begin = [f'rm -f "$run/{EXIT_CODE}"']
+    return "\n".join([*lines, *begin, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
+
+
+# A job that was cancelled ends with 75 as well; it isn't to come back.
+_AFTERWARDS = [
+    "# srun says the highest code of all tasks that ever ended; node 0's launcher says the job's.",
+    f'if [ -s "$run/{EXIT_CODE}" ]; then code=$(cat "$run/{EXIT_CODE}"); fi',
+    "",
+    "job=$SLURM_JOB_ID",
+    '[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID',
+    'if [ "$code" -eq 75 ]; then',
+    '    state=$(scontrol show job --oneliner "$job" |',
+    "        sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
+    '    if [ "$state" = RUNNING ]; then',
+    '        echo "requeued, number $((${SLURM_RESTART_COUNT:-0} + 1)): it goes on from its checkpoint" >&2',
+    '        scontrol requeue "$job" && sleep 60',
+    "    fi",
+    "fi",
+    'exit "$code"',
+]
+
+
+def _own(spec: JobSpec) -> dict[str, object]:
+    return {"recipe": spec.recipe, "settings": spec.settings, "name": spec.name}
+
+
+def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> list[str]:
+    spec = specs[0]
+    log = f"{runs}/{LOGS}/{name}-" + ("%A_%a.out" if len(specs) > 1 else "%j.out")
+    if re.search(r"\s", log):
+        raise BadInputError(f"--runs {runs}: Slurm takes no blanks in the path of a log; give another folder")
+    options = {
+        "job-name": name,
+        "partition": site.partition,
+        "account": site.account,
+        "qos": site.qos,
+        "array": f"0-{len(specs) - 1}" if len(specs) > 1 else None,
+        "nodes": str(spec.nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(spec.cpus_per_node),
+        "gpus-per-node": str(spec.gpus_per_node) if spec.gpus_per_node else None,
+        "mem": f"{spec.memory_gib}G",
+        "time": str(spec.minutes),
+        "signal": f"USR1@{spec.stop_seconds}",
+        "output": log,
+        "open-mode": "append",
+    }
+    flags = ["--requeue", *(["--no-kill"] if spec.least_nodes is not None else [])]
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    return [*lines, *(f"#SBATCH {flag}" for flag in flags)]
+
+
+def _command(spec: JobSpec, site: Site, runs: Path) -> list[str]:
+    if site.container != "venv":
+        return words(spec)
+    data = "" if spec.data is None else str(folder_of("slurm", "data", spec.data))
+    command = spec.command_with(str(runs), data)
+    return [str(Path(site.venv).absolute() / "bin" / "trainer"), *command[1:]]
+
+
+def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
+    """The srun: a task on each node."""
+    # All launchers end within a second and with one code, which srun would hide if it killed the slower.
+    # A node that leaves an elastic job is no reason to end the others at all.
+    # sbatch's own --no-kill doesn't hold for its steps.
+    ends = (
+        ["--wait=0", "--no-kill"] if spec.least_nodes is not None else [f"--wait={_AFTER_THE_FIRST_SECONDS}"]
+    )
+    srun = ["srun", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *ends]
+    if site.container == "venv":
+        return [f'{shlex.join(srun)} "$@"']
+    mounts = [f"{runs}:{RUNS}"]
+    mounts += [f"{file}:{there}:ro" for file, there in files(spec)]
+    if spec.data is not None:
+        mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
+    if spec.cache is not None:
+        mounts.append(f"{folder_of('slurm', 'cache', spec.cache)}:{CACHE}")
+    if site.container == "pyxis":
+        srun += [f"--container-image={_enroot(spec.image)}", f"--container-mounts={','.join(mounts)}"]
+        srun += ["--no-container-mount-home", "--container-workdir=/workspace"]
+        return [f'{shlex.join(srun)} "$@"']
+    # It empties the environment; what Slurm and this script say must come through.
+    names = "|".join(["SLURM_", "NNODES", "MASTER_", "CUDA_VISIBLE_DEVICES", *spec.environment])
+    image = spec.image if Path(spec.image).suffix == ".sif" else f"docker://{spec.image}"
+    binds = [*mounts, *([] if spec.cache is not None else ['"$scratch/cache:/cache"'])]
+    apptainer = [
+        "apptainer",
+        "exec",
+        *(["--nv"] if spec.gpus_per_node else []),
+        "--containall",
+        "--pwd=/workspace",
+    ]
+    return [
+        "# shellcheck disable=SC2329  # srun's shells call it",
+        "in_the_image() { # its shell must outlive the signals that Slurm sends to every process",
+        "    trap '' USR1 TERM",
+        '    scratch=$(mktemp -d) && mkdir "$scratch/cache" "$scratch/tmp" || exit 1',
+        f"    for name in $(compgen -e | grep -E '^({names})'); do",
+        '        export "APPTAINERENV_$name=${!name}"',
+        "    done",
+        f'    {shlex.join(apptainer)} --bind "$scratch/tmp:/tmp" '
+        + " ".join(f"--bind {one if one.startswith(chr(34)) else shlex.quote(one)}" for one in binds)
+        + f' {shlex.quote(image)} "$@"',
+        "    code=$?",
+        '    rm -rf "$scratch"',
+        '    exit "$code"',
+        "}",
+        "export -f in_the_image",
+        f'{shlex.join(srun)} bash -c \'in_the_image "$@"\' - "$@"',
+    ]
+
+
+def _enroot(image: str) -> str:
+    """A reference as enroot writes it: the registry's host is set off by `#`, and a digest needs no tag."""
+    image = re.sub(r":[^:/@]+@", "@", image)
+    host, slash, rest = image.partition("/")
+    if image.startswith(("/", "./")) or image.endswith(".sqsh"):
+        return image
+    return f"{host}#{rest}" if slash and ("." in host or ":" in host or host == "localhost") else image

@@ -1,0 +1,232 @@
+"""What a job is, whatever runs it: a recipe, its resources, its time, and where its data and runs lie."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from trainer.errors import BadInputError
+
+# What follows a stop: the ranks' grace, then the launcher's own end, before the place kills what is left.
+_LAUNCHER_SECONDS = 30
+# Begins with a letter: it is a Service's name too.
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+# A pod's name adds an index and a suffix, and a label holds 63 characters.
+_LONGEST_NAME = 46
+_CLAIM = re.compile(r"pvc:(?P<claim>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# By these a launcher hears of its node, so that they are nobody else's to set.
+_OURS = re.compile(r"NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_.*|PET_.*|SLURM_.*")
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
+
+Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow"]
+
+
+def minutes_of(text: str) -> int:
+    """Minutes of a time limit as Slurm writes it: `D-HH:MM`, `HH:MM`, `HH:MM:SS`; or of plain minutes.
+
+    Raises:
+        ValueError: If it is none of these, or no time at all.
+    """
+    if text.isdecimal():
+        minutes = int(text)
+    elif found := _TIME.fullmatch(text):
+        days, hours, small, seconds = (
+            int(found[name] or 0) for name in ("days", "hours", "minutes", "seconds")
+        )
+        minutes = (days * 24 + hours) * 60 + small + (seconds > 0)
+    else:
+        raise ValueError("give minutes, HH:MM, HH:MM:SS or D-HH:MM")
+    if minutes < 1:
+        raise ValueError("give at least a minute")
+    return minutes
+
+
+def _minutes(value: object) -> object:
+    return minutes_of(value) if isinstance(value, str) else value
+
+
+class JobSpec(BaseModel):
+    """One job. Every place's file is rendered from this and from nothing else.
+
+    Attributes:
+        recipe: Name of a recipe, or a path inside the image or the mounted folders.
+        settings: What `--set` gives.
+        name: Of the job, and of its run folder under `runs`: the same name goes on with the same run.
+        image: Reference of the image; with a digest it is the same tomorrow.
+        nodes: Hosts, or pods.
+        least_nodes: With fewer than `nodes`, down to so many, it goes on (elastic); None: never.
+        gpus_per_node: A rank each; 0: ranks on CPUs.
+        ranks_per_node: Where there are no GPUs.
+        cpus_per_node: CPU cores.
+        memory_gib: Of a node, in GiB; /dev/shm is counted in it.
+        shm_gib: Upper limit of /dev/shm, in GiB.
+        minutes: Time limit of one attempt.
+        grace_seconds: For the ranks, from the signal to the end, checkpoint included.
+        data: Folder on the hosts, or `pvc:CLAIM`; mounted at /data, read-only.
+        runs: Folder on the hosts, or `pvc:CLAIM`; mounted at /workspace/runs.
+        cache: Folder on the hosts, or `pvc:CLAIM`; mounted at /cache. None: gone with the container.
+        port: Of the launchers' rendezvous on node 0; the ranks' own is the next one.
+        user: UID and GID, as `1000:1000`.
+        environment: Further variables.
+        recipe_text: What a recipe that is a file here holds: containers get it as a file of their own.
+        files: Further files of the hosts that containers see as /recipe/NAME, by that name.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    recipe: str = Field(min_length=1)
+    settings: tuple[str, ...] = ()
+    name: str = ""
+    image: str = ""
+    nodes: int = Field(1, ge=1, le=4096)
+    least_nodes: int | None = Field(None, ge=1)
+    gpus_per_node: int = Field(0, ge=0, le=64)
+    ranks_per_node: int = Field(1, ge=1, le=1024)
+    cpus_per_node: int = Field(4, ge=1, le=4096)
+    memory_gib: int = Field(16, ge=1, le=1 << 16)
+    shm_gib: int = Field(2, ge=1, le=1 << 16)
+    minutes: Annotated[int, BeforeValidator(_minutes)] = Field(24 * 60, ge=1, le=366 * 24 * 60)
+    grace_seconds: int = Field(90, ge=1, le=3600)
+    data: str | None = None
+    runs: str = "runs"
+    cache: str | None = None
+    port: int = Field(29500, ge=1024, le=65534)
+    user: str = Field("1000:1000", pattern=r"^\d+:\d+$")
+    environment: dict[str, str] = {}
+    recipe_text: str | None = None
+    files: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "JobSpec":
+        if not self.name:
+            object.__setattr__(self, "name", _default_name(self.recipe, self.settings))
+        if len(self.name) > _LONGEST_NAME or not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name: '{self.name}' must be of a-z, 0-9 and -, begin with a letter, and have at most "
+                f"{_LONGEST_NAME} characters"
+            )
+        if self.shm_gib >= self.memory_gib:
+            raise ValueError(
+                f"shm_gib: /dev/shm counts as memory: {self.shm_gib} GiB don't fit in {self.memory_gib}"
+            )
+        if self.minutes * 60 <= self.stop_seconds + 60:
+            raise ValueError(
+                f"minutes: the signal to stop comes {self.stop_seconds} s before the end, so {self.minutes} "
+                "minutes are too short; give more, or a shorter --grace"
+            )
+        if self.gpus_per_node and self.ranks_per_node != 1:
+            raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
+        if self.least_nodes is not None and self.least_nodes > self.nodes:
+            raise ValueError(f"least_nodes: {self.least_nodes} is more than the {self.nodes} nodes")
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"environment: '{name}' is no name of a variable")
+            if _OURS.fullmatch(name):
+                raise ValueError(f"environment: {name} is set by what starts the nodes; leave it out")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Of each node."""
+        return self.gpus_per_node or self.ranks_per_node
+
+    @property
+    def stop_seconds(self) -> int:
+        """From the signal until what is left may be killed."""
+        return self.grace_seconds + _LAUNCHER_SECONDS
+
+    @property
+    def nnodes(self) -> str:
+        """For the variable NNODES: `2`, or `1:2` for a job that goes on with fewer."""
+        return str(self.nodes) if self.least_nodes is None else f"{self.least_nodes}:{self.nodes}"
+
+    @property
+    def command(self) -> list[str]:
+        """What runs in the container of each node; see `command_with`."""
+        return self.command_with("runs", "/data")
+
+    def command_with(self, runs: str, data: str) -> list[str]:
+        """What runs on each node; of the others it hears by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
+
+        (Or by what Slurm or Kubeflow set themselves, see `trainer.launch.nodes.discover`.)
+
+        Args:
+            runs: Where the runs lie there.
+            data: Where the data lies there, if there is any.
+        """
+        ranks = ["--gpus", str(self.gpus_per_node)] if self.gpus_per_node else ["--ranks", str(self.ranks)]
+        settings = list(self.settings)
+        if self.data is not None and not any(one.startswith("data.path=") for one in settings):
+            settings.append(f"data.path={data}")
+        return [
+            *("trainer", "train", self.recipe, *ranks),
+            *("--out", f"{runs}/{self.name}", "--grace", str(self.grace_seconds)),
+            *(word for setting in settings for word in ("--set", setting)),
+        ]
+
+
+class Site(BaseModel):
+    """What is peculiar to one cluster, and changes nothing of the job.
+
+    Attributes:
+        partition: Of Slurm.
+        account: Of Slurm.
+        qos: Of Slurm.
+        container: How a Slurm job enters the image; venv: it doesn't, and trains in an environment.
+        venv: That environment, on a file system that every node has.
+        namespace: Of Kubernetes.
+        jobset: A JobSet instead of an Indexed Job with a Service.
+        kubeflow: Version of its API: v2 is TrainJob, v1 PyTorchJob.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    container: Literal["pyxis", "apptainer", "venv"] = "pyxis"
+    venv: str = ".venv"
+    namespace: str = "default"
+    jobset: bool = False
+    kubeflow: Literal["v2", "v1"] = "v2"
+
+
+def claim_of(place: str, what: str, where: str) -> str:
+    """The claim of `pvc:CLAIM`.
+
+    Raises:
+        BadInputError: If it is a folder.
+    """
+    if found := _CLAIM.fullmatch(where):
+        return found["claim"]
+    raise BadInputError(
+        f"--{what} {where}: pods on {place} don't see this machine's folders; give a claim, as pvc:NAME"
+    )
+
+
+def folder_of(place: str, what: str, where: str) -> Path:
+    """The absolute folder on the hosts.
+
+    Raises:
+        BadInputError: If it is a claim.
+    """
+    if where.startswith("pvc:"):
+        raise BadInputError(f"--{what} {where}: {place} has no claims; give a folder that every host has")
+    return Path(where).absolute()
+
+
+def pinned(image: str) -> bool:
+    """Whether a reference names bytes, and not what a tag means today."""
+    return bool(re.search(r"@sha256:[0-9a-f]{64}$", image)) or image.endswith((".sqsh", ".sif"))
+
+
+def _default_name(recipe: str, settings: tuple[str, ...]) -> str:
+    """A name that the same request gets again: a second submission goes on with the first one's run."""
+    stem = (
+        re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).lstrip("-0123456789")[:32].strip("-") or "job"
+    )
+    return f"{stem}-{hashlib.sha256(json.dumps([recipe, *settings]).encode()).hexdigest()[:8]}"

@@ -1,0 +1,128 @@
+"""Hands a rendered job to what runs it."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.submit import docker
+from trainer.commands.submit.places import ENDINGS
+from trainer.commands.submit.spec import JobSpec, Place, Site
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+
+_TOOLS: dict[Place, str] = {
+    "docker": "docker",
+    "compose": "docker",
+    "slurm": "sbatch",
+    "kubernetes": "kubectl",
+    "kubeflow": "kubectl",
+}
+
+
+def check_here(place: Place, spec: JobSpec) -> None:
+    """What can be known on this machine before it is asked for.
+
+    Raises:
+        BadInputError: If a folder isn't there, or GPUs are too few.
+    """
+    if place not in ("docker", "compose"):
+        return
+    for what, where in (("data", spec.data), ("cache", spec.cache)):
+        if where and not Path(where).is_dir():
+            raise BadInputError(f"--{what} {where}: no such folder here; make it first")
+    there, wanted = _gpus(), spec.nodes * spec.gpus_per_node
+    if there is not None and wanted > there:
+        raise BadInputError(
+            f"--gpus-per-node {spec.gpus_per_node}: with {spec.nodes} nodes here that is {wanted} GPUs, and "
+            f"nvidia-smi shows {there}"
+        )
+
+
+def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
+    """Writes the file down, gives it to the engine or cluster, and says how to follow and stop the job.
+
+    Raises:
+        BadInputError: If the tool for it isn't on PATH.
+    """
+    tool = _TOOLS[place]
+    if shutil.which(tool) is None:
+        raise BadInputError(f"no {tool} on PATH, which --on {place} needs; --dry-run prints the file instead")
+    file = job_folder(spec) / f"{spec.name}{ENDINGS[place]}"
+    _write(file, text)
+    if place == "docker":
+        # Of a run that ended: it goes on in a new container, of the same name. One that runs stays.
+        subprocess.run(["docker", "rm", spec.name], capture_output=True, check=False)
+    words = _submits(place, spec, file)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"it ended with code {done.returncode}"
+        print(f"trainer: error: {tool}: {said.removeprefix(f'{tool}: ')}", file=sys.stderr)
+        return EXIT_FAILED
+    if place in ("kubernetes", "kubeflow") and re.search(r"job\S*/\S+ unchanged", done.stdout):
+        print(
+            f"trainer: error: {spec.name} is there already, as it stands in {file}: if it has ended, "
+            f"kubectl delete -f {shlex.quote(str(file))} first; its run goes on",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    print(f"submitted  {shlex.join(words) if place != 'docker' else f'sh {shlex.quote(str(file))}'}")
+    follow, stop = _afterwards(place, spec, site, file, text, done.stdout)
+    print(f"follow     {shlex.join(follow)}\nstop       {shlex.join(stop)}")
+    return EXIT_DONE
+
+
+def job_folder(spec: JobSpec) -> Path:
+    """Where the files of jobs are kept: beside the run folders, because one must be empty at first."""
+    runs = Path("runs" if spec.runs.startswith("pvc:") else spec.runs)
+    try:
+        (runs / ".jobs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--runs {runs}: can't be written ({error.strerror}); give another") from error
+    return runs / ".jobs"
+
+
+def _write(file: Path, text: str) -> None:
+    """For the owner's eyes: variables may be secrets."""
+    file.unlink(missing_ok=True)
+    file.touch(0o600)
+    file.write_text(text, "utf-8")
+
+
+def _submits(place: Place, spec: JobSpec, file: Path) -> list[str]:
+    if place == "docker":
+        return docker.words(spec)
+    if place == "compose":
+        return ["docker", "compose", "--file", str(file), "up", "--detach"]
+    return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
+
+
+def _afterwards(
+    place: Place, spec: JobSpec, site: Site, file: Path, text: str, said: str
+) -> tuple[Sequence[str], Sequence[str]]:
+    """The commands that follow the log, and that stop the job with a checkpoint."""
+    if place == "docker":
+        return ["docker", "logs", "--follow", spec.name], ["docker", "stop", spec.name]
+    if place == "compose":
+        compose = ["docker", "compose", "--file", str(file)]
+        return [*compose, "logs", "--follow"], [*compose, "stop"]
+    if place == "slurm":
+        number = (re.findall(r"\d+", said) or ["JOB"])[-1]
+        log = re.search(r"^#SBATCH --output=(\S+)", text, re.M)
+        found = re.sub(r"%[jA]", number, log[1]).replace("%a", "0") if log else ""
+        follow = ["tail", "-F", found] if found else ["squeue", "--job", number]
+        return follow, ["scancel", number]
+    selected = ["--selector", f"app.kubernetes.io/instance={spec.name}"]
+    many = ["--max-log-requests", str(spec.nodes), "--prefix"] if spec.nodes > 1 else []
+    follow = ["kubectl", "logs", "--namespace", site.namespace, "--follow", *many, *selected]
+    return follow, ["kubectl", "delete", "--filename", str(file)]
+
+
+def _gpus() -> int | None:
+    """How many GPUs this machine has; None: nobody here can say."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    return None if done.returncode else len(done.stdout.strip().splitlines())

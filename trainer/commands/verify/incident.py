@@ -1,0 +1,81 @@
+"""`trainer verify RUN --incident N`: trains up to an incident again, elsewhere: does it come again?"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import Damaged, Unreadable, read
+from trainer.checkpoint.store import listing
+from trainer.commands.verify.verify import begin, ranks_wanted, replay, replay_config, say
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.train.incidents import read_incidents
+from trainer.train.recorded import Recorded, parts_of, read_run
+
+_COMPARED = ("kind", "loss", "gradient_norm", "median", "deviation", "epochs", "samples")
+
+
+def verify_incident(options: argparse.Namespace) -> int:
+    """Does what was asked for; returns the exit code: 0 if it came again with the same bits, else 1."""
+    run = read_run(options.folder, rows_needed=False)
+    incidents = read_incidents(run.folder)
+    if not 1 <= options.incident <= len(incidents):
+        there = f"incidents 1 to {len(incidents)} were recorded" if incidents else "no incident was recorded"
+        raise BadInputError(f"--incident {options.incident}: {there} in {run.folder}")
+    wanted = incidents[options.incident - 1]
+    window = int(wanted["window"])
+    config = _config(run, wanted, options.set)
+    with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary) / "run"
+        refused = [one for one in incidents[: options.incident - 1] if one["policy"] == "rollback"]
+        begin(run, folder, refused)
+        start = _checkpoint_before(run, folder, window)
+        windows = f"window {window}" if window == start + 1 else f"windows {start + 1} to {window}"
+        say(f"{run.folder}: training {windows} again, in {temporary}")
+        parts = parts_of(run.folder, run.manifest, window, ranks_wanted(options))
+        parts = [part for part in parts if part.until > start]
+        code = replay(config, parts, run.manifest.windows, folder, options.gpus)
+        if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the incident comes again
+            return code
+        again = [one for one in read_incidents(folder)[len(refused) :] if one["window"] == window]
+    number = f"incident {options.incident}, window {window}"
+    if not again:
+        say(f"{number}: did not come again")
+        return EXIT_FAILED
+    differing = [key for key in _COMPARED if again[0].get(key) != wanted.get(key)]
+    if differing:
+        key = differing[0]
+        say(f"{number}: came again, but {key} was {wanted.get(key)} and is {again[0].get(key)}")
+        return EXIT_FAILED
+    numbers = f"loss ({wanted['loss']}) and gradient norm ({wanted['gradient_norm']})"
+    say(f"{number}: came again, with the same samples, {numbers}")
+    return EXIT_DONE
+
+
+def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """That of the run, but it ends at the incident, and says where it began."""
+    config = replay_config(run, settings)
+    guard = dict(config.get("guard", {}))
+    if guard.get(wanted["kind"]) != "skip":
+        guard[wanted["kind"]] = "stop"
+    guard["most"] = 1 << 30
+    # The modules can be watched only where they run one by one.
+    eager = config.get("compile", {}).get("mode", "none") == "none"
+    precision = {**config.get("precision", {}), "debug": eager and wanted["kind"] == "nonfinite"}
+    return {**config, "guard": guard, "precision": precision}
+
+
+def _checkpoint_before(run: Recorded, folder: Path, window: int) -> int:
+    """Copies the run's newest checkpoint before a window, if there is one; returns its window, or 0."""
+    for entry in listing(run.folder / FOLDER):
+        if entry.step >= window:
+            continue
+        try:
+            read(entry.path)
+        except (Damaged, Unreadable):
+            continue
+        shutil.copytree(entry.path, folder / FOLDER / entry.path.name)
+        return entry.step
+    return 0

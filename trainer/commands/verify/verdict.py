@@ -1,0 +1,147 @@
+"""What to say of a run and its replay: identical, or what differs first, and what of their environments."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from trainer.observe.trace import Difference, Traced
+from trainer.train.manifest import file_hash
+from trainer.train.recorded import Part, Recorded
+
+_SHOWN = 3
+_LINES = 5
+# Of a manifest, what can change the bits that come out; in this order a difference is told.
+_ENVIRONMENT = (
+    *("versions.torch", "versions.cuda", "versions.cudnn", "versions.nccl"),
+    *("device.name", "device.gpus", "device.cpu_capability", "device.cpu", "threads", "world_size"),
+    *("commit", "versions.trainer", "versions.numpy", "versions.torchvision", "versions.pillow"),
+    *("versions.python", "versions.driver", "lock", "image"),
+)
+
+
+def differing_weights(run: Recorded, folder: Path) -> list[str]:
+    """What of the final weights differs from the replay's, as lines; nothing where the run has none."""
+    lines = []
+    for name, digest in run.manifest.weights.items():
+        ours, theirs = run.folder / name, folder / name
+        if not theirs.exists() or file_hash(theirs) != digest:
+            lines.append(f"{name}: {_tensors_that_differ(ours, theirs)}")
+    return lines
+
+
+def _tensors_that_differ(ours: Path, theirs: Path) -> str:
+    if not (ours.exists() and theirs.exists()):
+        return "another hash"
+    try:
+        before, now = safetensors.torch.load_file(ours), safetensors.torch.load_file(theirs)
+    except (OSError, SafetensorError):
+        return "it can't be read"
+    odd = [
+        name
+        for name in dict.fromkeys([*before, *now])
+        if name not in before or name not in now or not _same_bits(before[name], now[name])
+    ]
+    return _some(odd, max(len(before), len(now)))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs of the environment of two manifests, as "name: before, now after".
+
+    What matters most comes first. A field that the older one lacks is no difference.
+    """
+    lines = []
+    for name in _ENVIRONMENT:
+        section, _, key = name.rpartition(".")
+        there, here = (manifest.get(section, {}) if section else manifest for manifest in (before, now))
+        if key in there and there[key] != here.get(key):
+            lines.append(f"{name}: {_shown(there[key])}, now {_shown(here.get(key))}")
+    return lines
+
+
+def identical(
+    run: Recorded, rows: Sequence[Traced], until: int, parts: Sequence[Part], here: Sequence[str]
+) -> str:
+    """What to say of a run that was replayed to the bit."""
+    figures = sum(len(row.figures) for row in rows)
+    tensors = sum(len(row.tensors) for row in rows)
+    files = [*run.manifest.weights] if until == run.manifest.windows else []
+    lines = [
+        f"{run.folder}: identical",
+        f"  {until:,} of {run.manifest.windows:,} windows on {_who(parts)}: {len(rows)} rows with "
+        f"{figures} figures, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
+    ]
+    if files:
+        lines.append(f"  final weights: {', '.join(files)}")
+    if here:
+        lines += ["  although this differs:", *(f"    {line}" for line in here)]
+    return "\n".join(lines)
+
+
+def different(
+    run: Recorded,
+    found: Difference | None,
+    weights: Sequence[str],
+    here: Sequence[str],
+    odd: Sequence[str] = (),
+) -> str:
+    """What to say of a run that was not, or (`odd`) that contradicts itself."""
+    lines = [f"{run.folder}: differs", *(f"  {line}" for line in odd[:_LINES])]
+    if len(odd) > _LINES:
+        lines.append(f"  and {len(odd) - _LINES} more of that kind")
+    if found is not None:
+        where = f"  first at window {found.window}: "
+        if found.tensors:
+            where += _some(found.tensors, found.of)
+        lines.append(
+            where + "; ".join([""] * bool(found.tensors) + [f"{n} {a}, now {b}" for n, a, b in found.figures])
+        )
+        apart = found.window - found.after
+        if apart > 1:
+            lines.append(
+                f"  it began in one of the windows {found.after + 1} to {found.window}: "
+                f"recorded every {apart} windows"
+            )
+    lines += [f"  final weights: {line}" for line in weights]
+    if here:
+        lines.append(f"  the first that differs of the environment: {here[0]}")
+        lines += [f"    also {line}" for line in here[1:]]
+    else:
+        lines.append("  nothing differs that was recorded of the environment")
+    return "\n".join([*lines, *_hints(run)])
+
+
+def _hints(run: Recorded) -> list[str]:
+    hints = []
+    if run.manifest.device.kind == "cuda" and not run.manifest.config.get("deterministic"):
+        hints.append("  deterministic=false: on a GPU sums may come in another order each time")
+    if run.facts.get("dirty"):
+        hints.append("  the run's code had uncommitted changes, which nothing recorded")
+    return hints
+
+
+def _who(parts: Sequence[Part]) -> str:
+    each = [
+        f"{part.ranks} rank{'s' * (part.ranks > 1)} of {part.threads} thread{'s' * (part.threads > 1)}"
+        for part in parts
+    ]
+    return ", then ".join(each)
+
+
+def _some(names: Sequence[str], of: int) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown}{' …' if len(names) > _SHOWN else ''} ({len(names)} of {of} tensors)"
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

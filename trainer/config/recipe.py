@@ -1,0 +1,143 @@
+"""A recipe: everything that decides what a run trains, put together from its parts."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trainer.config.recipe_file import Section
+from trainer.config.suggest import nearest
+from trainer.data.sampling.plan import WindowConfig
+from trainer.data.sources import DataConfig
+from trainer.distributed.parallel import ParallelConfig
+from trainer.models.activation_checkpointing import MemoryConfig
+from trainer.models.compiling import CompileConfig
+from trainer.models.images import ModelConfig
+from trainer.models.precision import PrecisionConfig
+from trainer.observe.log import LogConfig
+from trainer.optim.average import AverageConfig
+from trainer.optim.optimizers import OptimConfig
+from trainer.tasks.audio import AudioConfig
+from trainer.tasks.detection import DetectionConfig
+from trainer.tasks.language import LanguageConfig
+from trainer.tasks.mixing import RegularizationConfig
+from trainer.train.guard import GuardConfig
+from trainer.train.resume import CheckpointConfig
+
+# Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
+_TASKS = {
+    "classification": (
+        "small_resnet",
+        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10"),
+    ),
+    "language": ("gpt", ("stdlib", "tokens", "text", "synthetic")),
+    "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
+    "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
+}
+
+
+_SECTIONS = ("language", "audio", "detection")
+
+
+class Recipe(Section):
+    """The configuration of a run. Unknown keys are errors."""
+
+    about: str = Field("", description="one line that `trainer recipes` shows")
+    task: str = Field(
+        "classification",
+        description="what is learned: classification, language, audio, detection, or one's own: a .py file",
+    )
+    seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
+    epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
+    max_windows: int | None = Field(None, ge=1, description="stop after this many windows (optimiser steps)")
+    evaluate_every: int = Field(1, ge=0, description="epochs between evaluations; 0: only at the end")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")
+    cudnn_benchmark: bool = Field(
+        True, description="let cuDNN time its algorithms once; shapes are fixed here"
+    )
+    deterministic: bool = Field(
+        False, description="only algorithms that give the same bits each time, on GPUs too; slower"
+    )
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    window: WindowConfig = WindowConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    language: LanguageConfig = LanguageConfig()
+    audio: AudioConfig = AudioConfig()
+    detection: DetectionConfig = DetectionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    compile: CompileConfig = CompileConfig()
+    optim: OptimConfig = OptimConfig()
+    ema: AverageConfig = AverageConfig()
+    regularization: RegularizationConfig = RegularizationConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    guard: GuardConfig = GuardConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _task_with_its_data_and_model(self) -> "Recipe":
+        own = self.task == "own" or Path(self.task).suffix == ".py"
+        if not own and self.task not in _TASKS:
+            raise ValueError(
+                f"task={self.task}: no such task{nearest(self.task, list(_TASKS))} (there are: "
+                f"{', '.join(_TASKS)}, or a .py file, which `trainer new FILE.py` begins)"
+            )
+        model, names = ("own", ("own",)) if own else _TASKS[self.task]
+        only = own or self.task in ("language", "audio")
+        if "name" not in self.data.model_fields_set:
+            self.data.name = names[0]  # type: ignore[assignment]
+        if self.data.name not in names:
+            raise ValueError(
+                f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
+                f"{', '.join(names)}"
+            )
+        if self.model.name == "auto":
+            self.model.name = model
+        readers = {"regularization": "classification", **{name: name for name in _SECTIONS}}
+        for part, reader in readers.items():
+            section = getattr(self, part)
+            if self.task != reader and section != type(section)():
+                raise ValueError(f"{part}: nothing that task={self.task} reads; leave its keys out")
+        unread: dict[str, tuple[str, ...]] = {
+            "data": () if self.task == "classification" else ("augment", "jitter", "policy"),
+            "model": ("width", "blocks", "norm", "dropout") if own or self.task == "language" else (),
+        }
+        for part, keys in unread.items():
+            section = getattr(self, part)
+            for key in keys:
+                if getattr(section, key) != type(section).model_fields[key].default:
+                    raise ValueError(f"{part}.{key}: nothing that task={self.task} reads; leave it out")
+        if only and self.model.name != model:
+            raise ValueError(
+                f"model.name={self.model.name}: task={self.task} has a model of its own; leave the name out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_that_exclude_each_other(self) -> "Recipe":
+        mixing = self.regularization.mixup or self.regularization.cutmix
+        if mixing and self.data.micro_batch == 1:
+            raise ValueError(
+                "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
+                "nothing to mix; use a larger one or 0"
+            )
+        if mixing and self.window.last == "weighted":
+            raise ValueError(
+                "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
+                "use window.last=cross"
+            )
+        unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
+        if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:
+            raise ValueError(
+                f"memory.allocator={self.memory.allocator} can't serve CUDA graphs "
+                f"({unable[self.memory.allocator]}): use compile.mode=default, or another allocator"
+            )
+        if self.precision.debug and self.compile.mode != "none":
+            raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
+        if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):
+            raise ValueError(
+                f"precision.keep_fp32 has no effect with precision.mode={self.precision.mode}; "
+                "leave it out, or use fp16 or bf16"
+            )
+        return self

@@ -1,0 +1,110 @@
+"""Telephone tones (DTMF, ITU-T Q.23) in noise, synthesised: the embedded data set for audio.
+
+A key sounds as two sinusoids, one of a low and one of a high group. Each recording has one key in white
+noise, and everything else about it is drawn at random, keyed by its number.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.dataset import ArrayDataset
+from trainer.data.formats.audio import AUDIO, LABEL
+from trainer.rng import Ints, Purpose, key, keys
+
+# ITU-T Recommendation Q.23, in Hz.
+LOW = (697, 770, 852, 941)
+HIGH = (1209, 1336, 1477, 1633)
+KEYS = "123A456B789C*0#D"  # by rows: LOW[k // 4] and HIGH[k % 4]
+
+RATE = 8000
+LENGTH = 1024  # samples: 0.128 s
+SHORTEST, LONGEST = 320, 800  # samples of a tone: 40 ms (the shortest that Q.24 wants recognised) to 100 ms
+OFFSET = 0.015  # largest relative error of a frequency, of each of the two on its own
+TWIST = 6.0  # dB: the high tone over the low one, either way
+LEVELS = (-24.0, 0.0)  # dB, of the whole recording, below LOUDEST
+LOUDEST = 4000.0  # root mean square of the tone, in int16 steps: the sum of tone and noise seldom clips
+TRAIN, TEST = 8192, 2048
+
+_Floats = npt.NDArray[np.float64]
+_CHUNK = 1024
+
+
+class Recordings(NamedTuple):
+    """Recordings before they are added up and rounded.
+
+    Attributes:
+        tone: float64 (n, LENGTH), of mean square 1 over the tone's own duration, 0 elsewhere.
+        noise: float64 (n, LENGTH), white and Gaussian, of variance 1: 0 dB of signal to noise while the tone
+            sounds.
+        key: int64 (n,), index into KEYS.
+        frequency: float64 (n, 2): of the low and of the high tone, in Hz.
+        twist: float64 (n,): level of the high tone over that of the low one, in dB.
+        start: int64 (n,): the tone's first sample.
+        duration: int64 (n,): its samples.
+        gain: float64 (n,): int16 steps for 1.
+    """
+
+    tone: _Floats
+    noise: _Floats
+    key: Ints
+    frequency: _Floats
+    twist: _Floats
+    start: Ints
+    duration: Ints
+    gain: _Floats
+
+
+def synthesise(part: int, number: Ints) -> Recordings:
+    """Makes recordings from their numbers alone; number modulo 16 is the key.
+
+    Args:
+        part: 0 for training, 1 for testing: two streams of random numbers.
+        number: int64 (n,).
+    """
+    own = keys(key(Purpose.DATA, part), number)
+    low, high, twist, duration, start, level, phase1, phase2 = _unit(keys(0, own[:, None], np.arange(8))).T
+    which = number % len(KEYS)
+    frequency = np.stack((np.take(LOW, which // 4), np.take(HIGH, which % 4)), 1).astype(np.float64)
+    frequency *= 1 + OFFSET * (2 * np.stack((low, high), 1) - 1)
+    twist = TWIST * (2 * twist - 1)
+    duration = SHORTEST + (duration * (LONGEST - SHORTEST + 1)).astype(np.int64)
+    start = (start * (LENGTH - duration + 1)).astype(np.int64)
+    time = np.arange(LENGTH)
+    angle = 2 * np.pi * (frequency[:, :, None] * time / RATE + np.stack((phase1, phase2), 1)[:, :, None])
+    sine = np.sin(angle)
+    tone = sine[:, 0] + 10 ** (twist[:, None] / 20) * sine[:, 1]
+    tone[(time < start[:, None]) | (time >= (start + duration)[:, None])] = 0
+    # Of the samples themselves: over a few periods two sinusoids don't have their long-term mean square.
+    tone /= np.sqrt((tone**2).sum(1) / duration)[:, None]
+    gain = LOUDEST * 10 ** ((LEVELS[0] + (LEVELS[1] - LEVELS[0]) * level) / 20)
+    return Recordings(tone, _gaussian(own), which, frequency, twist, start, duration, gain)
+
+
+def recordings(part: int, count: int) -> ArrayDataset:
+    """The first `count` recordings: fields audio, int16 (LENGTH,), and label, int64 ()."""
+    audio = np.empty((count, LENGTH), np.int16)
+    label = np.empty(count, np.int64)
+    for first in range(0, count, _CHUNK):
+        rows = slice(first, min(first + _CHUNK, count))
+        made = synthesise(part, np.arange(rows.start, rows.stop))
+        mixed = (made.tone + made.noise) * made.gain[:, None]
+        audio[rows] = np.clip(np.rint(mixed), -32768, 32767)
+        label[rows] = made.key
+    return ArrayDataset({AUDIO: audio, LABEL: label})
+
+
+def _unit(bits: npt.NDArray[np.uint64]) -> _Floats:
+    """Uniform in [0, 1), 53 bits."""
+    return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _gaussian(own: npt.NDArray[np.uint64]) -> _Floats:
+    """Box and Muller's pairs, (n, LENGTH), from the keys (n,)."""
+    half = LENGTH // 2
+    first, second = np.split(_unit(keys(1, own[:, None], np.arange(LENGTH))), 2, axis=1)
+    radius, angle = np.sqrt(-2 * np.log1p(-first)), 2 * np.pi * second
+    noise = np.empty((len(own), LENGTH))
+    noise[:, :half], noise[:, half:] = radius * np.cos(angle), radius * np.sin(angle)
+    return noise

@@ -1,0 +1,210 @@
+"""A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.data.dataset import Arrays, Field
+from trainer.data.formats.files import Files, in_folder, readable
+from trainer.errors import BadInputError
+from trainer.host.files import read_at
+from trainer.rng import Float32, Ints
+
+AUDIO = "audio"
+LABEL = "label"
+
+SUFFIXES = (".wav", ".flac")
+_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
+_CHUNKS = 64  # of a wav file that may come before its samples
+_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who wrote to a pipe
+_BLOCK = 1 << 20
+
+
+class AudioFolder:
+    """Recordings below one folder for each class, cut to one length and mixed to one channel.
+
+    A cut of training starts at random (one random number, keyed by sample and epoch), one of evaluation
+    is the centre; a shorter recording is followed by zeros. Only the cut is read.
+
+    The field `audio` is int16 (round(seconds * sample_rate),), `label` int64 ().
+
+    Args:
+        root: The folder.
+        seconds: Length of a cut.
+        sample_rate: In Hz; a file with another one is an error, not resampled and not corrupt.
+        random_crop: True for training.
+        on_corrupt: What to do about a file that can't be decoded.
+        files: Those below the root that are wanted (default: all).
+
+    Raises:
+        BadInputError: If the folder is missing or holds no recordings.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        seconds: float,
+        sample_rate: int,
+        random_crop: bool,
+        on_corrupt: OnCorrupt,
+        files: Files | None = None,
+    ) -> None:
+        """Lists the files."""
+        length = round(seconds * sample_rate)
+        if length < 1:
+            raise BadInputError(f"{seconds} s at {sample_rate} Hz hold no sample; raise one of them")
+        try:
+            import soundfile  # noqa: F401  (so that workers that are forked have it)
+        except (ImportError, OSError) as error:
+            raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
+        self._root = os.fsencode(root)
+        self.records = in_folder(root, SUFFIXES) if files is None else files
+        self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
+        self.units = 1
+        self.uniforms = 1 if random_crop else 0
+        self.arrays: Arrays | None = None
+        self.in_process = False
+        self.fields: Mapping[str, Field] = {
+            AUDIO: Field((length,), np.dtype(np.int16)),
+            LABEL: Field((), np.dtype(np.int64)),
+        }
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+        return self.records.classes
+
+    def __len__(self) -> int:
+        """Number of recordings."""
+        return len(self.records)
+
+    def fingerprint(self) -> str:
+        """That of the files."""
+        return self.records.fingerprint()
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
+        """Decodes cuts straight into the batch; see `Dataset.read`.
+
+        Raises:
+            BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
+        """
+        audio, label, stored = out[AUDIO], out[LABEL], self.records.labels
+        where = random[:, 0].tolist() if random is not None and self.uniforms else None
+
+        def fill(row: int, sample: int) -> None:
+            path = os.path.join(self._root, self.records.file_name(sample))  # noqa: PTH118  (bytes)
+            self._cut(path, None if where is None else where[row], audio[row])
+            label[row] = stored[sample]
+
+        return fill_rows(samples, fill, self.records.name, self._on_corrupt, len(self))
+
+    def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
+        """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""
+        try:
+            # Opened here: soundfile doesn't tell a missing file from a corrupt one. O_NONBLOCK: a FIFO
+            # that nobody writes to must not hold up the run.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                facts = os.fstat(file)
+                if not stat.S_ISREG(facts.st_mode):
+                    raise Corrupt("isn't a file")
+                try:
+                    self._decode(path, file, facts.st_size, random, out)
+                except Corrupt:
+                    _read_all(file)  # or is it the disk?
+                    raise
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise BadInputError(
+                f"{readable(path)}: can't be read ({error.strerror}); was it moved while the run goes on?"
+            ) from error
+
+    def _decode(self, path: bytes, file: int, size: int, random: float | None, out: npt.NDArray[Any]) -> None:
+        import soundfile
+
+        if size == 0:
+            raise Corrupt("is empty")
+        if wav_cut_short(file, size):
+            raise Corrupt("is cut short")
+        try:
+            with soundfile.SoundFile(file, closefd=False) as sound:
+                if sound.format not in _FORMATS:
+                    raise Corrupt(f"is neither wav nor flac, but {sound.format}")
+                if sound.samplerate != self._rate:
+                    raise BadInputError(
+                        f"{readable(path)}: has a sample rate of {sound.samplerate} Hz, and "
+                        f"audio.sample_rate is {self._rate}: change that, or resample the file "
+                        f"(ffmpeg -i IN -ar {self._rate} OUT)"
+                    )
+                frames = sound.frames
+                if frames < 1 or frames > 1 << 60:
+                    raise Corrupt("holds no samples" if frames < 1 else "doesn't say how long it is")
+                if sound.format == "FLAC":
+                    # Where a file is cut short, its end is missing: found for any cut, not only for some.
+                    sound.seek(frames - 1)
+                    if len(sound.read(1, "int16")) < 1:
+                        raise Corrupt("is cut short")
+                spare = max(0, frames - self._length)
+                start = spare // 2 if random is None else int(random * (spare + 1))
+                wanted = min(frames, self._length)
+                sound.seek(start)
+                # Of floats soundfile would only keep the whole part, which is 0.
+                floats = sound.subtype in ("FLOAT", "DOUBLE")
+                channels = sound.read(wanted, "float64" if floats else "int16", always_2d=True)
+        except soundfile.SoundFileError as error:
+            raise Corrupt(f"can't be decoded: {error}") from error
+        if len(channels) < wanted:
+            raise Corrupt(f"is cut short: {len(channels)} samples of {wanted}")
+        out[:wanted] = _mixed(channels)
+        out[wanted:] = 0
+
+
+def _mixed(channels: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
+    """Mean of the channels, (samples, channels) to int16 (samples,); floats are in [-1, 1).
+
+    Raises:
+        Corrupt: If a value isn't finite.
+    """
+    count = channels.shape[1]
+    if channels.dtype == np.float64:
+        mean = channels.mean(1)
+        if not np.isfinite(mean).all():
+            raise Corrupt("holds what isn't a number")
+        return np.asarray(np.clip(np.rint(np.clip(mean, -1, 1) * 32768), -32768, 32767), np.int16)
+    mixed = channels[:, 0] if count == 1 else (channels.sum(1, dtype=np.int64) + count // 2) // count
+    return np.asarray(mixed, np.int16)
+
+
+def wav_cut_short(file: int, size: int) -> bool:
+    """Whether a wav file ends before its samples do; libsndfile would take it for a shorter one.
+
+    Args:
+        file: An open file.
+        size: Its bytes.
+    """
+    header = read_at(file, 0, 12)
+    if header[:4] != b"RIFF" or header[8:12] != b"WAVE":
+        return False
+    position = 12
+    for _ in range(_CHUNKS):
+        chunk = read_at(file, position, 8)
+        if len(chunk) < 8:
+            return True
+        length = int.from_bytes(chunk[4:], "little")
+        if chunk[:4] == b"data":
+            return length not in _UNKNOWN_SIZES and position + 8 + length > size
+        position += 8 + length + length % 2
+    return False
+
+
+def _read_all(file: int) -> None:
+    position = 0
+    while piece := os.pread(file, _BLOCK, position):
+        position += len(piece)

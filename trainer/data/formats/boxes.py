@@ -1,0 +1,309 @@
+"""Images with boxes as a data set: brought to one size, augmented together with their boxes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.data.dataset import Arrays, Field
+from trainer.rng import Float32, Ints
+
+IMAGE, BOXES, LABEL, CROWD, COUNT = "image", "boxes", "label", "crowd", "count"
+BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalised
+
+_PLACE = 4  # random numbers of one image: flip, scale, down, right
+_MOSAIC = 3 + 3 * (1 + _PLACE)  # whether, the middle, and the other three images
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class Picture(NamedTuple):
+    """An image and what is in it.
+
+    Attributes:
+        image: uint8 (height, width, channels).
+        boxes: float32 (k, 4): left, top, right, bottom in pixels; right and bottom are exclusive.
+        label: int64 (k,).
+        crowd: bool (k,): boxes around many things of a class, which nothing is learned from.
+    """
+
+    image: Pixels
+    boxes: Float32
+    label: Ints
+    crowd: npt.NDArray[np.bool_]
+
+
+class Pictures(Protocol):
+    """Images of any size with their boxes.
+
+    Attributes:
+        classes: Names of the classes.
+        channels: Of all images.
+        most: Largest number of boxes of an image.
+        in_memory: Whether reading costs nothing.
+    """
+
+    classes: Sequence[str]
+    channels: int
+    most: int
+    in_memory: bool
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def fingerprint(self) -> str:
+        """See `Dataset.fingerprint`."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """Where an image lies, for people."""
+        ...
+
+    def read(self, sample: int) -> Picture:
+        """An image; raises Corrupt if it can't be decoded."""
+        ...
+
+
+class BoxAugment(NamedTuple):
+    """What training images go through.
+
+    Attributes:
+        flip: Share of the images that are mirrored left to right.
+        scale: Smallest and largest factor of an image's size, drawn uniformly in its logarithm. What doesn't
+            fit is cropped at a random place; where there is room, the image lies at a random place.
+        mosaic: Share of the images that are put together with three others around a random middle.
+    """
+
+    flip: float = 0.0
+    scale: tuple[float, float] = (1.0, 1.0)
+    mosaic: float = 0.0
+
+    @property
+    def uniforms(self) -> int:
+        """Random numbers that an image takes."""
+        if self == BoxAugment():
+            return 0
+        return _PLACE + (_MOSAIC if self.mosaic else 0)
+
+
+class BoxedImages:
+    """Images of one size with up to `most` boxes, for training or for evaluation.
+
+    An image keeps its aspect and is resized to fit a square, at whose top left it lies. The fields are
+    image, uint8 (size, size, channels); boxes, float32 (most, 4); label, int64 (most,); crowd, uint8
+    (most,); count, int64 (): how many boxes are valid, which are the first. Training leaves crowds out.
+
+    Args:
+        pictures: Where the images come from.
+        size: Of the square, in pixels.
+        most: Boxes of an image; a mosaic that has more loses its smallest.
+        augment: What training images go through; None for evaluation.
+        on_corrupt: What becomes of images that can't be decoded.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        size: int,
+        most: int,
+        augment: BoxAugment | None,
+        on_corrupt: OnCorrupt = "fail",
+    ) -> None:
+        """Reads nothing yet."""
+        from trainer.data.formats import decode  # noqa: F401  (three seconds, before workers are forked)
+
+        self.pictures, self._size, self._most, self._augment = pictures, size, most, augment
+        self._on_corrupt = on_corrupt
+        self.uniforms = augment.uniforms if augment else 0
+        self.units = 1
+        self.arrays: Arrays | None = None
+        self.in_process = pictures.in_memory and not self.uniforms
+        self.fields: Mapping[str, Field] = {
+            IMAGE: Field((size, size, pictures.channels), np.dtype(np.uint8)),
+            BOXES: Field((most, 4), np.dtype(np.float32)),
+            LABEL: Field((most,), np.dtype(np.int64)),
+            CROWD: Field((most,), np.dtype(np.uint8)),
+            COUNT: Field((), np.dtype(np.int64)),
+        }
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.pictures)
+
+    @property
+    def records(self) -> object:
+        """Where the pictures lie, if in files."""
+        return getattr(self.pictures, "records", None)
+
+    def fingerprint(self) -> str:
+        """That of the pictures."""
+        return self.pictures.fingerprint()
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
+        """See `Dataset.read`."""
+        numbers = None if random is None or not self.uniforms else random[:, : self.uniforms].tolist()
+
+        def fill(row: int, sample: int) -> None:
+            image: Any = out[IMAGE][row]
+            if self._augment is None or numbers is None:
+                made = place(self.pictures.read(sample), image, 1.0, 0.0, 0.0)
+            else:
+                made = self._augmented(self._augment, sample, numbers[row], image)
+            if self._augment is not None:
+                made = _without(made, made.crowd)
+            if len(made.label) > self._most:
+                made = _largest(made, self._most)
+            count = len(made.label)
+            for name, rows in ((BOXES, made.boxes), (LABEL, made.label), (CROWD, made.crowd)):
+                out[name][row, :count], out[name][row, count:] = rows, np.zeros((), rows.dtype)
+            out[COUNT][row] = count
+
+        return fill_rows(samples, fill, self.pictures.name, self._on_corrupt, len(self))
+
+    def _augmented(self, augment: BoxAugment, sample: int, numbers: list[float], out: Pixels) -> Picture:
+        own, rest = numbers[:_PLACE], numbers[_PLACE:]
+        if not rest or rest[0] >= augment.mosaic:
+            return moved(self.pictures.read(sample), out, augment, own)
+        others = [rest[3 + i * (1 + _PLACE) :][: 1 + _PLACE] for i in range(3)]
+        try:
+            pictures = [self.pictures.read(int(other[0] * len(self))) for other in others]
+        except Corrupt:  # it is named when its own turn comes
+            return moved(self.pictures.read(sample), out, augment, own)
+        draws = [own, *(other[1:] for other in others)]
+        return mosaic([self.pictures.read(sample), *pictures], out, augment, (rest[1], rest[2]), draws)
+
+
+def place(picture: Picture, out: Pixels, scale: float, down: float, right: float) -> Picture:
+    """Draws an image at its aspect into another, cropped where it is larger.
+
+    Args:
+        picture: Of any size.
+        out: uint8 (height, width, channels): is filled, beside the image with the background.
+        scale: Of the image; 1: as large as fits.
+        down: In [0, 1): where the crop is taken, or where the image lies if there is room; 0: at the top.
+        right: Likewise; 0: at the left.
+
+    Returns:
+        `out` with the boxes there: those whose middle is visible, clipped to what is.
+    """
+    height, width = picture.image.shape[:2]
+    factor = scale * min(out.shape[0] / height, out.shape[1] / width)
+    rows, columns = (
+        _along(side, there, factor, number)
+        for side, there, number in ((height, out.shape[0], down), (width, out.shape[1], right))
+    )
+    cut = picture.image[rows.first : rows.first + rows.length, columns.first : columns.first + columns.length]
+    if (rows.size, columns.size) != out.shape[:2]:
+        out[...] = np.asarray(BACKGROUND[: out.shape[2]], np.uint8)
+    out[rows.at : rows.at + rows.size, columns.at : columns.at + columns.size] = _resized(
+        cut, rows.size, columns.size
+    )
+    begin = np.array([columns.first, rows.first] * 2, np.float64)
+    end = begin + [columns.length, rows.length] * 2
+    stretch = np.array([columns.size / columns.length, rows.size / rows.length] * 2)
+    boxes = picture.boxes.astype(np.float64)
+    middle = (boxes[:, :2] + boxes[:, 2:]) / 2
+    seen = ((middle >= begin[:2]) & (middle < end[:2])).all(1)
+    there = (np.clip(boxes, begin, end) - begin) * stretch + [columns.at, rows.at] * 2
+    made = Picture(out, there.astype(np.float32), picture.label, picture.crowd)
+    # A sliver may round to nothing.
+    empty = (made.boxes[:, 2:] <= made.boxes[:, :2]).any(1)
+    return _without(made, np.asarray(~seen | empty))
+
+
+def flipped(picture: Picture) -> Picture:
+    """Mirrored left to right."""
+    image = torch.from_numpy(picture.image).flip(1).numpy()  # ten times as fast as numpy's
+    boxes = picture.boxes.copy()
+    boxes[:, [0, 2]] = image.shape[1] - picture.boxes[:, [2, 0]]
+    return picture._replace(image=image, boxes=boxes)
+
+
+def moved(picture: Picture, out: Pixels, augment: BoxAugment, numbers: Sequence[float]) -> Picture:
+    """Flips, scales and places an image by four random numbers in [0, 1)."""
+    flip, scale, down, right = numbers
+    low, high = augment.scale
+    picture = flipped(picture) if flip < augment.flip else picture
+    if low == high == 1:
+        down = right = 0.0
+    return place(picture, out, low * (high / low) ** scale, down, right)
+
+
+def mosaic(
+    pictures: Sequence[Picture],
+    out: Pixels,
+    augment: BoxAugment,
+    middle: tuple[float, float],
+    numbers: Sequence[Sequence[float]],
+) -> Picture:
+    """Four images around a middle in the inner half (Bochkovskiy et al., 2020), each as large as alone.
+
+    Args:
+        pictures: Four.
+        out: uint8 (height, width, channels): is filled.
+        augment: For each of them.
+        middle: In [0, 1): how far down and right.
+        numbers: For each picture four, in [0, 1).
+    """
+    height, width, _ = out.shape
+    row, column = (
+        int(side * (0.25 + 0.5 * share)) for side, share in zip((height, width), middle, strict=True)
+    )
+    parts = []
+    for index, (picture, own) in enumerate(zip(pictures, numbers, strict=True)):
+        top, left = (0, row)[index // 2], (0, column)[index % 2]
+        view = out[top : row if index < 2 else height, left : column if index % 2 == 0 else width]
+        # As large as in the whole: a quarter of it would show everything at half its size.
+        alone = min(height / picture.image.shape[0], width / picture.image.shape[1])
+        fits = min(view.shape[0] / picture.image.shape[0], view.shape[1] / picture.image.shape[1])
+        low, high = (alone / fits * edge for edge in augment.scale)
+        part = moved(picture, view, augment._replace(scale=(low, high)), own)
+        parts.append(part._replace(boxes=part.boxes + np.array([left, top] * 2, np.float32)))
+    boxes, label, crowd = (np.concatenate(rows) for rows in zip(*(part[1:] for part in parts), strict=True))
+    return Picture(out, boxes, label, crowd)
+
+
+class _Span(NamedTuple):
+    """Pixels of an image along one axis, `first` and `length`, and where they come to lie: `at`, `size`."""
+
+    first: int
+    length: int
+    at: int
+    size: int
+
+
+def _along(side: int, there: int, factor: float, number: float) -> _Span:
+    if side * factor > there + 0.5:
+        length = max(1, min(side, round(there / factor)))
+        return _Span(int(number * (side - length + 1)), length, 0, there)
+    size = max(1, min(there, round(side * factor)))
+    return _Span(0, side, int(number * (there - size + 1)), size)
+
+
+def _resized(image: Pixels, height: int, width: int) -> Pixels:
+    if image.shape[:2] == (height, width):
+        return image
+    from trainer.data.formats.decode import resize
+
+    with torch.inference_mode():
+        planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+        pixels: Pixels = resize(planes, height, width)[0].permute(1, 2, 0).numpy()
+    return pixels
+
+
+def _without(picture: Picture, which: npt.NDArray[np.bool_]) -> Picture:
+    return _rows(picture, ~which) if which.any() else picture
+
+
+def _largest(picture: Picture, count: int) -> Picture:
+    area = (picture.boxes[:, 2:] - picture.boxes[:, :2]).prod(1)
+    kept = np.sort(np.argsort(-area, kind="stable")[:count])
+    return _rows(picture, kept)
+
+
+def _rows(picture: Picture, which: npt.NDArray[Any]) -> Picture:
+    return Picture(picture.image, picture.boxes[which], picture.label[which], picture.crowd[which])

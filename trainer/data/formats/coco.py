@@ -1,0 +1,230 @@
+"""Images with boxes as COCO describes them: a JSON file of instances, checked before training.
+
+See https://cocodataset.org/#format-data.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config.redact import redact
+from trainer.data.corrupt import Corrupt, OnCorrupt
+from trainer.data.formats.boxes import Picture
+from trainer.data.formats.crop import Box
+from trainer.data.formats.files import Files, Listed
+from trainer.errors import BadInputError
+
+_YEARS = ("", "2017", "2014")
+_EDGE = 1.0  # pixels that a box may stick out of its image: COCO's own are rounded
+
+
+class CocoPictures:
+    """Images below a folder, and their boxes from a file of instances.
+
+    Args:
+        root: data.path, with `train/` (or `train2017/`), `val/` and `annotations/instances_train.json`.
+        part: "train" or "val".
+        on_corrupt: "fail": a box that is wrong is an error; else it is left out.
+
+    Raises:
+        BadInputError: If a file is missing or says what can't be, with the id of the image.
+    """
+
+    channels = 3
+    in_memory = False
+
+    def __init__(self, root: Path, part: str, on_corrupt: OnCorrupt) -> None:
+        """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
+        from trainer.data.formats import decode
+
+        self._cut_out = decode.cut_out
+        file, folder = _places(root, part)
+        told = _load(file)
+        self.categories = _categories(file, told)
+        self.classes: Sequence[str] = tuple(self.categories.values())
+        images = _images(file, folder, told)
+        found = _instances(file, told, images, self.categories, on_corrupt == "fail")
+        if part == "train":
+            # As torchvision's reference does: nothing is learned from an image without boxes.
+            images = {
+                number: image for number, image in images.items() if any(not b[5] for b in found[number])
+            }
+            _no_empty_class(file, self.categories, [row for number in images for row in found[number]])
+        if not images:
+            raise BadInputError(f"{file}: holds no images{' with boxes' if part == 'train' else ''}")
+        rows = [found[number] for number in images]
+        self._sizes = np.array([image[1:] for image in images.values()], np.int64)
+        self._ends = np.cumsum([len(each) for each in rows])
+        self._rows = np.array([row for each in rows for row in each], np.float64).reshape(-1, 6)
+        self.most = max(len(each) for each in rows)
+        names = [os.fsencode(image[0]) for image in images.values()]
+        self.records = Files(
+            folder, names, [0] * len(images), self.classes, Listed(file, "image", list(images))
+        )
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.records)
+
+    def fingerprint(self) -> str:
+        """Of the boxes, the categories and the files."""
+        digest = hashlib.sha256(repr(self.categories).encode())
+        for array in (self._rows, self._ends, self._sizes):
+            digest.update(array.tobytes())
+        return f"{self.records.fingerprint()} {digest.hexdigest()[:16]}"
+
+    def name(self, sample: int) -> str:
+        """Path of an image."""
+        return self.records.name(sample)
+
+    def read(self, sample: int) -> Picture:
+        """Decodes an image.
+
+        Raises:
+            Corrupt: If it can't be, or hasn't the size that the annotations say.
+        """
+        cut = self._cut_out(self.records.read(sample), lambda height, width: Box(0, 0, height, width))
+        image = cut[0].permute(1, 2, 0).numpy()
+        height, width = self._sizes[sample].tolist()
+        if image.shape[:2] != (height, width):
+            raise Corrupt(
+                f"has {image.shape[1]} x {image.shape[0]} pixels, and its annotations say {width} x {height}"
+            )
+        begin = int(self._ends[sample - 1]) if sample else 0
+        rows = self._rows[begin : int(self._ends[sample])]
+        return Picture(image, rows[:, :4].astype(np.float32), rows[:, 4].astype(np.int64), rows[:, 5] > 0)
+
+
+def _places(root: Path, part: str) -> tuple[Path, Path]:
+    for year in _YEARS:
+        file = root / "annotations" / f"instances_{part}{year}.json"
+        if file.is_file():
+            folder = root / f"{part}{year}"
+            if not folder.is_dir():
+                raise BadInputError(f"{folder}: no such folder, and {file} describes its images")
+            return file, folder
+    raise BadInputError(
+        f"{root}: no annotations/instances_{part}.json or instances_{part}2017.json; data.name=coco needs "
+        "these, and the images in train/ and val/ (or train2017/ and val2017/)"
+    )
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    try:
+        # The outlines of things are most of such a file, and nobody here reads them.
+        told = json.loads(file.read_bytes(), object_hook=_without_outlines)
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{file}: not readable JSON ({error})") from error
+    for name in ("images", "annotations", "categories"):
+        if not isinstance(told, dict) or not isinstance(told.get(name), list):
+            raise BadInputError(f"{file}: no list '{name}': not COCO's format of instances")
+        if not all(isinstance(entry, dict) and _is_id(entry.get("id")) for entry in told[name]):
+            raise BadInputError(f"{file}: an entry of '{name}' has no id that is a whole number")
+        [(most, times)] = Counter(entry["id"] for entry in told[name]).most_common(1) or [(0, 0)]
+        if times > 1:
+            raise BadInputError(f"{file}: id {most} is there twice in '{name}'")
+    return told  # type: ignore[no-any-return]
+
+
+def _without_outlines(entry: dict[str, Any]) -> dict[str, Any]:
+    entry.pop("segmentation", None)
+    return entry
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _categories(file: Path, told: Mapping[str, Any]) -> dict[int, str]:
+    """Names by id, in the order of the ids."""
+    for entry in told["categories"]:
+        if not isinstance(entry.get("name"), str):
+            raise BadInputError(f"{file}: category {entry['id']} has no name")
+    if not told["categories"]:
+        raise BadInputError(f"{file}: has no categories")
+    return {entry["id"]: entry["name"] for entry in sorted(told["categories"], key=lambda entry: entry["id"])}
+
+
+def _images(file: Path, folder: Path, told: Mapping[str, Any]) -> dict[int, tuple[str, int, int]]:
+    """File name, height and width by id."""
+    images = {}
+    for entry in told["images"]:
+        number, name = entry["id"], entry.get("file_name")
+        height, width = entry.get("height"), entry.get("width")
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise BadInputError(f"{file}: image {number} has no file_name")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BadInputError(f"{file}: image {number}: file_name {name!r} leads out of {folder}")
+        if not (_is_id(height) and _is_id(width) and height > 0 and width > 0):
+            raise BadInputError(f"{file}: image {number} ({name!r}) has no height and width")
+        images[number] = (name, height, width)
+    return images
+
+
+def _instances(
+    file: Path,
+    told: Mapping[str, Any],
+    images: Mapping[int, tuple[str, int, int]],
+    categories: Mapping[int, str],
+    strict: bool,
+) -> dict[int, list[tuple[float, ...]]]:
+    """Left, top, right, bottom, class and whether it is a crowd, of each box, by the image's id."""
+    class_of = {number: index for index, number in enumerate(categories)}
+    found: dict[int, list[tuple[float, ...]]] = {number: [] for number in images}
+    for entry in told["annotations"]:
+        number, where = entry.get("image_id"), f"{file}: annotation {entry['id']}"
+        if not _is_id(number) or number not in images:
+            raise BadInputError(f"{where}: there is no image {redact(repr(number))}")
+        category, crowd = entry.get("category_id"), entry.get("iscrowd", 0)
+        if not _is_id(category) or category not in class_of:
+            raise BadInputError(f"{where} of image {number}: there is no category {category!r}")
+        if crowd not in (0, 1):
+            raise BadInputError(f"{where} of image {number}: iscrowd is {crowd!r}, neither 0 nor 1")
+        name, height, width = images[number]
+        wrong = _wrong(entry.get("bbox"), height, width)
+        if wrong and strict:
+            raise BadInputError(
+                f"{where} of image {number} ({name}): its box {wrong}; mend it, or leave such boxes out with "
+                "data.on_corrupt=skip"
+            )
+        if not wrong:
+            left, top, wide, high = entry["bbox"]
+            right, bottom = min(left + wide, width), min(top + high, height)
+            found[number].append((max(0, left), max(0, top), right, bottom, class_of[category], int(crowd)))
+    return found
+
+
+def _wrong(box: Any, height: int, width: int) -> str:
+    """What is wrong with a box, or ""."""
+    if not isinstance(box, list) or len(box) != 4 or any(isinstance(v, bool) for v in box):
+        return "isn't a list of four numbers"
+    if not all(isinstance(v, int | float) and math.isfinite(v) for v in box):
+        return f"{box} isn't four finite numbers"
+    left, top, wide, high = box
+    if wide <= 0 or high <= 0:
+        return f"{box} has no area"
+    if left < -_EDGE or top < -_EDGE or left + wide > width + _EDGE or top + high > height + _EDGE:
+        return f"{box} (left, top, width, height) sticks out of {width} x {height} pixels"
+    if np.float32(max(0, left)) >= np.float32(min(left + wide, width)) or np.float32(
+        max(0, top)
+    ) >= np.float32(min(top + high, height)):
+        return f"{box} lies beside its image, or is too small to be told from a point"
+    return ""
+
+
+def _no_empty_class(file: Path, categories: Mapping[int, str], rows: Sequence[tuple[float, ...]]) -> None:
+    there = {int(row[4]) for row in rows if not row[5]}
+    for index, (number, name) in enumerate(categories.items()):
+        if index not in there:
+            raise BadInputError(
+                f"{file}: category {number} ('{name}') has no box to learn from; add some, or leave it out"
+            )

@@ -1,0 +1,192 @@
+"""Samples of text in memory: a stream cut at equal lengths, documents packed, or documents padded.
+
+A document is what stands before an end token, and that token. The model is given the end of the document
+before (of any, the token is the same) and says the first token, and so on to the end: so every token is a
+target exactly once. A document longer than a sample is cut; a later part is given the token before it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.dataset import UNITS, ArrayDataset, Arrays, Field, spread
+from trainer.data.formats.text import Text, Tokens
+from trainer.data.formats.tokens import TOKENS
+from trainer.errors import BadInputError
+from trainer.host.limits import read_limits
+from trainer.rng import Float32, Ints
+
+TARGETS, SEGMENT = "targets", "segment"
+
+_HASHED_TOKENS = 4 << 20
+
+
+class StreamDataset:
+    """Sequences of a text in memory: sample i is `length` + 1 tokens from i * stride on.
+
+    The field `tokens` has shape (length + 1,), the last being there to be predicted.
+
+    Args:
+        tokens: (n,).
+        length: Tokens that a sample predicts.
+        stride: From the start of a sample to that of the next; None: `length`, so that every token but the
+            first is a target once and a rest shorter than `length` isn't.
+        whole: Whether the rest becomes a sample too, padded and with a field `units`.
+
+    Raises:
+        BadInputError: If there is no sample in it.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, stride: int | None = None, whole: bool = False) -> None:
+        """Takes over the tokens, without a copy unless there is something to pad."""
+        targets = len(tokens) - 1
+        step = length if stride is None else stride
+        if targets < (1 if whole else length):
+            raise BadInputError(
+                f"the text has {len(tokens)} tokens: too few for a sample of "
+                f"language.sequence_length={length} and the one after it; lower it"
+            )
+        self.arrays: Arrays | None = None
+        self.uniforms, self.in_process, self.units = 0, True, length
+        fields = {TOKENS: Field((length + 1,), tokens.dtype)}
+        self._samples = (targets - length) // step + 1 if targets >= length else 0
+        if whole:
+            self._samples = -(-targets // length)
+            fields[UNITS] = Field((), np.dtype(np.int64))
+            rest = self._samples * length - targets
+            tokens = np.concatenate((tokens, np.zeros(rest, tokens.dtype)))
+        self.fields: Mapping[str, Field] = fields
+        self._tokens, self._targets, self._length, self._step = tokens, targets, length, step
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._samples
+
+    def fingerprint(self) -> str:
+        """Of the tokens, or of evenly spaced ones; see `Dataset.fingerprint`."""
+        some = self._tokens[spread(len(self._tokens), _HASHED_TOKENS)]
+        about = f"{some.dtype} {self._length} {self._step} {len(self._tokens)};".encode()
+        return f"{len(self)} samples {hashlib.sha256(about + some.tobytes()).hexdigest()[:16]}"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:  # noqa: ARG002
+        """Copies tokens; see `Dataset.read`."""
+        first = samples * self._step
+        np.take(self._tokens, first[:, None] + np.arange(self._length + 1), out=out[TOKENS], mode="clip")
+        if UNITS in self.fields:
+            out[UNITS][...] = np.minimum(self._targets - first, self._length)
+
+
+class Pieces(NamedTuple):
+    """Parts of documents, each within a sample.
+
+    Attributes:
+        first: int64 (n,), where the first target stands in the text.
+        targets: int64 (n,), how many there are.
+    """
+
+    first: Ints
+    targets: Ints
+
+
+def pieces_of(text: Text, length: int) -> Pieces:
+    """Cuts documents into parts of at most `length` targets, in their order.
+
+    Raises:
+        BadInputError: If there are no documents.
+    """
+    if text.end is None or not len(text.tokens):
+        raise BadInputError(
+            "language.text=packed and padded are for documents, and there are none here; use "
+            "language.text=stream, or a token file whose documents end with a token of their own"
+        )
+    ends = np.flatnonzero(text.tokens == text.end) + 1
+    if not len(ends) or ends[-1] != len(text.tokens):
+        ends = np.append(ends, len(text.tokens))
+    begins = np.concatenate(([0], ends[:-1]))
+    parts = -(-(ends - begins) // length)
+    within = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = np.repeat(begins, parts) + within * length
+    return Pieces(first, np.minimum(np.repeat(ends, parts) - first, length))
+
+
+def padded(text: Text, length: int) -> ArrayDataset:
+    """A piece of a document in each sample, in the order of their lengths.
+
+    The fields are `tokens` and `targets` (length,), of the text's type, and `units`, the number of targets;
+    what is behind these is padding.
+    """
+    pieces = pieces_of(text, length)
+    order = np.argsort(pieces.targets, kind="stable")
+    places = np.arange(len(order))
+    return ArrayDataset(_filled(text, length, Pieces(*(part[order] for part in pieces)), places, places * 0))
+
+
+def packed(text: Text, length: int) -> ArrayDataset:
+    """As many pieces in each sample as fit, best fit with the longest first.
+
+    Fields as those of `padded`, and `segment`, int16 or int32 (length,): the number of the piece in the
+    sample from 1 on, 0 for padding.
+    """
+    pieces = pieces_of(text, length)
+    order = np.argsort(-pieces.targets, kind="stable")
+    sample, start = _best_fit(pieces.targets[order], length)
+    ordered = Pieces(*(part[order] for part in pieces))
+    arrays = dict(_filled(text, length, ordered, sample, start))
+    segment = np.zeros((len(arrays[UNITS]), length), np.int16 if length < 1 << 15 else np.int32)
+    number = np.zeros(len(segment), np.int64)
+    for row, begin, count in zip(sample.tolist(), start.tolist(), ordered.targets.tolist(), strict=True):
+        number[row] += 1
+        segment[row, begin : begin + count] = number[row]
+    return ArrayDataset(arrays | {SEGMENT: segment})
+
+
+def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) -> Arrays:
+    """The fields of samples that hold pieces from a place on."""
+    assert text.end is not None
+    count = int(sample.max()) + 1
+    # An end before all: what the first token of the text is predicted from.
+    given = np.concatenate((np.array([text.end], text.tokens.dtype), text.tokens))
+    _check_room(2 * count * length * given.dtype.itemsize)
+    tokens, targets = (np.zeros((count, length), given.dtype) for _ in range(2))
+    places = zip(pieces.first.tolist(), pieces.targets.tolist(), sample.tolist(), start.tolist(), strict=True)
+    for first, size, row, begin in places:
+        tokens[row, begin : begin + size] = given[first : first + size]
+        targets[row, begin : begin + size] = text.tokens[first : first + size]
+    units = np.bincount(sample, pieces.targets, count).astype(np.int64)
+    return {TOKENS: tokens, TARGETS: targets, UNITS: units}
+
+
+def _check_room(needed: int) -> None:
+    """Every rank holds such samples in memory: an error before the kernel ends one."""
+    there = read_limits().memory_bytes
+    if there and needed > there // 2:
+        raise BadInputError(
+            f"language.text=packed or padded: the samples take {needed / 1e9:.1f} GB, more than half of the "
+            f"{there / 1e9:.1f} GB of memory; use language.text=stream, or a shorter language.sequence_length"
+        )
+
+
+def _best_fit(counts: Ints, length: int) -> tuple[Ints, Ints]:
+    """Puts pieces, the longest first, each where the least room is left that it fits in.
+
+    Returns:
+        The sample of each piece, and its place there.
+    """
+    sample, start = np.empty_like(counts), np.empty_like(counts)
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]
+    rooms, samples = 0, 0  # bit r of rooms: there is a sample with room for r tokens
+    for index, count in enumerate(counts.tolist()):
+        enough = rooms >> count
+        if enough:
+            room = count + (enough & -enough).bit_length() - 1
+            row = with_room[room].pop()
+            rooms ^= (not with_room[room]) << room
+        else:
+            row, room, samples = samples, length, samples + 1
+        sample[index], start[index] = row, length - room
+        if rest := room - count:
+            with_room[rest].append(row)
+            rooms |= 1 << rest
+    return sample, start

@@ -1,0 +1,342 @@
+"""Samples that are files: a folder of classes, or a table of paths and labels."""
+
+import contextlib
+import csv
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.check import counted, unreadable
+from trainer.data.dataset import spread
+from trainer.data.shared import Columns, joined, name_at
+from trainer.errors import BadInputError
+from trainer.rng import Ints
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+
+# Of how many files the fingerprint holds the size, and of how many the content.
+_SIZES, _CONTENTS = 10_000, 32
+_MOST_GAPS = 100
+
+
+class Listed(NamedTuple):
+    """Where the names of files are written down.
+
+    Attributes:
+        file: A table or annotations.
+        unit: What of it names one: "line", "row", "image".
+        numbers: Of the line, row or image of each.
+    """
+
+    file: Path
+    unit: str
+    numbers: Sequence[int]
+
+
+class Files:
+    """Files below a root, each a sample; see `records.Records`.
+
+    Args:
+        root: A folder.
+        names: Paths below it, in the order of the samples.
+        labels: The class of each.
+        classes: Their names.
+        listed: Where the names are written down, if they aren't those that the folder holds.
+    """
+
+    raw = False
+
+    def __init__(
+        self,
+        root: Path,
+        names: list[bytes],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        listed: Listed | None = None,
+    ) -> None:
+        """Takes the files in their order."""
+        self._root = os.fsencode(root)
+        self.classes: Sequence[str] = tuple(classes)
+        columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
+        self._listed = None if listed is None else listed[:2]
+        if listed is not None:
+            columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
+        self._columns = Columns.hold(columns)
+
+    @property
+    def labels(self) -> Ints:
+        """Of all samples."""
+        labels: Ints = self._columns["label"]
+        return labels
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """Of all names and labels, the sizes of some files and the content of a few.
+
+        Asking for a size is a round trip on a network file system: not for each of a million files.
+        """
+        digest = hashlib.sha256(repr(tuple(self.classes)).encode())
+        for column in ("name", "name_end", "label"):
+            digest.update(self._columns[column].tobytes())
+        for sample in spread(len(self), _SIZES).tolist():
+            digest.update(f"{_size(self.path(sample))} ".encode())
+        for sample in spread(len(self), _CONTENTS).tolist():
+            with contextlib.suppress(OSError):  # who trains on it says which it is
+                digest.update(_content(self.path(sample)))
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def absent(self) -> str:
+        """See `Records.absent`."""
+        text, ends = self._columns["name"].tobytes(), self._columns["name_end"].tolist()
+        names = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        wrong = unreadable(self._root, names)
+        if self._listed is None:
+            what = f"files below {readable(self._root)}"
+            return counted(wrong, len(self), what, self.name, "mend or remove what is wrong")
+        table, unit = self._listed
+
+        def place(sample: int) -> str:
+            return f"{unit} {self._columns['number'][sample]}: {self.name(sample)}"
+
+        remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
+        return counted(wrong, len(self), f"files named in {table}", place, remedy)
+
+    def file_name(self, sample: int) -> bytes:
+        """Path below the root."""
+        return name_at(self._columns, sample)
+
+    def name(self, sample: int) -> str:
+        """Path, readable."""
+        return readable(self.path(sample))
+
+    def read(self, sample: int) -> bytearray:
+        """See `Records.read`."""
+        try:
+            return _content(self.path(sample))
+        except OSError as error:
+            raise BadInputError(
+                f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved meanwhile?"
+            ) from error
+
+    def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
+        """No pixels here."""
+        return (0, 0)
+
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        """No pixels here."""
+        raise NotImplementedError
+
+    def path(self, sample: int) -> bytes:
+        """Path of a sample."""
+        return os.path.join(self._root, name_at(self._columns, sample))  # noqa: PTH118  (bytes)
+
+
+def read_exactly(file: int, start: int, count: int) -> bytearray:
+    """Bytes of an open file.
+
+    Raises:
+        OSError: If there are fewer.
+    """
+    data = bytearray(count)
+    fill_exactly(file, start, memoryview(data))
+    return data
+
+
+def fill_exactly(file: int, start: int, view: memoryview) -> None:
+    """Fills memory with bytes of an open file.
+
+    Raises:
+        OSError: If there are fewer.
+    """
+    done = 0
+    while done < len(view):
+        got = os.preadv(file, [view[done:]], start + done)
+        if not got:
+            raise OSError(0, f"ends after {start + done:,} bytes")
+        done += got
+
+
+def readable(path: bytes) -> str:
+    """A path that can be printed, whatever bytes it is made of."""
+    return path.decode("utf-8", "backslashreplace")
+
+
+def in_folder(root: Path, suffixes: Sequence[str] = IMAGES, leave_out: Sequence[str] = ()) -> Files:
+    """`root/<class>/**/<file>`, in the order of the classes and then of the paths.
+
+    Args:
+        root: The folder.
+        suffixes: Of the files that count, in lower case.
+        leave_out: Folders below the root that are no classes.
+
+    Raises:
+        BadInputError: If the folder is missing or holds none.
+    """
+    if not root.is_dir():
+        raise BadInputError(f"{root}: no such folder; data.path needs train/<class>/ and val/<class>/")
+    try:
+        if dead := sorted(f for f in root.iterdir() if f.is_symlink() and not f.exists()):
+            raise BadInputError(
+                f"{dead[0]}: a link that leads nowhere; mend or remove it"
+            )  # a class, else lost
+        folders = _in_order([f.name for f in root.iterdir() if f.is_dir() and f.name not in leave_out])
+        found = [
+            (number, os.fsencode(name) + b"/" + path)
+            for number, name in enumerate(folders)
+            for path in sorted(_below(os.fsencode(root / name), tuple(os.fsencode(s) for s in suffixes)))
+        ]
+    except OSError as error:
+        where = readable(os.fsencode(error.filename)) if error.filename else root
+        raise BadInputError(f"{where}: can't be listed ({error.strerror})") from error
+    if not found:
+        raise BadInputError(f"{root}: no files ({', '.join(suffixes)}) below its class folders")
+    names = [readable(os.fsencode(name)) for name in folders]
+    return Files(root, [path for _, path in found], [number for number, _ in found], names)
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Classes by their numbers where all are numbers, else by name."""
+    if all(_is_number(name) for name in names):
+        return sorted(names, key=int)
+    return sorted(names)
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdecimal() and str(int(label)) == label
+
+
+def _below(
+    folder: bytes, suffixes: tuple[bytes, ...], prefix: bytes = b"", above: tuple[tuple[int, int], ...] = ()
+) -> Iterator[bytes]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _is_folder(entry):
+                facts = entry.stat()
+                if (place := (facts.st_dev, facts.st_ino)) in above:  # a link to what it lies in
+                    continue
+                yield from _below(entry.path, suffixes, prefix + entry.name + b"/", (*above, place))
+            elif entry.name.lower().endswith(suffixes):
+                yield prefix + entry.name
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link to itself: no folder, and no file, as `absent` says
+            raise
+        return False
+
+
+def in_table(file: Path) -> Files:
+    """A CSV or Parquet file with the columns path and label; paths are relative to it.
+
+    Labels are names of classes, or numbers; the classes are then 0 to the largest.
+
+    Raises:
+        BadInputError: If the table can't be read or lacks a column.
+    """
+    try:
+        rows = _parquet(file) if file.suffix == ".parquet" else _csv(file)
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
+    if not rows:
+        raise BadInputError(f"{file}: holds no rows")
+    labels, classes = numbered([label for _, _, label in rows])
+    listed = Listed(file, "row" if file.suffix == ".parquet" else "line", [number for number, _, _ in rows])
+    return Files(file.parent, [path for _, path, _ in rows], labels, classes, listed)
+
+
+def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Labels as numbers, and the classes: in the order of their names, or 0 to the largest number."""
+    names = set(labels)
+    if all(_is_number(name) for name in names):
+        largest = max(map(int, names))
+        # Else they are no numbers of classes but dates, say.
+        if largest < _MOST_GAPS * len(names) + 1000:
+            return [int(label) for label in labels], [str(number) for number in range(largest + 1)]
+    classes = _in_order(list(names))
+    number_of = {name: number for number, name in enumerate(classes)}
+    return [number_of[label] for label in labels], classes
+
+
+_Row = tuple[int, bytes, str]
+
+
+def _csv(file: Path) -> list[_Row]:
+    with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
+        table = csv.DictReader(text, strict=True)
+        try:
+            _check_columns(file, table.fieldnames or [])
+            rows = [_row(file, "line", table.line_num, row["path"], row["label"]) for row in table]
+        except csv.Error as error:
+            raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
+    return rows
+
+
+def _parquet(file: Path) -> list[_Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise BadInputError(f"{file}: Parquet needs pyarrow, which isn't installed; use CSV") from error
+    try:
+        table = parquet.read_table(file)
+    except pyarrow.ArrowException as error:
+        raise BadInputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    _check_columns(file, table.column_names)
+    pairs = zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)
+    return [_row(file, "row", number, path, label) for number, (path, label) in enumerate(pairs, 1)]
+
+
+def _check_columns(file: Path, columns: Sequence[str]) -> None:
+    for wanted in ("path", "label"):
+        if wanted not in columns:
+            raise BadInputError(f"{file}: no column '{wanted}' (it has: {', '.join(columns) or 'none'})")
+
+
+def _row(file: Path, unit: str, number: int, path: Any, label: Any) -> _Row:
+    if path in (None, "", b"") or label in (None, ""):
+        raise BadInputError(f"{file}: {unit} {number}: path or label is empty")
+    path = path if isinstance(path, bytes) else os.fsencode(str(path))
+    if b"\0" in path:
+        raise BadInputError(f"{file}: {unit} {number}: a path can't hold a zero byte")
+    return number, path, printable(str(label))
+
+
+def printable(text: str) -> str:
+    """Text without halves of surrogate pairs, which neither JSON nor a terminal takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _size(path: bytes) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116
+    except OSError:
+        return -1
+
+
+def _content(path: bytes) -> bytearray:
+    """Of a regular file: a pipe would keep its reader waiting.
+
+    Raises:
+        OSError: If it isn't one or can't be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(0, "isn't a file")
+        return read_exactly(file, 0, facts.st_size)
+    finally:
+        os.close(file)

@@ -1,0 +1,304 @@
+"""Packs: samples decoded, shrunk and encoded again once, so that every epoch costs less; several to a file.
+
+The samples keep their numbers, so a pack is read in the same order as what it was made from. Each piece is
+made by one process, whatever their number, and is kept when the work is cut off: the next call goes on.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.checkpoint.tensor_file import encode
+from trainer.data.corrupt import Corrupt
+from trainer.data.formats.crop import Box
+from trainer.data.formats.pieces import INDEX, About, Piece, hash_of, write_index
+from trainer.data.formats.records import Records
+from trainer.data.shared import Columns, joined
+from trainer.errors import BadInputError
+from trainer.host import files as disk
+
+Advance = Callable[[int], object]
+
+UNFINISHED = ".unfinished"
+_LOOK_SECONDS = 0.5  # how often it is told what the processes have done
+_LONGEST_JPEG = 65_500  # pixels, of either side
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """How samples are stored.
+
+    Attributes:
+        short_side: Images whose short side is longer are shrunk to it, in pixels; None: none is.
+        quality: Of the JPEG that a shrunk image becomes, 1 to 95.
+        raw: Stores pixels instead.
+    """
+
+    short_side: int | None = None
+    quality: int = 90
+    raw: bool = False
+
+
+class _Stored(NamedTuple):
+    data: bytes | bytearray
+    height: int = 0
+    width: int = 0
+
+
+def pack(
+    records: Records,
+    target: Path,
+    settings: PackSettings,
+    processes: int = 1,
+    advance: Advance = lambda _: None,
+) -> About:
+    """Makes a pack, or goes on with one.
+
+    Args:
+        records: What is packed.
+        target: A folder that doesn't exist yet, or holds an unfinished pack of the same.
+        settings: How samples are stored.
+        processes: How many work at once; they don't change the result.
+        advance: Told of samples that have been packed.
+
+    Returns:
+        What was made. What can't be decoded is stored as it was, and training treats it as it would have.
+
+    Raises:
+        BadInputError: If the target is in the way, or the source can't be read.
+        OSError: If the target can't be written.
+    """
+    if records.raw:
+        raise BadInputError("the source holds pixels already: pack from the images that it was made from")
+    work = _prepared(target, records, settings)
+    with _locked(work):
+        about = _packed(records, target, settings, processes, advance)
+        disk.remove(work)
+    return about
+
+
+def _packed(
+    records: Records, target: Path, settings: PackSettings, processes: int, advance: Advance
+) -> About:
+    size = samples_per_piece(len(records))
+    ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
+    _work_off(partial(_pack_piece, records, target, settings), list(enumerate(ranges)), processes, advance)
+    pieces, columns = [], list[dict[str, npt.NDArray[Any]]]()
+    for number in range(len(ranges)):
+        piece, part = _finished(target, number)
+        pieces.append(piece)
+        columns.append(part)
+    merged = {
+        name: np.concatenate([part[name] for part in columns])
+        for name in columns[0]
+        if name not in ("name", "name_end")
+    }
+    merged |= joined([records.file_name(sample) for sample in range(len(records))])
+    return write_index(
+        target,
+        pieces,
+        merged,
+        records.classes,
+        "pixels" if settings.raw else "files",
+        records.fingerprint(),
+        vars(settings),
+    )
+
+
+def samples_per_piece(samples: int) -> int:
+    """Enough pieces to share out the work, and at most 256 of more than 2048, so that all can stay open."""
+    return max(64, min(2048, -(-samples // 16)), -(-samples // 256))
+
+
+def _prepared(target: Path, records: Records, settings: PackSettings) -> Path:
+    """Makes the folder of an unfinished pack, or finds it."""
+    if (target / INDEX).exists():
+        raise BadInputError(f"{target}: there is a pack already; remove it, or choose another folder")
+    work = target / UNFINISHED
+    plan = json.dumps({"source": records.fingerprint(), "settings": vars(settings)}).encode()
+    if not work.exists():
+        if target.exists() and any(target.iterdir()):
+            raise BadInputError(f"{target}: isn't empty; choose another folder")
+        target.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(work)
+    try:
+        there = (work / "plan.json").read_bytes()
+    except FileNotFoundError:
+        disk.write_file(work / "plan.json", [plan])
+        return work
+    if there != plan:
+        raise BadInputError(
+            f"{target}: holds an unfinished pack of other data or settings; remove it, or "
+            "choose another folder"
+        )
+    return work
+
+
+@contextlib.contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """Keeps others out; a process that is killed lets go."""
+    file = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise BadInputError(f"{work.parent}: another process is packing into it; wait for it") from error
+    finally:
+        os.close(file)
+
+
+def _work_off(
+    work: Callable[[int, range, Advance], None],
+    pieces: list[tuple[int, range]],
+    processes: int,
+    advance: Advance,
+) -> None:
+    if processes < 2:
+        for piece in pieces:
+            work(*piece, advance)
+        return
+    context = multiprocessing.get_context("forkserver")
+    packed, others = context.Value("q", 0), {*multiprocessing.active_children()}
+    try:
+        with ProcessPoolExecutor(min(processes, len(pieces)), context, _begin, (packed,)) as pool:
+            try:
+                told, left = 0, {pool.submit(_in_process, work, piece) for piece in pieces}
+                while left:
+                    done, left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION)
+                    now = packed.value
+                    advance(now - told)
+                    told = now
+                    for one in done:
+                        one.result()
+            except BaseException:  # else the pool would first finish what it has begun, also after a signal
+                for process in {*multiprocessing.active_children()} - others:
+                    process.terminate()
+                raise
+    except BrokenProcessPool as error:
+        raise BadInputError(
+            "a process of the pool was killed (out of memory?); the same command goes on, with a smaller "
+            "--processes perhaps"
+        ) from error
+
+
+# Samples that all processes of a pool have packed, in each of them.
+_count: Any = None
+
+
+def _begin(packed: Any) -> None:
+    global _count  # noqa: PLW0603  (what a pool's initializer is for)
+    _count = packed
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
+
+
+def _in_process(work: Callable[[int, range, Advance], None], piece: tuple[int, range]) -> None:
+    work(*piece, _counted)
+
+
+def _counted(samples: int) -> None:
+    with _count.get_lock():
+        _count.value += samples
+
+
+def _pack_piece(
+    records: Records, target: Path, settings: PackSettings, number: int, samples: range, advance: Advance
+) -> None:
+    """Writes a piece and its part of the index, unless that has been done."""
+    part = target / UNFINISHED / f"{number:05d}.safetensors"
+    if part.exists():
+        advance(len(samples))
+        return
+    name = f"{number:05d}.bin"
+    for left in (target / name, part.with_suffix(".tmp")):
+        disk.remove(left)
+    rows = list[tuple[int, int, int, int]]()
+    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows, advance))
+    sizes, hashes, heights, widths = zip(*rows, strict=True)
+    columns = {
+        "piece": np.full(len(rows), number, np.int32),
+        "offset": np.cumsum(sizes, dtype=np.int64) - np.array(sizes, np.int64),
+        "bytes": np.array(sizes, np.int64),
+        "label": records.labels[samples.start : samples.stop].copy(),
+        "hash": np.array(hashes, np.uint64),
+        "sha256": np.frombuffer(bytearray.fromhex(digest), np.uint8),
+    }
+    if settings.raw:
+        columns |= {"height": np.array(heights, np.int32), "width": np.array(widths, np.int32)}
+    parts = encode({name: torch.from_numpy(array) for name, array in columns.items()})
+    disk.write_file(part.with_suffix(".tmp"), parts)
+    disk.sync_folder(target)
+    disk.rename(part.with_suffix(".tmp"), part)
+    disk.sync_folder(part.parent)
+
+
+def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[Any]]]:
+    columns = Columns.copy((target / UNFINISHED / f"{number:05d}.safetensors").read_bytes())
+    wanted = ("piece", "offset", "bytes", "label", "hash", "height", "width")
+    arrays = {name: columns[name] for name in wanted if name in columns}
+    piece = Piece(
+        name=f"{number:05d}.bin",
+        bytes=os.stat(target / f"{number:05d}.bin").st_size,  # noqa: PTH116
+        sha256=columns["sha256"].tobytes().hex(),
+    )
+    if piece.bytes != int(arrays["bytes"].sum()):
+        raise BadInputError(f"{target / piece.name}: changed since it was written; remove the folder")
+    return piece, arrays
+
+
+def _stored_one_by_one(
+    records: Records,
+    settings: PackSettings,
+    samples: Iterable[int],
+    rows: list[tuple[int, int, int, int]],
+    advance: Advance,
+) -> Iterator[bytes]:
+    """The content of a piece; notes size, hash, height and width of each sample."""
+    for sample in samples:
+        stored = _stored(records.read(sample), settings)
+        rows.append((len(stored.data), hash_of(stored.data), stored.height, stored.width))
+        yield bytes(stored.data)
+        advance(1)
+
+
+def _stored(data: bytearray, settings: PackSettings) -> _Stored:
+    from trainer.data.formats import decode  # here: torchvision takes three seconds
+
+    if settings.short_side is None and not settings.raw:
+        return _Stored(data)
+    try:
+        image = decode.cut_out(data, lambda height, width: Box(0, 0, height, width))
+    except Corrupt:
+        return _Stored(data)
+    height, width = image.shape[2:]
+    short = min(height, width)
+    if settings.short_side is not None and short > settings.short_side:
+        height, width = (round(edge * settings.short_side / short) for edge in (height, width))
+        image = decode.resize(image, height, width)
+    elif not settings.raw:
+        return _Stored(data)  # small enough: encoding again would only lose
+    if not settings.raw and max(height, width) > _LONGEST_JPEG:
+        return _Stored(data)
+    pixels = image[0].permute(1, 2, 0).contiguous().numpy()
+    if settings.raw:
+        return _Stored(pixels.tobytes(), height, width)
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=settings.quality)
+    return _Stored(buffer.getvalue())

@@ -1,0 +1,133 @@
+"""What a data set on disk is like, and whether it is still what was indexed."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.data.corrupt import Corrupt
+from trainer.data.dataset import spread
+from trainer.data.formats.crop import Box
+from trainer.data.formats.pieces import Pieces, hash_of
+from trainer.data.formats.records import Records
+from trainer.errors import BadInputError
+
+LOOKED_AT = 1000
+
+
+def damaged(pieces: Pieces, advance: Callable[[int], object] = lambda _: None) -> Iterator[str]:
+    """Reads every sample and compares it with its hash.
+
+    Yields:
+        A line for each sample that isn't what was indexed.
+    """
+    for sample in range(len(pieces)):
+        try:
+            data = pieces.read(sample)
+        except BadInputError as error:
+            yield str(error)
+        else:
+            if hash_of(data) != pieces.digest(sample):
+                yield f"{pieces.name(sample)}: its content has changed"
+        advance(1)
+
+
+class Spread(NamedTuple):
+    """Smallest, median and largest of some numbers."""
+
+    least: float
+    median: float
+    most: float
+
+
+class Statistics(NamedTuple):
+    """Of a data set; pixels of at most 1000 images, evenly spaced.
+
+    Attributes:
+        samples: Number of samples.
+        classes: Number of classes.
+        per_class: Samples of a class.
+        empty_classes: Classes without a sample.
+        looked_at: Number of images that were decoded.
+        bytes: As stored.
+        height: In pixels.
+        width: In pixels.
+        decode_us: CPU time of reading and decoding one, in microseconds.
+        mean: Of each channel over all pixels, on the scale 0 to 1.
+        std: Likewise.
+        unreadable: Names and reasons of those that can't be decoded.
+    """
+
+    samples: int
+    classes: int
+    per_class: Spread
+    empty_classes: int
+    looked_at: int
+    bytes: Spread
+    height: Spread
+    width: Spread
+    decode_us: Spread
+    mean: list[float]
+    std: list[float]
+    unreadable: list[str]
+
+
+def statistics(records: Records, advance: Callable[[int], object] = lambda _: None) -> Statistics:
+    """Decodes some images and counts all labels.
+
+    Raises:
+        BadInputError: If one can't be read, or none can be decoded.
+    """
+    rows, unreadable = list[tuple[float, float, float, float]](), list[str]()
+    total, squares, pixels = np.zeros(3), np.zeros(3), 0
+    chosen = spread(len(records), LOOKED_AT).tolist()
+    for sample in chosen:
+        began = time.process_time_ns()
+        try:
+            stored, image = _decoded(records, sample)
+        except Corrupt as error:
+            unreadable.append(f"{records.name(sample)}: {error}")
+            continue
+        finally:
+            advance(1)
+        rows.append((stored, image.shape[0], image.shape[1], (time.process_time_ns() - began) / 1e3))
+        flat = image.reshape(-1, 3) / 255.0
+        total, squares, pixels = total + flat.sum(0), squares + (flat**2).sum(0), pixels + len(flat)
+    if not rows:
+        raise BadInputError(f"none of {len(chosen)} images can be decoded: {unreadable[0]}")
+    counts = np.bincount(records.labels, minlength=len(records.classes))
+    mean = total / pixels
+    size, height, width, cost = (_spread(column) for column in np.array(rows).T)
+    return Statistics(
+        len(records),
+        len(records.classes),
+        _spread(counts),
+        int((counts == 0).sum()),
+        len(rows),
+        size,
+        height,
+        width,
+        cost,
+        mean.round(4).tolist(),
+        np.sqrt(np.maximum(squares / pixels - mean**2, 0)).round(4).tolist(),
+        unreadable,
+    )
+
+
+def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any]]:
+    from trainer.data.formats import decode  # here: torchvision takes three seconds
+
+    data = records.read(sample)
+    if not records.raw:
+        image = decode.cut_out(data, lambda height, width: Box(0, 0, height, width))
+        return len(data), image[0].permute(1, 2, 0).numpy()
+    height, width = records.shape(sample)
+    if not height:
+        raise Corrupt("was not a readable image when it was packed")
+    return len(data), np.frombuffer(data, np.uint8).reshape(height, width, 3)
+
+
+def _spread(values: Any) -> Spread:
+    least, median, most = np.percentile(np.asarray(values, np.float64), (0, 50, 100)).round(1).tolist()
+    return Spread(least, median, most)

@@ -1,0 +1,238 @@
+"""`trainer data tokenize`: text to a token file. Each file is a document; none is held as a whole."""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.files import rename, sync_folder
+
+# numpy, pydantic and the tokenizers are imported where they are used: the parser is built for every command.
+
+Advance = Callable[[int], object]
+
+_CHUNK = 1 << 20
+_LINE_SECONDS = 5.0
+
+
+def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `tokenize` to the commands of `trainer data`."""
+    parser = subcommands.add_parser("tokenize", help="text to a token file (.bin)", allow_abbrev=False)
+    parser.add_argument(
+        "source", type=Path, metavar="SRC", help="text file, or folder of them (sorted by name)"
+    )
+    parser.add_argument("target", type=Path, metavar="DST", help="token file to write, such as train.bin")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="bytes|bpe:FILE",
+        help="bytes: each byte is a token, 256 ends a document; bpe:FILE: a tokenizer.json on this machine",
+    )
+    parser.add_argument(
+        "--end",
+        metavar="TOKEN",
+        help="with bpe:FILE, the token that ends a document (default: <|endoftext|> or the like)",
+    )
+    parser.add_argument(
+        "--files",
+        default="**/*",
+        metavar="PATTERN",
+        help="which files below SRC, such as '**/*.txt' (default: all that aren't hidden)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace DST if it is there")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    start = time.monotonic()
+    tokenize(
+        options.source, options.target, options.tokenizer, options.end, options.files, options.force, print
+    )
+    print(f"  {time.monotonic() - start:.1f} s")
+    return EXIT_DONE
+
+
+def tokenize(
+    source: Path,
+    target: Path,
+    tokenizer: str,
+    end: str | None = None,
+    pattern: str = "**/*",
+    force: bool = False,
+    say: Callable[[str], object] | None = None,
+) -> None:
+    """Writes a token file and the JSON file beside it.
+
+    A process that is killed leaves what was there before, or at worst a whole token file without its JSON
+    file, which is refused for want of a dtype.
+
+    Args:
+        source: A text file, or a folder; its files are taken in the order of their names.
+        target: The token file.
+        tokenizer: "bytes", or "bpe:" and the path of a tokenizer.json.
+        end: The token that ends a document, for "bpe:"; None for the usual ones.
+        pattern: Which files of the folder (see `Path.glob`); hidden ones are left out.
+        force: Replace what is there.
+        say: Told how it goes, in lines or by a bar; None for nothing.
+
+    Raises:
+        BadInputError: If anything can't be read or written, isn't UTF-8 (except for "bytes"), or the target
+            exists.
+    """
+    from trainer.data.formats.encoders import encoded, read_tokenizer
+    from trainer.data.formats.tokens import TokenFile, about_path
+    from trainer.host import strict_json
+
+    encoder = read_tokenizer(tokenizer, end)
+    about = about_path(target)
+    for path in (target, about):
+        if path.is_dir() or (path.exists() and not force):
+            raise BadInputError(f"{path}: is there already; give another name, or --force for a file")
+    files = list_files(source, pattern)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise BadInputError(f"{target}: lies in what is to be tokenized; put it elsewhere")
+    dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocabulary <= 1 << 16 else "uint32"
+    read, written, size = hashlib.sha256(), hashlib.sha256(), 0
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Without its JSON file a token file is refused, with the wrong one it would be misread: that goes
+        # first, and comes last.
+        with _replacing(about) as beside, _replacing(target, about) as file:
+            with _progress(sum(map(_size, files)), say) as advance:
+                documents = ((path, _chunks(path, source, read, advance)) for path in files)
+                for part in encoded(documents, encoder, dtype):
+                    written.update(part)
+                    size += file.write(part)
+            facts = TokenFile(
+                dtype=dtype,
+                vocabulary=encoder.vocabulary,
+                tokens=size // (2 if dtype == "uint16" else 4),
+                documents=len(files),
+                end_of_document=encoder.end,
+                tokenizer=encoder.name,
+                tokenizer_sha256=encoder.sha256,
+                source=f"{len(files)} files {read.hexdigest()[:16]}",
+                sha256=written.hexdigest(),
+            )
+            beside.write(strict_json.dump(facts.model_dump()) + b"\n")
+            beside.flush()
+        sync_folder(target.parent)
+    except OSError as error:
+        raise BadInputError(f"{target}: can't be written ({error.strerror}); give another place") from error
+    if say is not None:
+        say(
+            f"{target}: {facts.tokens:,} tokens ({dtype}) of {len(files):,} files, "
+            f"vocabulary {facts.vocabulary:,}"
+        )
+
+
+def list_files(source: Path, pattern: str) -> Sequence[Path]:
+    """The files that are to be tokenized, in order: that of the bytes of their names.
+
+    Raises:
+        BadInputError: If there are none.
+    """
+    if not source.is_dir():
+        if not source.is_file():
+            raise BadInputError(f"{source}: no such text file or folder")
+        return [source]
+    try:
+        found = [file for file in source.glob(pattern) if not file.is_dir()]
+    except (ValueError, NotImplementedError) as error:
+        raise BadInputError(f"--files {pattern}: {error}; give a pattern such as '**/*.txt'") from error
+    shown = [f for f in found if not any(part.startswith(".") for part in f.relative_to(source).parts)]
+    if not shown:
+        raise BadInputError(f"{source}: no files that match {pattern}; choose others with --files")
+    for file in shown:
+        if not file.is_file():
+            raise BadInputError(f"{file}: isn't a file, or is a link to nothing; leave it out with --files")
+    return sorted(shown, key=os.fsencode)
+
+
+def _chunks(file: Path, source: Path, read: Any, advance: Advance) -> Iterator[bytes]:
+    """The content of a file; when it is at its end, name and hash of it are in `read`."""
+    content = hashlib.sha256()
+    try:
+        # O_NONBLOCK: a FIFO that nobody writes to must not hold it up.
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(number, "rb", buffering=0) as opened:
+            while chunk := opened.read(_CHUNK):
+                content.update(chunk)
+                advance(len(chunk))
+                yield chunk
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror}); leave it out with --files") from error
+    name = os.fsencode(file.relative_to(source))
+    read.update(b"%d %s" % (len(name), name) + content.digest())
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # who reads it says so
+        return 0
+
+
+@contextlib.contextmanager
+def _replacing(target: Path, gone: Path | None = None) -> Iterator[BinaryIO]:
+    """A new file beside the target that takes its place at the end; one process at a time writes it.
+
+    Args:
+        target: What is replaced, or made.
+        gone: A file that is removed just before.
+    """
+    path = target.with_name(f"{target.name}.partial")
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(number, "wb") as file:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = path.exists() and os.path.samestat(path.stat(), os.fstat(number))
+        except BlockingIOError:
+            mine = False
+        if not mine:
+            raise BadInputError(f"{target}: another process is writing it; wait for that one")
+        try:
+            file.truncate()  # what a killed process left
+            yield file
+            file.flush()
+            os.fsync(number)
+            if gone is not None:
+                gone.unlink(missing_ok=True)
+            rename(path, target)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _progress(total: int, say: Callable[[str], object] | None) -> Iterator[Advance]:
+    """A bar on a terminal, a line every few seconds elsewhere; yields what is told of bytes done."""
+    if say is None:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console()
+    if console.is_terminal:
+        columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("tokenizing", total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if time.monotonic() - shown > _LINE_SECONDS:
+            shown = time.monotonic()
+            say(f"  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+    yield advance

@@ -1,0 +1,267 @@
+"""Token files: uint16 or uint32 without a header, as nanoGPT writes them, and what is known of one."""
+
+import hashlib
+import os
+import stat
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
+
+from trainer.data.dataset import Arrays, Field, spread
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.host.files import read_at, read_hashed
+from trainer.rng import Float32, Ints
+
+TOKENS = "tokens"
+
+# Of a file the fingerprint holds so many parts of so many bytes: all of it below 16 MiB.
+_PARTS, _PART_BYTES = 256, 64 << 10
+
+
+class TokenFile(BaseModel):
+    """What `trainer data tokenize` writes beside a token file: `train.bin.json` beside `train.bin`."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    dtype: Literal["uint16", "uint32"]
+    vocabulary: int = Key(ge=1, le=1 << 32)  # every token is below it
+    tokens: int = Key(ge=1)
+    documents: int = Key(ge=1)
+    end_of_document: int = Key(ge=0)
+    tokenizer: str
+    tokenizer_sha256: str | None
+    source: str  # number of files, and a hash of their names and content
+    sha256: str
+
+
+class TokenDataset:
+    """Sequences of a token file: sample i is the tokens from i * length to i * length + length.
+
+    The last token of a sample is there to be predicted, and is the first of the next sample: so in an
+    epoch every token but the first is a target once, and a rest shorter than `length` isn't.
+
+    The field `tokens` has shape (length + 1,) and the file's dtype: the cast to int64 is for the device.
+
+    Args:
+        path: The file. It is read with pread: a mapping that the file is cut short under ends the
+            process without a word.
+        length: Tokens that a sample predicts.
+        dtype: uint16 or uint32; None to go by the JSON file beside it.
+
+    Attributes:
+        vocabulary: Every token is below it, which is looked at; None where no JSON file says so.
+
+    Raises:
+        BadInputError: If the file isn't there, isn't what the JSON file says, or holds no sample.
+    """
+
+    def __init__(self, path: Path, length: int, dtype: str | None = None) -> None:
+        """Opens the file and looks at its size."""
+        if length < 1:
+            raise BadInputError(f"{length} tokens in a sample: there must be at least 1")
+        if dtype not in (None, "uint16", "uint32"):
+            raise BadInputError(f"dtype {dtype}: token files hold uint16 or uint32")
+        self._path = path.absolute()  # a worker may have another working folder
+        self._length = length
+        self._file, facts = _opened(self._path)
+        weakref.finalize(self, os.close, self._file)
+        self._identity = _identity(facts)
+        about = read_about(self._path)
+        if about is None and dtype is None:
+            raise BadInputError(
+                f"{path}: uint16 or uint32? There is no {about_path(path).name} that says so: give the dtype "
+                "(nanoGPT writes uint16), or make the file with trainer data tokenize"
+            )
+        if about is not None and dtype not in (None, about.dtype):
+            raise BadInputError(
+                f"{path}: {about_path(path).name} says {about.dtype}, not {dtype}; leave it out"
+            )
+        self._dtype = np.dtype(dtype if about is None else about.dtype)
+        tokens, rest = divmod(facts.st_size, self._dtype.itemsize)
+        if about is not None and (tokens, rest) != (about.tokens, 0):
+            raise BadInputError(
+                f"{path}: {facts.st_size} bytes, but {about_path(path).name} says {about.tokens} tokens of "
+                f"{about.dtype}: it is torn, or the two don't belong together; tokenize again"
+            )
+        if rest:
+            raise BadInputError(
+                f"{path}: {facts.st_size} bytes are no whole number of {self._dtype} tokens; "
+                "it is torn, or of another dtype"
+            )
+        if tokens <= length:
+            raise BadInputError(
+                f"{path}: {tokens} tokens are too few for a sample of {length} and the one after it"
+            )
+        self.vocabulary = None if about is None else about.vocabulary
+        self._samples = (tokens - 1) // length
+        self._bytes = facts.st_size
+        self.units = length
+        self.uniforms = 0
+        self.arrays: Arrays | None = None
+        self.in_process = True
+        self.fields: Mapping[str, Field] = {TOKENS: Field((length + 1,), self._dtype)}
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._samples
+
+    def fingerprint(self) -> str:
+        """Of evenly spaced parts, and of all where they are few; see `Dataset.fingerprint`."""
+        digest = hashlib.sha256(f"{self._dtype} {self._length} {self._bytes};".encode())
+        try:
+            for part in spread(-(-self._bytes // _PART_BYTES), _PARTS).tolist():
+                digest.update(read_at(self._descriptor(), part * _PART_BYTES, _PART_BYTES))
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:  # noqa: ARG002
+        """Reads samples straight into the batch; see `Dataset.read`.
+
+        Raises:
+            BadInputError: If the file can't be read, was changed, or holds a token beyond the vocabulary.
+        """
+        file = self._descriptor()
+        rows = out[TOKENS].data.cast("B")
+        step = self._length * self._dtype.itemsize
+        size = step + self._dtype.itemsize
+        row = 0
+        try:
+            for sample in samples.tolist():
+                if (read := os.preadv(file, (rows[row : row + size],), sample * step)) != size:
+                    self._read_rest(rows[row + read : row + size], sample * step + read)
+                row += size
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if self.vocabulary is not None and (largest := int(np.max(out[TOKENS]))) >= self.vocabulary:
+            sample = int(samples[int(np.argmax(np.max(out[TOKENS], axis=1)))])
+            raise unknown_token(self._path, sample, largest, self.vocabulary)
+
+    def _read_rest(self, into: memoryview, start: int) -> None:
+        """Goes on where a network file system gave less than it was asked for."""
+        while into:
+            if (read := os.preadv(self._descriptor(), (into,), start)) == 0:
+                raise BadInputError(f"{self._path}: ends at byte {start}: it got shorter while it was in use")
+            into, start = into[read:], start + read
+
+    def _descriptor(self) -> int:
+        """The open file; in a worker that wasn't forked it is opened when first read from."""
+        if self._file < 0:
+            self._file, facts = _opened(self._path)
+            weakref.finalize(self, os.close, self._file)
+            if _identity(facts) != self._identity:
+                raise BadInputError(f"{self._path}: was changed or replaced while in use; start again")
+        return self._file
+
+    def _unreadable(self, error: OSError) -> BadInputError:
+        return BadInputError(f"{self._path}: can't be read ({error.strerror}); check the disk and try again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called when a worker is started without fork: sends the name, not the content."""
+        return self.__dict__ | {"_file": -1}
+
+
+def unknown_token(path: Path, sample: int, token: int, vocabulary: int) -> BadInputError:
+    """What is said of a token that the model doesn't know."""
+    return BadInputError(
+        f"{path}: sample {sample} holds token {token}, but the vocabulary is {vocabulary} (0 to "
+        f"{vocabulary - 1}); tokenize again with the right tokenizer, or raise language.vocabulary"
+    )
+
+
+def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a language model is given and what it is to say.
+
+    Args:
+        tokens: uint16 or uint32 (micro_batch, length + 1), on any device.
+
+    Returns:
+        int64 (micro_batch, length) twice, contiguous, the second one token further on.
+    """
+    if tokens.device.type != "cpu":
+        return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
+    array = tokens.numpy()  # casts rows that don't touch in 60 % of torch's time
+    return (
+        torch.from_numpy(array[:, :-1].astype(np.int64)),
+        torch.from_numpy(array[:, 1:].astype(np.int64)),
+    )
+
+
+def verify_tokens(path: Path, advance: Callable[[int], object]) -> TokenFile:
+    """Compares a token file with the hash in the JSON file beside it.
+
+    Args:
+        path: The token file.
+        advance: Called with a number of bytes as they are read.
+
+    Returns:
+        What the JSON file says.
+
+    Raises:
+        BadInputError: If there is none, or they disagree.
+    """
+    about = read_about(path)
+    if about is None:
+        raise BadInputError(f"{path}: no {about_path(path).name} beside it: there is no hash to compare with")
+    file, facts = _opened(path)
+    try:
+        same = read_hashed(file, facts.st_size, None, advance) == about.sha256
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: can't be read ({error}); check the disk and try again") from error
+    finally:
+        os.close(file)
+    if not same:
+        raise BadInputError(f"{path}: its content isn't what {about_path(path).name} says; tokenize again")
+    return about
+
+
+def about_path(path: Path) -> Path:
+    """Name of the JSON file that belongs to a token file."""
+    return path.with_name(f"{path.name}.json")
+
+
+def read_about(path: Path) -> TokenFile | None:
+    """Reads the JSON file that belongs to a token file; None if there is none.
+
+    Raises:
+        BadInputError: If it isn't what it should be.
+    """
+    file = about_path(path)
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(strict_json.LARGEST + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadInputError(f"{file}: can't be read ({error.strerror}); check its permissions") from error
+    try:
+        return TokenFile.model_validate(strict_json.parse(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    except ValueError as error:
+        reason = str(error)
+    raise BadInputError(f"{file}: {reason}; tokenize again, or remove it and give the dtype")
+
+
+def _opened(path: Path) -> tuple[int, os.stat_result]:
+    try:
+        # O_NONBLOCK: a FIFO that nobody writes to must not hold up the start.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be opened ({error.strerror}); give a token file") from error
+    facts = os.fstat(file)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(file)
+        raise BadInputError(f"{path}: isn't a file; give a token file, such as train.bin")
+    return file, facts
+
+
+def _identity(facts: os.stat_result) -> tuple[int, ...]:
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns

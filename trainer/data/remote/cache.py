@@ -1,0 +1,348 @@
+"""A folder with copies of remote pieces, for all ranks, workers and jobs of a machine.
+
+DIR/<sha256>.piece          a piece, named by its content: whole and right, or not there
+DIR/<sha256>.piece.part     one that is being fetched, by whoever has the lock on it
+DIR/<sha256>.index/         the index of a data set, named by the content of its index.json; never evicted
+DIR/trainer-cache.lock      held for the moments in which room is made or a piece gets its name
+
+Nothing else in the folder is touched. A piece that is evicted stays readable for whoever has it open.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.config.sizes import size_text
+from trainer.data.formats.files import readable
+from trainer.data.formats.pieces import COLUMNS, INDEX, About, Piece, Pieces, read_index
+from trainer.data.remote.access import DiskError, Sink, WrongContentError, fetch, join
+from trainer.data.shared import Columns, anonymous_file
+from trainer.errors import BadInputError
+from trainer.host import files as disk
+
+_OURS = re.compile(r"[0-9a-f]{64}\.piece(\.part)?")
+_LOCK = "trainer-cache.lock"
+_PATIENCE = 0.05
+
+
+class Cached:
+    """Pieces below a URL, copied once; see `pieces.Place`.
+
+    Args:
+        url: Folder of the pieces.
+        folder: The cache, which exists.
+        limit: Bytes that all pieces in it may take, those of other data sets too; None: as many as there are.
+    """
+
+    def __init__(self, url: str, folder: Path, limit: int | None) -> None:
+        """Opens nothing yet."""
+        self.url, self.folder, self.limit = url, folder, limit
+
+    def open(self, piece: Piece) -> int:
+        """See `Place.open`.
+
+        Raises:
+            BadInputError: If the piece can't be had, is another than the index says, or can't be stored.
+        """
+
+        def make(file: int) -> None:
+            self._reserve(piece, file)
+            self._download(piece, file)
+
+        with _told(self.folder):
+            return _made_once(self.folder / f"{piece.sha256}.piece", piece.bytes, make, self.folder / _LOCK)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _download(self, piece: Piece, file: int) -> None:
+        url = join(self.url, piece.name)
+        for _ in range(2):
+            sink = Sink(file, piece.bytes)
+            with contextlib.suppress(WrongContentError):
+                fetch(url, sink)
+                if sink.sha256() == piece.sha256:
+                    return
+        raise BadInputError(
+            f"{url}: isn't what its index says (SHA-256, fetched twice); put the right file there, or make "
+            "the index again"
+        )
+
+    def _reserve(self, piece: Piece, file: int) -> None:
+        """Gives a file the size that it will have, once there is room for it."""
+        if self.limit is not None and piece.bytes > self.limit:
+            raise BadInputError(
+                f"data.cache_limit={size_text(self.limit)}: {join(self.url, piece.name)} alone has "
+                f"{size_text(piece.bytes)}; raise it"
+            )
+        os.ftruncate(file, 0)  # what a killed process left
+        while True:
+            with _locked(self.folder / _LOCK):
+                if self.limit is None or _evict(self.folder, self.limit - piece.bytes):
+                    os.ftruncate(file, piece.bytes)
+                    return
+            # The rest is being fetched by others; then it may go.
+            time.sleep(_PATIENCE)
+
+
+class _Entry(NamedTuple):
+    used: int
+    bytes: int
+    path: Path
+
+
+def _evict(folder: Path, room: int) -> bool:
+    """Removes the pieces that were not used for longest until the rest fits; False if it doesn't."""
+    entries = list[_Entry]()
+    with os.scandir(folder) as listed:
+        for file in listed:
+            if _OURS.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # fetched or removed meanwhile
+                    facts = file.stat(follow_symlinks=False)
+                    entries.append(_Entry(facts.st_mtime_ns, facts.st_size, Path(file.path)))
+    total = sum(entry.bytes for entry in entries)
+    # What a killed process left goes first; but never what is being fetched.
+    for entry in sorted(entries, key=lambda entry: (entry.path.suffix != ".part", entry.used)):
+        if total <= room:
+            break
+        if entry.bytes and _removed(entry.path):
+            total -= entry.bytes
+    return total <= room
+
+
+def _removed(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        if path.suffix != ".part":
+            path.unlink()
+            return True
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, path):  # else it was finished or replaced meanwhile
+                path.unlink()
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(file)
+    return True
+
+
+def _made_once(path: Path, size: int | None, make: Callable[[int], None], lock: Path) -> int:
+    """Descriptor of a file that is made by one process, whoever comes first; the others wait for it.
+
+    The lock is on the unfinished file itself and ends with the process that holds it.
+    """
+    part = path.with_name(path.name + ".part")
+    while (file := _opened(path, size)) is None:
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            mine = _is_at(file, part)  # else it was finished or removed while this waited
+            if mine and _opened_and_closed(path, size):
+                part.unlink()
+            elif mine:
+                _finish(file, part, path, make, lock)
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+    return file
+
+
+def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock: Path) -> None:
+    try:
+        make(file)
+        os.fsync(file)
+        _touch(file)
+        with _locked(lock):  # else who makes room might list it twice or not at all
+            part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _opened(path: Path, size: int | None) -> int | None:
+    """A file that is there with the size it should have; marked as used now."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if size is not None and os.fstat(file).st_size != size:
+        os.close(file)
+        return None
+    with contextlib.suppress(OSError):  # somebody else's, or a read-only folder
+        _touch(file)
+    return file
+
+
+def _touch(file: int) -> None:
+    now = time.time_ns()  # finer than the kernel's own clock for this
+    os.utime(file, ns=(now, now))
+
+
+def _opened_and_closed(path: Path, size: int | None) -> bool:
+    if (file := _opened(path, size)) is not None:
+        os.close(file)
+    return file is not None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Says what is wrong with the folder where a system error would be shown."""
+    try:
+        yield
+    except (OSError, DiskError) as error:
+        found = error.__cause__ if isinstance(error, DiskError) else error
+        assert isinstance(found, OSError)
+        where = f"data.cache={readable(os.fsencode(folder))}"
+        if found.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BadInputError(
+                f"{where}: the disk is full ({found.strerror}); free some, or set a lower data.cache_limit"
+            ) from error
+        raise BadInputError(
+            f"{where}: can't be used ({found.strerror or found}); give another folder"
+        ) from error
+
+
+class CachedPieces(Pieces):
+    """Pieces behind a cache; `together` of them are shuffled together, or all (0)."""
+
+    together = 0
+
+    def _file(self, number: int) -> int:
+        if number not in self._files:
+            # What was evicted takes up the disk as long as it is open.
+            for gone in [other for other, file in self._files.items() if not os.fstat(file).st_nlink]:
+                os.close(self._files.pop(gone))
+        return super()._file(number)
+
+    def check_order(self) -> None:
+        """Makes sure that the samples of a piece have consecutive numbers.
+
+        Raises:
+            BadInputError: If they don't.
+        """
+        if bool((np.diff(self._columns["piece"]) < 0).any()):
+            raise BadInputError(
+                f"{self._place}: its samples are numbered across its pieces, so data.cache_limit must hold "
+                f"all of them ({size_text(_total([self.about]))}); raise it, or make the pack or index again"
+            )
+
+
+def open_cached(url: str, folder: Path, limit: int | None) -> CachedPieces:
+    """Opens shards or a pack behind a URL.
+
+    Args:
+        url: Folder that holds the index.
+        folder: The cache; made if it isn't there.
+        limit: See `Cached`.
+
+    Raises:
+        BadInputError: If it isn't one, can't be had or can't be stored.
+    """
+    with _told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            about, columns = _indexed(url, folder)
+        except _DamagedError:  # or replaced between its two files
+            try:
+                about, columns = _indexed(url, folder)
+            except _DamagedError as error:
+                raise BadInputError(f"{url}: {error}") from error
+    return CachedPieces(about, columns, Cached(url, folder, limit))
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def _indexed(url: str, folder: Path) -> tuple[About, Columns]:
+    about = _bytes_of(join(url, INDEX))
+    index = folder / f"{hashlib.sha256(about).hexdigest()}.index"
+    index.mkdir(exist_ok=True)
+
+    def columns(file: int) -> None:
+        sink = Sink(file)
+        fetch(join(url, COLUMNS), sink)
+        os.ftruncate(file, sink.done)
+
+    os.close(_made_once(index / INDEX, len(about), lambda file: _write(file, about), folder / _LOCK))
+    os.close(_made_once(index / COLUMNS, None, columns, folder / _LOCK))
+    try:
+        return read_index(index)
+    except BadInputError as error:
+        disk.remove(index)
+        raise _DamagedError(str(error)) from error
+
+
+def _bytes_of(url: str) -> bytes:
+    file = anonymous_file()
+    try:
+        sink = Sink(file)
+        fetch(url, sink)
+        return disk.read_at(file, 0, sink.done)
+    finally:
+        os.close(file)
+
+
+def _write(file: int, data: bytes) -> None:
+    Sink(file).write(data)
+    os.ftruncate(file, len(data))
+
+
+def pieces_together(limit: int | None, parts: Sequence[CachedPieces]) -> int:
+    """Of how many pieces the samples are shuffled together, so that two such windows fit: workers overlap.
+
+    Args:
+        limit: Bytes that all pieces may take, or None.
+        parts: The parts of a data set, which share the cache.
+
+    Returns:
+        A number of pieces, or 0 where all parts fit.
+
+    Raises:
+        BadInputError: If not even two pieces fit, or the samples don't lie in the order of the pieces.
+    """
+    if limit is None or _total([part.about for part in parts]) <= limit:
+        return 0
+    largest = max(piece.bytes for part in parts for piece in part.about.pieces)
+    if 2 * largest > limit:
+        raise BadInputError(
+            f"data.cache_limit={size_text(limit)} is too low: at least two pieces must fit, and the largest "
+            f"has {size_text(largest)}; set {size_text(2 * largest)} or more"
+        )
+    for part in parts:
+        part.check_order()
+    return limit // (2 * largest)
+
+
+def _total(abouts: Sequence[About]) -> int:
+    return sum(piece.bytes for about in abouts for piece in about.pieces)

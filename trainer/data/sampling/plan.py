@@ -1,0 +1,214 @@
+"""Which samples are in which batch: the sample order and the windows, as arithmetic.
+
+The words used everywhere:
+  shard    a micro-batch, and the unit of randomness; shards are numbered through the whole run
+  window   the shards of one optimiser step, over all ranks: `global_batch` samples
+  epoch    once through the data
+Nothing here depends on the world size except which of a window's shards a rank takes, so the samples
+of a window are the same on any number of ranks. Resuming is starting at another window.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from trainer.config.recipe_file import Section
+from trainer.data.sampling.bucket_order import in_buckets
+from trainer.data.sampling.piece_order import in_windows
+from trainer.errors import BadInputError
+from trainer.rng import Float32, Ints, permuted
+
+Last = Literal["cross", "drop", "weighted"]
+
+
+_MOST_WINDOWS = 20_000_000  # the learning rate of each is in a table on the device
+
+
+class WindowConfig(Section):
+    """How the last, incomplete window of an epoch is treated."""
+
+    last: Last = Field(
+        "cross",
+        description="the last window of an epoch: cross into the next epoch, drop it, or weighted (padded)",
+    )
+
+
+class Samples(NamedTuple):
+    """What is in some shards; each array has shape (shards, micro_batch)."""
+
+    epoch: Ints
+    sample: Ints
+    weight: Float32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order of a run.
+
+    Attributes:
+        samples: Number of samples in an epoch.
+        global_batch: Samples in a window, over all ranks.
+        micro_batch: Samples in a shard; divides `global_batch`.
+        epochs: How often the data is seen.
+        last: What happens to the last window of an epoch. `cross`: it takes the samples it lacks from
+            the next epoch (the run's last window from one epoch more). `drop`: incomplete windows are
+            left out. `weighted`: it is padded to the full shape with samples of weight 0.
+        seed: Keys the order.
+        max_windows: Ends the run earlier.
+        shuffle: False leaves the samples in their order (evaluation).
+        pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
+        together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
+        buckets: Samples of each bucket, where a shard's are to be of one bucket (see `bucket_order`).
+
+    Raises:
+        BadInputError: If the batch doesn't divide or there would be no window at all.
+    """
+
+    samples: int
+    global_batch: int
+    micro_batch: int
+    epochs: int
+    last: Last
+    seed: int
+    max_windows: int | None = None
+    shuffle: bool = True
+    pieces: tuple[int, ...] = ()
+    together: int = 0
+    buckets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise BadInputError("the data set is empty: there is nothing to train on")
+        if self.global_batch % self.micro_batch:
+            raise BadInputError(
+                f"data.global_batch={self.global_batch} is not a multiple of "
+                f"data.micro_batch={self.micro_batch}: choose a micro-batch that divides it"
+            )
+        if self.windows > _MOST_WINDOWS:
+            raise BadInputError(
+                f"{self.windows:,} windows are more than {_MOST_WINDOWS:,}: lower epochs or set max_windows"
+            )
+        if self.last == "drop" and self.samples < self.global_batch:
+            raise BadInputError(
+                f"window.last=drop leaves no window: {self.samples} samples are fewer than "
+                f"data.global_batch={self.global_batch}; use a smaller batch or window.last=cross"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Shards in a window."""
+        return self.global_batch // self.micro_batch
+
+    @property
+    def windows(self) -> int:
+        """Windows in the whole run; the number of updates, unless the scaler skips some."""
+        if self.last == "cross":
+            windows = -(-self.samples * self.epochs // self.global_batch)
+        else:
+            windows = self.windows_per_epoch * self.epochs
+        return windows if self.max_windows is None else min(windows, self.max_windows)
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows of an epoch that starts with its own window (`drop`, `weighted`)."""
+        whole, rest = divmod(self.samples, self.global_batch)
+        return whole + (rest > 0 and self.last == "weighted")
+
+    def samples_seen(self, windows: int) -> int:
+        """Samples of weight 1 in so many windows from the start."""
+        if self.last != "weighted":
+            return windows * self.global_batch
+        epochs, rest = divmod(windows, self.windows_per_epoch)
+        return epochs * self.samples + rest * self.global_batch
+
+    def epoch_at(self, windows: int) -> float:
+        """Epochs that so many windows are, with the part of the one under way."""
+        if self.last == "cross":
+            return windows * self.global_batch / self.samples
+        return windows / self.windows_per_epoch
+
+    def epochs_done(self, windows: int) -> int:
+        """Epochs whose samples have all been seen after this many windows."""
+        if self.last == "cross":
+            return min(windows * self.global_batch // self.samples, self.epochs)
+        return windows // self.windows_per_epoch
+
+    def window_samples(self, window: int) -> int:
+        """Samples of weight 1 in a window, over all ranks."""
+        if self.last != "weighted":
+            return self.global_batch
+        return min(self.global_batch, self.samples - window % self.windows_per_epoch * self.global_batch)
+
+    def read(self, shards: Ints) -> Samples:
+        """What is in these shards.
+
+        Args:
+            shards: int64 (n,), shard numbers counted through the run: window * self.shards + shard.
+
+        Returns:
+            Arrays of shape (n, micro_batch).
+        """
+        if self.last == "cross":
+            run_position = shards[:, None] * self.micro_batch + np.arange(self.micro_batch)
+            epoch, position = np.divmod(run_position, self.samples)
+        else:
+            window, shard = np.divmod(shards, self.shards)
+            epoch, window = np.divmod(window, self.windows_per_epoch)
+            start = window * self.global_batch + shard * self.micro_batch
+            position = start[:, None] + np.arange(self.micro_batch)
+            epoch = np.broadcast_to(epoch[:, None], position.shape)
+        real = position < self.samples
+        position = np.where(real, position, 0)
+        return Samples(epoch, self._sample(epoch, position), real.astype(np.float32))
+
+    def _sample(self, epoch: Ints, position: Ints) -> Ints:
+        if not self.shuffle:
+            return position
+        if self.together:
+            return in_windows(self.seed, epoch, position, self.pieces, self.together)
+        if self.buckets:
+            cross = self.last == "cross"
+            return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch, cross)
+        return permuted(self.seed, epoch, position, self.samples)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a plan: of each window, a contiguous run of its shards.
+
+    Raises:
+        BadInputError: If the shards of a window can't be shared out evenly.
+    """
+
+    plan: Plan
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        if self.plan.shards % self.world:
+            raise BadInputError(
+                f"data.global_batch={self.plan.global_batch} is not a multiple of data.micro_batch="
+                f"{self.plan.micro_batch} x {self.world} ranks: change one of them or the number of ranks"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Shards that this rank does in each window."""
+        return self.plan.shards // self.world
+
+    def shards(self, batches: Ints) -> Ints:
+        """Shard numbers of this rank's batches, which are counted from 0 through the run; any shape."""
+        window, index = np.divmod(batches, self.accumulation)
+        return np.asarray(window * self.plan.shards + self.rank * self.accumulation + index)
+
+    def batches(self, first_window: int = 0) -> range:
+        """This rank's batches from a window to the end of the run."""
+        return range(first_window * self.accumulation, self.plan.windows * self.accumulation)
+
+
+def evaluation_share(samples: int, micro_batch: int, rank: int, world: int) -> Share:
+    """Each sample once, in order, padded with weight 0; the shards are the same for any world size."""
+    plan = Plan(samples, micro_batch * world, micro_batch, epochs=1, last="weighted", seed=0, shuffle=False)
+    return Share(plan, rank, world)

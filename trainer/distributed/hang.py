@@ -1,0 +1,385 @@
+"""Finds the rank that hangs, and ends the job with code 76 instead of waiting for it for ever.
+
+Each rank has a thread that looks at its marks (observe.phases) and a second one that exchanges them with the
+others over the store at which the ranks met: a thread of its own, for a request to a host that is gone never
+returns. A rank without progress for long reads what the others said last. The one with the fewest marks is
+the one that the others wait for; one that says nothing any more was stopped, or its host is gone.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from trainer.distributed.flight_recorder import dump, parse
+from trainer.distributed.parallel import ParallelConfig, World
+from trainer.errors import EXIT_FAILED, EXIT_HANG
+from trainer.launch import rank
+from trainer.observe.phases import PULSE
+
+_LOOKS = 20  # in the time without progress that is allowed
+_LONGEST_INTERVAL = 5.0  # seconds
+_PATIENCE = 10  # times that long while a window compiles, and at the end
+_NAMED = 3
+_FRAMES = 20
+_NOTHING = "-"
+# With more ranks, reading what each one recorded would keep the store busy when it is needed.
+_MOST_RECORDS = 256
+
+_CHECK: dict[str, str] = {
+    "start": "the disk of the run folder",
+    "data": "the loader's workers, and the file system or network that the data comes from",
+    "copy": "the device (nvidia-smi; Xid in dmesg)",
+    "host": "whether its process was stopped",
+    "forward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
+    "backward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
+    "communication": "the network between the ranks (NCCL_DEBUG=INFO), and on GPUs the devices (nvidia-smi)",
+    "update": "the optimiser, and on a GPU the device (nvidia-smi; Xid in dmesg)",
+    "evaluation": "the evaluation data's workers and file system, and the model's code",
+    "logging": "the disk of the run folder, and whether its terminal was stopped (Ctrl-S)",
+    "checkpoint": "the disk of the run folder",
+    "end": "the disk of the run folder, and the loader's workers",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank said last.
+
+    Attributes:
+        rank: Its number.
+        count: Its marks.
+        window: The window that it did, counted from 1.
+        phase: What it did there; "failed" or "done" once it has left.
+        idle: Seconds without progress, by its own clock, when it said so.
+        silence: Seconds since then, by this rank's clock; counted from when it began to listen.
+        host: Where it runs.
+    """
+
+    rank: int
+    count: int
+    window: int
+    phase: str
+    idle: float
+    silence: float = 0.0
+    host: str = ""
+
+    @property
+    def where(self) -> str:
+        """Phase and window in words."""
+        return f"{self.phase}, window {self.window}" if self.window else "the start"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the job ends.
+
+    Attributes:
+        line: For people.
+        culprits: Numbers of the ranks that are to blame.
+        code: Exit code.
+    """
+
+    line: str
+    culprits: list[int]
+    code: int = EXIT_HANG
+
+
+def judge(states: Sequence[Seen], limit: float, doubtful: float) -> Verdict | None:
+    """Who keeps the others waiting.
+
+    Args:
+        states: What every rank said last.
+        limit: Seconds without progress, or without a word, after which a rank hangs.
+        doubtful: Seconds without a word after which it has to be waited for: is it silent, or was it late?
+
+    Returns:
+        None while nobody can be blamed: a rank that is slow but makes progress does not hang.
+    """
+    there = [state for state in states if state.phase != "done"]
+    failed = [state for state in there if state.phase == "failed"]
+    if failed:
+        names = _names(failed, there)
+        return Verdict(f"{names} failed, and the others wait in vain", _ranks(failed), EXIT_FAILED)
+    if any(doubtful < state.silence < limit for state in there):
+        return None
+    silent = [state for state in there if state.silence >= limit]
+    least = min(state.count for state in there)
+    culprits = silent or [state for state in there if state.count == least]
+    if not silent and any(state.idle < limit for state in culprits):
+        return None
+    first, others = culprits[0], [state for state in there if state not in culprits]
+    if len(culprits) == len(there) > 1 and first.phase == "communication":
+        text = f"all {len(there)} ranks wait in {first.where}, and none is behind the others"
+        return Verdict(_sentence(limit, [text], _CHECK[first.phase]), _ranks(culprits))
+    names = _names(culprits, there)
+    if silent:
+        check = "whether it was stopped (SIGSTOP), and whether its host is there"
+        what = f"{names} gave no sign of life since {first.where}"
+    else:
+        check = _CHECK[first.phase]
+        what = f"{names} {'hang' if len(culprits) > 1 else 'hangs'} in {first.where}"
+    return Verdict(_sentence(limit, [what, *_waiting(others)], check), _ranks(culprits))
+
+
+def _sentence(limit: float, parts: Sequence[str], check: str) -> str:
+    slow = "if that is only slow, raise parallel.hang_s"
+    return f"no progress for {limit:g} s: {'; '.join(parts)}; check {check}; {slow}"
+
+
+def _waiting(others: Sequence[Seen]) -> list[str]:
+    if not others:
+        return []
+    ((where, count), *_) = Counter(other.where for other in others).most_common()
+    if len(others) == 1:
+        return [f"rank {others[0].rank} waits in {where}"]
+    return [f"{len(others)} others wait{',' if count < len(others) else ''} {_most(count, others)}in {where}"]
+
+
+def _most(count: int, others: Sequence[Seen]) -> str:
+    return "most of them " if count < len(others) else ""
+
+
+def _names(culprits: Sequence[Seen], there: Sequence[Seen]) -> str:
+    """Few of them by their numbers; with the host where there are several."""
+    hosts = len({state.host for state in there}) > 1
+    names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
+    shown = names if len(names) <= _NAMED else [*names[: _NAMED - 1], f"{len(names) - _NAMED + 1} more"]
+    words = "rank " if len(names) == 1 else "ranks "
+    return words + (" and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0])
+
+
+def _ranks(states: Sequence[Seen]) -> list[int]:
+    return [state.rank for state in states]
+
+
+@contextlib.contextmanager
+def watching(world: World, config: ParallelConfig) -> Iterator["Watch"]:
+    """A watch over what happens inside; `Watch.start` begins it.
+
+    All ranks enter it before they first do something together, so that each knows of every other.
+    """
+    watch = Watch(world, config)
+    try:
+        yield watch
+    except BaseException:
+        watch.stop("failed")
+        raise
+    watch.stop("done")
+
+
+class Watch:
+    """This rank's part in finding who hangs."""
+
+    def __init__(self, world: World, config: ParallelConfig) -> None:
+        """Starts no thread yet: loader workers are forked first."""
+        PULSE.reset()
+        # Before the collectives' own time is over, also for a silent rank, which takes half as much more.
+        self._seconds, self._timeout = min(config.hang_s, config.timeout_s / 2), config.timeout_s
+        self._interval = min(self._seconds / _LOOKS, _LONGEST_INTERVAL)
+        self._world = world
+        self._compiling_until = 0
+        self._idle = 0.0
+        self._number = 0
+        self._left = ""
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._first = Seen(0, -1, 0, "start", 0.0)
+        self._heard: list[Seen] = []
+        self._heard_times = 0
+        self._proposal = self._agreed = ""
+        self._recorded: str | None = None
+        self._records: dict[int, str] = {}
+        self._store: Any = None
+        if self._seconds and world.size > 1:
+            self._store = self._connect()
+            self._store.set(self._key(world.rank), self._word())
+            if world.rank == 0:
+                self._store.set(_VERDICT, _NOTHING)
+
+    def start(self, compiling_until: int = 0) -> None:
+        """Watches from here on; again after a rollback.
+
+        Args:
+            compiling_until: The last window in which something may be compiled; 0: none.
+        """
+        self._compiling_until = compiling_until
+        if self._seconds and not self._threads:
+            works = [self._watch, *([self._exchange] if self._world.size > 1 else [])]
+            # Daemons: one that waits for a host that is gone must not keep this process.
+            self._threads = [threading.Thread(target=work, name="hang", daemon=True) for work in works]
+            for thread in self._threads:
+                thread.start()
+
+    def stop(self, why: str) -> None:
+        """Watches no longer; the others are told why this rank leaves: "done" or "failed"."""
+        self._left = why
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    # --- the thread that watches ---
+
+    def _watch(self) -> None:
+        last, position, unanswered, waited, heard = time.monotonic(), (-1, -1), 0.0, 0.0, 0
+        while not self._stopped.wait(self._interval):
+            # A job that was suspended as a whole made no progress either, and doesn't hang.
+            now = time.monotonic()
+            step, last = min(now - last, 4 * self._interval), now
+            here = (PULSE.count, PULSE.beats if PULSE.phase in ("checkpoint", "end") else 0)
+            self._idle = self._idle + step if here == position else 0.0
+            position, limit = here, self._limit()
+            unanswered = unanswered + step if heard == self._heard_times and self._listens() else 0.0
+            heard = self._heard_times
+            if self._agreed:
+                self._leave(Verdict(**json.loads(self._agreed)))
+            verdict = self._verdict(limit, unanswered) if self._idle >= limit else None
+            waited = waited + step if verdict else 0.0
+            if verdict and (self._store is None or waited > 4 * self._interval or unanswered >= limit):
+                self._leave(verdict)  # nobody to agree with
+            self._proposal = json.dumps(asdict(self._with_record(verdict))) if verdict else ""
+
+    def _verdict(self, limit: float, unanswered: float) -> Verdict | None:
+        own = self._seen()
+        if self._world.size == 1 or PULSE.phase == "end":  # then nobody waits for anybody
+            return judge([own], limit, limit)
+        if unanswered >= limit:  # the store is with rank 0, or with torchrun on its host
+            first = replace(self._first, silence=limit)
+            return judge([first, own] if own.rank else [own], limit, limit)
+        heard = [own if state.rank == own.rank else state for state in self._heard]
+        return judge(heard, limit, 4 * self._interval) if heard else None
+
+    def _with_record(self, verdict: Verdict) -> Verdict:
+        """Adds which collective not all ranks entered, where torch's flight recorders know it."""
+        records = {number: self._records.get(number) or None for number in range(self._world.size)}
+        line = parse(records) if any(records.values()) and verdict.code == EXIT_HANG else None
+        return replace(verdict, line=f"{verdict.line}; {line}") if line else verdict
+
+    def _limit(self) -> float:
+        """Seconds without progress that are allowed now."""
+        if PULSE.phase != "end" and PULSE.window > self._compiling_until:
+            return self._seconds
+        patient = _PATIENCE * self._seconds
+        return min(patient, 0.75 * self._timeout) if PULSE.phase == "communication" else patient
+
+    def _listens(self) -> bool:
+        return self._idle >= self._seconds / 2
+
+    def _leave(self, verdict: Verdict) -> None:
+        own = self._world.rank in verdict.culprits
+        # Where rank 0 holds the store and not torchrun, the others need it to learn what was agreed.
+        holds = self._world.rank == 0 and self._world.size > 1 and not _agent_holds_the_store()
+        rank.leave_now(
+            verdict.code,
+            verdict.line,
+            f"rank {self._world.rank} is here:\n{_stack()}" if own else "",
+            for_all=True,
+            consequence=not own,
+            linger=4 * self._interval if holds else 0.0,
+        )
+
+    # --- the thread that talks to the others ---
+
+    def _exchange(self) -> None:
+        ranks = range(self._world.size)
+        keys, last, numbers = [*map(self._key, ranks), _VERDICT], 0.0, dict.fromkeys(ranks, -1)
+        while True:
+            left = self._stopped.wait(self._interval)
+            try:
+                self._store = self._store or self._connect()
+                self._store.set(self._key(self._world.rank), self._word())
+                if left:
+                    return
+                if self._proposal:
+                    self._agreed = self._store.compare_set(_VERDICT, _NOTHING, self._proposal).decode()
+                self._first = Seen(**json.loads(self._store.get(keys[0]))[1])
+                if not self._listens():
+                    self._heard, last = [], 0.0
+                    self._forget_records()
+                    continue
+                self._share_records()
+                *words, verdict = (text.decode() for text in self._store.multi_get(keys))
+            except RuntimeError:  # nobody answers: `_watch` sees that it takes too long
+                self._store = None
+                if left:
+                    return
+                continue
+            now = time.monotonic()
+            step, last = min(now - last, 4 * self._interval) if last else 0.0, now
+            silences = {state.rank: state.silence + step for state in self._heard}
+            heard = []
+            for number, word in enumerate(words):
+                told, values = json.loads(word)
+                silence = silences.get(number, 0.0) if told == numbers[number] else 0.0
+                heard.append(replace(Seen(**values), silence=silence))
+                numbers[number] = told
+            self._heard = heard
+            self._heard_times += 1
+            if verdict != _NOTHING:
+                self._agreed = verdict
+
+    def _share_records(self) -> None:
+        """Publishes what this rank's flight recorder holds, and reads the others'."""
+        if self._world.size > _MOST_RECORDS or self._recorded == "":
+            return
+        if self._recorded is None:
+            self._recorded = ""  # asked, once: a driver that hangs may never answer
+            threading.Thread(target=self._record, name="flight recorder", daemon=True).start()
+            return
+        self._store.set(f"record-{self._world.rank}", self._recorded)
+        for number in range(self._world.size):
+            if self._store.check([f"record-{number}"]):
+                self._records[number] = self._store.get(f"record-{number}").decode()
+
+    def _forget_records(self) -> None:
+        """What was recorded of a wait that is over says nothing of the next one."""
+        if self._recorded:
+            self._store.set(f"record-{self._world.rank}", "")
+            self._recorded, self._records = None, {}
+
+    def _record(self) -> None:
+        self._recorded = dump() or ""
+
+    def _seen(self) -> Seen:
+        phase = self._left or PULSE.phase
+        host = platform.node()
+        return Seen(self._world.rank, PULSE.count, PULSE.window, phase, self._idle, host=host)
+
+    def _word(self) -> str:
+        self._number += 1
+        return json.dumps([self._number, asdict(self._seen())])
+
+    def _key(self, number: int) -> str:
+        return f"rank-{number}"
+
+    def _connect(self) -> Any:
+        """A client of its own: that of the process group has a lock, and may wait for long."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=self._seconds)
+        store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        return PrefixStore(f"hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+_VERDICT = "verdict"
+
+
+def _agent_holds_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _stack() -> str:
+    """Where the main thread is, from the training on."""
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    start = max((index for index, frame in enumerate(frames) if frame.name == "train_rank"), default=-1) + 1
+    return "".join(traceback.format_list(frames[start:][-_FRAMES:]))

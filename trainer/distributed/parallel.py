@@ -1,0 +1,369 @@
+"""Several processes, one model: process group, DDP and the sum that makes ranks agree."""
+
+import atexit
+import hashlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal, TextIO
+
+import torch
+from pydantic import Field, model_validator
+from torch import distributed as dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config.recipe_file import Section
+from trainer.errors import BadInputError
+from trainer.host.affinity import Binding
+from trainer.observe.phases import communicating, mark
+
+
+class ParallelConfig(Section):
+    """Processes and threads."""
+
+    threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
+        "auto",
+        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, "
+        "or 1 on a CPU with reduction=tree",
+    )
+    cpu_binding: Binding = Field(
+        "auto",
+        description="CPUs that a rank keeps to: node (those of its GPU's NUMA node), cores (whole cores of "
+        "its own, OpenMP's threads pinned to them), none; auto: node where there are several, else none",
+    )
+    timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
+    hang_s: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="seconds without progress after which the ranks name the one that hangs and end with "
+        "code 76; never more than half of timeout_s; 0: off",
+    )
+    bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
+    reduction: Literal["all_reduce", "tree"] = Field(
+        "all_reduce",
+        description="how a window's gradients are added; tree: the same bits on any number of ranks that "
+        "splits global_batch / micro_batch into powers of two",
+    )
+    compress: Literal["none", "bf16"] = Field(
+        "none", description="bf16: gradients cross the network in bfloat16, half the bytes, less exact"
+    )
+    sync_batchnorm: bool = Field(
+        False,
+        description="BatchNorm over a micro-batch of all ranks; results then depend on their number",
+    )
+    static_graph: bool = Field(
+        False, description="tell DDP that every step uses the same parameters; not with accumulation"
+    )
+    find_unused_parameters: bool = Field(
+        False,
+        description="let DDP look for parameters that a step doesn't use; costs time each step",
+    )
+
+    @model_validator(mode="after")
+    def _a_tree_is_exact(self) -> "ParallelConfig":
+        if self.reduction == "tree":
+            reasons = {
+                "compress": self.compress != "none" and "rounds what crosses the network",
+                "static_graph": self.static_graph and "is DDP's, which a tree doesn't use",
+                "find_unused_parameters": self.find_unused_parameters
+                and "is DDP's; a tree takes unused parameters as they are",
+                "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
+            }
+            for key, reason in reasons.items():
+                if reason:
+                    raise ValueError(f"parallel.{key} {reason}: leave it out with parallel.reduction=tree")
+        return self
+
+    @model_validator(mode="after")
+    def _a_static_graph_is_known(self) -> "ParallelConfig":
+        if self.static_graph and self.find_unused_parameters:
+            raise ValueError(
+                "parallel.static_graph says that all parameters are used, find_unused_parameters looks: "
+                "set one"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among the others.
+
+    Attributes:
+        rank: Number of this rank, 0 to size - 1.
+        size: Number of ranks.
+        local_rank: Number of this rank on its host.
+        device: Where this rank computes.
+        group: The process group; None for a single process.
+        control: One for CPU tensors, for what ranks decide together; None for a single process.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None = None
+
+
+@contextmanager
+def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[World]:
+    """Joins the processes that torchrun started (environment RANK, WORLD_SIZE, LOCAL_RANK).
+
+    The group is left on every path, also on an error: otherwise NCCL's threads can keep the process.
+    """
+    rank, size, local = (
+        int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(rank, size, local, device, None)
+        return
+    with nullcontext() if kind == "cuda" else silenced(sys.stdout):
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if kind == "cuda" else None,
+        )
+        # Of its own also on a CPU: what is under way in it must not come between gradients.
+        control = dist.new_group(backend="gloo")
+    hold_gloo(control)
+    if kind == "cpu":
+        hold_gloo(dist.group.WORLD)
+    try:
+        yield World(rank, size, local, device, dist.group.WORLD, control)
+    except BaseException:
+        # destroy would wait for NCCL kernels that wait for a rank which is gone.
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        (abort if kind == "cuda" else dist.destroy_process_group)()
+        raise
+    dist.destroy_process_group()
+
+
+_gloo = list[object]()
+atexit.register(_gloo.clear)
+
+
+def hold_gloo(group: dist.ProcessGroup | None) -> None:
+    """Keeps gloo's part of a group until the process ends, so that leaving the group can't hang.
+
+    Before torch 2.8 a group that Python lets go of waits for gloo's threads and keeps Python's lock; one of
+    them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to
+    be the last (https://github.com/pytorch/pytorch/pull/154976).
+    """
+    assert group is not None
+    _gloo.append(group._get_backend(torch.device("cpu")))
+
+
+@contextmanager
+def silenced(stream: TextIO) -> Iterator[None]:
+    """Throws away what C++ writes to standard output or error: gloo, say, announces each connection."""
+    stream.flush()
+    number = 2 if stream is sys.stderr else 1
+    kept = os.dup(number)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def sum_hook(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Sums a bucket of gradients over the ranks; DDP's own hook would divide by their number.
+
+    The loss is already divided by the window's total over all ranks, so that a sum is what's right.
+    """
+    mark("communication")
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    _launched(bucket)
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return summed
+
+
+def bf16_sum_hook(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The same with half the bytes on the wire: each rank's gradients are rounded to bfloat16 and summed so.
+
+    torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
+    """
+    buffer = bucket.buffer()
+    mark("communication")
+    work = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True)
+    _launched(bucket)
+    restored: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda future: buffer.copy_(_first(future))
+    )
+    return restored
+
+
+def _launched(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    # What is left of backward after the last bucket is to wait for the others.
+    mark("communication" if bucket.is_last() else "backward")
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    value = future.value()
+    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+    return tensor
+
+
+# torch 2.13 renamed the argument and warns of the old name. The new one keeps the broadcast at the start, of
+# buffers that are equal on all ranks anyway.
+_WITHOUT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+
+
+def replicate(
+    model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
+) -> nn.Module:
+    """Wraps a model so that backward sums its gradients over the ranks.
+
+    Alone it stays as it is, and so it does where a tree sums them: then all ranks take rank 0's tensors.
+    Buffers are not broadcast at each forward: `WindowStatistics` keeps them equal at a window's cost.
+    """
+    if group is None:
+        return model
+    if config.reduction == "tree":
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()
+            dist.broadcast(contiguous, 0, group=group)
+            tensor.detach().copy_(contiguous)
+        return model
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
+        bucket_cap_mb=config.bucket_mb,
+        gradient_as_bucket_view=True,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused_parameters,
+        **_WITHOUT_BUFFERS,
+    )
+    # Compiled code gives 1 x 1 kernels the strides of channels_last: other numbers for the same layout. torch
+    # says so once in a process; a real difference after that it would not say either.
+    warnings.filterwarnings("ignore", r"Grad strides do not match(.|\n)*sizes\(\) = \[\d+, \d+, 1, 1\]")
+    replica.register_comm_hook(group, bf16_sum_hook if config.compress == "bf16" else sum_hook)
+    if not (config.static_graph or config.find_unused_parameters):
+        _lay_out_buckets(replica)
+    return replica
+
+
+def _lay_out_buckets(replica: DistributedDataParallel) -> None:
+    """Lets DDP lay out its buckets before the first window, so that a run that goes on has the same ones.
+
+    DDP sums its first backward pass in a single bucket and all others in buckets by the order in which that
+    pass brought gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum
+    depends on where in a bucket an element lies, so the first window after a resume would have other bits.
+    A backward pass over zeros brings it forward, in the reverse order of the parameters: nearly the real one.
+    """
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:  # backward goes through the sum from its end
+        total = total + 0.0 * parameter.reshape(-1)[:1].sum().float()
+    replica.reducer.prepare_for_backward([])
+    total.backward()
+    replica.reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
+    mark("start")
+
+
+def check_reduced(model: nn.Module, rank: int) -> None:
+    """Makes sure that backward gave every parameter a gradient, before anything else is sent to the ranks.
+
+    Raises:
+        BadInputError: Naming the parameters without one: DDP's sums are incomplete, and others wait for them.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        prefixes = ("model.", "_orig_mod.")
+        unused = [names[int(number)] for number in found[1].split()] if found else []
+        for prefix in prefixes:
+            unused = [name.removeprefix(prefix) for name in unused]
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise BadInputError(
+            f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
+            f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use "
+            "parallel.find_unused_parameters=true or parallel.reduction=tree, or remove these parameters"
+        ) from error
+
+
+def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
+    """The context of every shard of a window but the last: gradients only accumulate."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def check_agreement(text: str, world: World) -> None:
+    """Makes sure that all ranks are about to do the same.
+
+    Args:
+        text: What a rank is about to do.
+        world: The ranks.
+
+    Raises:
+        BadInputError: If ranks differ, as they do where hosts see different files.
+    """
+    if world.group is None:
+        return
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    hashes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    hashes[world.rank] = mine
+    others = sum_over_ranks(hashes, world.group).tolist()
+    odd = [rank for rank, other in enumerate(others) if other != mine]
+    if odd:
+        raise BadInputError(
+            f"rank {world.rank} and rank {odd[0]} have different configurations, data or initial weights: "
+            "give every host the same recipe and the same files"
+        )
+
+
+def least_over_ranks(number: int, world: World) -> int:
+    """The smallest of the ranks' numbers; collective."""
+    if world.group is None:
+        return number
+    least = torch.tensor([number], device=world.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=world.group)
+    return int(least)
+
+
+def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
+    """A table (ranks, n) on the device of each rank's row, float64 (n,) on the host; collective."""
+    table = torch.zeros(world.size, len(row), dtype=row.dtype, device=world.device)
+    if world.device.type == "cuda":
+        row = row.pin_memory()  # or the copy would wait
+    table[world.rank].copy_(row, non_blocking=True)
+    return sum_over_ranks(table, world.group)
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums a tensor over the ranks, in place."""
+    if group is not None:
+        before = communicating()
+        dist.all_reduce(tensor, group=group)
+        mark(before)
+    return tensor

@@ -1,0 +1,130 @@
+"""Sums of a window's shards in one order, whatever the number of ranks: so their bits are the same.
+
+Floating-point sums depend on their order, and accumulation on one rank adds in another order than ranks among
+each other do. Here shards are added as in a knockout tournament: neighbours first, then the sums of
+neighbours. A rank that does a power of two of neighbouring shards does one branch of that tree, and the ranks
+do the rest of it. The order is that of a binary counter, so that log2(shards) + 1 sums are kept at most.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from trainer.observe.phases import communicating, mark
+
+
+class Sums(NamedTuple):
+    """What a shard gives, or the sum of that over some shards.
+
+    Attributes:
+        gradients: Of each parameter.
+        figures: float64 (n,): the loss, and whatever else is added up.
+    """
+
+    gradients: list[torch.Tensor]
+    figures: torch.Tensor
+
+    def add(self, later: "Sums") -> "Sums":
+        """Adds the sums of later shards to these, in place."""
+        torch._foreach_add_(self.gradients, later.gradients)
+        self.figures.add_(later.figures)
+        return self
+
+
+class Tournament:
+    """Adds up what comes one by one, as if by the tree."""
+
+    def __init__(self) -> None:
+        self._branches: list[Sums] = []
+        self._count = 0
+
+    def add(self, one: Sums) -> None:
+        """Takes over what comes next: its tensors are added to, or kept."""
+        self._count += 1
+        whole = self._count
+        while whole % 2 == 0:
+            one = self._branches.pop().add(one)
+            whole //= 2
+        self._branches.append(one)
+
+    def total(self) -> Sums:
+        """The sum of all since the last call; there must be some."""
+        total = self._branches.pop()
+        while self._branches:
+            total = self._branches.pop().add(total)
+        self._count = 0
+        return total
+
+
+class TreeReduction:
+    """One rank's part of a window's sums, and what the ranks make of their parts."""
+
+    def __init__(self, group: dist.ProcessGroup | None, bucket_mb: int) -> None:
+        """Adds over the ranks of a group in pieces of so many MiB; None: there is one rank."""
+        self._group = group
+        self._bucket_bytes = bucket_mb << 20
+        self._own = Tournament()
+
+    def add_shard(self, gradients: list[torch.Tensor], figures: torch.Tensor) -> None:
+        """Takes over a shard's gradients and figures."""
+        self._own.add(Sums(gradients, figures))
+
+    def end_window(self) -> Sums:
+        """The sums over all shards of all ranks, the same bits on each; collective."""
+        own = self._own.total()
+        if self._group is None:
+            return own
+        for bucket in _buckets(own.gradients, self._bucket_bytes):
+            _over_ranks(bucket, self._group)
+        _over_ranks([own.figures], self._group)
+        return own
+
+
+def shares_a_tree(shards: int, ranks: int) -> bool:
+    """Whether so many ranks do whole branches of a window's tree: one rank, or a power of two shards each."""
+    each = shards // ranks
+    return ranks == 1 or each & (each - 1) == 0
+
+
+def _buckets(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype in their order, in lists of about so many bytes; their borders change no sum."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if tensor.dtype != dtype:  # joined with others it would be added in their precision
+                continue
+            bucket.append(tensor)
+            size += tensor.nbytes
+            if size >= most:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sums tensors over the ranks by the tree, in place.
+
+    Each rank sums one slice and sends it to all: so 2 (W - 1) / W of the bytes are sent and received, as by a
+    ring's all-reduce, while to gather everything would receive W - 1 times the bytes.
+    """
+    world = dist.get_world_size(group)
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    size = flat.numel()
+    flat = F.pad(flat, (0, -size % world))
+    received = torch.empty_like(flat)
+    before = communicating()
+    dist.all_to_all_single(received, flat, group=group)
+    slices = Tournament()
+    nothing = received.new_empty(0, dtype=torch.float64)
+    for of_rank in received.chunk(world):
+        slices.add(Sums([of_rank], nothing))
+    ((own,), _) = slices.total()
+    dist.all_gather_into_tensor(flat, own, group=group)
+    mark(before)
+    parts = flat[:size].split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

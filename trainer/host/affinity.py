@@ -1,0 +1,181 @@
+"""Which CPUs each rank of this host keeps to: those near its GPU, or some of its own.
+
+torchrun's --numa-binding (PyTorch 2.8 on) does the first for GPUs. This does it with every version, also for
+a single rank and for ranks on CPUs, and without starting CUDA in the launcher. A rank binds itself before it
+allocates anything, so its memory comes from its node: Linux takes it near the CPU that first writes to it.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from trainer.host.limits import Limits, allowed_cpus, keep_to, listed_cpus
+
+Binding = Literal["auto", "none", "node", "cores"]
+Cpus = frozenset[int]
+
+VARIABLE = "TRAINER_CPUS"  # for the ranks: the CPUs of each, "0-3;4-7"
+_PIN_VARIABLE = "TRAINER_PIN_THREADS"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The CPUs that this container may use, and where they are.
+
+    Attributes:
+        nodes: Of each NUMA node that has some of them, its CPUs.
+        cores: For each CPU, the CPUs of its core that may be used: more than one with hyper-threading.
+    """
+
+    nodes: Mapping[int, Cpus]
+    cores: Mapping[int, Cpus]
+
+
+def read_topology(root: Path = Path("/"), allowed: Cpus | None = None) -> Topology:
+    """Reads what Linux tells; where it tells nothing, all CPUs are of one node and each is a core.
+
+    Args:
+        root: Folder that stands for "/".
+        allowed: CPUs that may be used; by default as the scheduler says.
+    """
+    allowed = allowed_cpus() if allowed is None else allowed
+    nodes = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        if cpus := _cpus(folder / "cpulist") & allowed:
+            nodes[int(folder.name.removeprefix("node"))] = cpus
+    near = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {cpu: (_cpus(root / near.format(cpu)) & allowed) or frozenset((cpu,)) for cpu in allowed}
+    return Topology(dict(sorted(nodes.items())) or {0: allowed}, cores)
+
+
+def gpu_nodes(bus_ids: Sequence[str], root: Path = Path("/")) -> list[int | None]:
+    """The NUMA node of each GPU; None where nobody tells.
+
+    Args:
+        bus_ids: As NVML writes them, "00000000:3B:00.0".
+        root: Folder that stands for "/".
+    """
+    places: list[int | None] = []
+    for bus_id in bus_ids:
+        domain, _, rest = bus_id.lower().partition(":")
+        file = root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
+        try:
+            node = int(file.read_text())
+        except (OSError, ValueError):
+            node = -1
+        places.append(node if node >= 0 else None)
+    return places
+
+
+def share_cpus(binding: Binding, topology: Topology, places: Sequence[int | None]) -> list[Cpus]:
+    """The CPUs of each rank of this host; empty if no rank is bound.
+
+    Args:
+        binding: node: those of the rank's NUMA node. cores: whole cores of its own there. auto: node, where
+            there are several and it matters.
+        topology: What may be used.
+        places: For each rank, the node of its GPU; None for a rank without, which gets one in turn.
+    """
+    nodes = list(topology.nodes)
+    known = any(place in nodes for place in places)
+    if binding == "auto":
+        binding = "node" if len(nodes) > 1 and (len(places) > 1 or known) else "none"
+    if binding == "none":
+        return []
+    homes = [
+        place if place is not None and place in nodes else nodes[rank * len(nodes) // len(places)]
+        for rank, place in enumerate(places)
+    ]
+    if binding == "node":
+        return [topology.nodes[home] for home in homes]
+    return [
+        _cores(topology, home, homes[:rank].count(home), homes.count(home)) for rank, home in enumerate(homes)
+    ]
+
+
+def _cores(topology: Topology, node: int, number: int, of: int) -> Cpus:
+    """The part of a node's cores for one of its ranks; all of them if there are fewer cores than ranks."""
+    cores = sorted({tuple(sorted(topology.cores[cpu])) for cpu in topology.nodes[node]})
+    part = cores[len(cores) * number // of : len(cores) * (number + 1) // of] if len(cores) >= of else cores
+    return frozenset(cpu for core in part for cpu in core) & topology.nodes[node]
+
+
+def within(limits: Limits, shares: Sequence[Cpus]) -> Limits:
+    """Limits with no more CPUs than ranks have that keep to these: the poorest of them decides."""
+    if not shares:
+        return limits
+    each = min(len(cpus) / shares.count(cpus) for cpus in shares)
+    if each * len(shares) >= limits.cpus:
+        return limits
+    return replace(
+        limits, cpus=each * len(shares), sources={**limits.sources, "cpus": "parallel.cpu_binding"}
+    )
+
+
+def variables(binding: Binding, shares: Sequence[Cpus]) -> dict[str, str]:
+    """What the environment of the ranks needs for these shares."""
+    if not shares:
+        return {}
+    pinned = {_PIN_VARIABLE: "1"} if binding == "cores" else {}
+    return {VARIABLE: ";".join(map(cpus_text, shares)), **pinned}
+
+
+def shares_of(environ: Mapping[str, str]) -> list[Cpus]:
+    """The CPUs of each rank of this host, as the launcher wrote them; empty if it bound none."""
+    text = environ.get(VARIABLE, "")
+    return [frozenset(listed_cpus(part) or ()) for part in text.split(";")] if text else []
+
+
+def bind(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this rank keep to its CPUs, before anything starts threads; nothing if the launcher bound none.
+
+    With cores of its own its OpenMP threads are pinned to them, too (libgomp's and LLVM's variables), unless
+    the user has said how.
+    """
+    shares, rank = shares_of(environ), int(environ.get("LOCAL_RANK", "0"))
+    if rank >= len(shares) or not shares[rank]:
+        return
+    cpus = shares[rank]
+    keep_to(cpus)
+    if environ.get(_PIN_VARIABLE) and not any(
+        name in environ for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+    ):
+        environ["GOMP_CPU_AFFINITY"] = cpus_text(cpus)
+        environ["KMP_AFFINITY"] = f"granularity=fine,proclist=[{cpus_text(cpus)}],explicit"
+
+
+def unpin_main_thread(environ: Mapping[str, str] = os.environ) -> None:
+    """Gives this thread all the rank's CPUs back: libgomp pins it, and what it forks would stay on one."""
+    shares, rank = shares_of(environ), int(environ.get("LOCAL_RANK", "0"))
+    if rank < len(shares) and shares[rank]:
+        keep_to(shares[rank])
+
+
+def binding_note(environ: Mapping[str, str]) -> str:
+    """A line for the user on what each rank of this host is bound to; empty if none is."""
+    shares = shares_of(environ)
+    if not shares:
+        return ""
+    who = "the rank" if len(shares) == 1 else "ranks"
+    pinned = ", OpenMP's threads pinned" if environ.get(_PIN_VARIABLE) else ""
+    return f"CPUs: {who} on {' | '.join(map(cpus_text, shares))}{pinned} (parallel.cpu_binding)"
+
+
+def cpus_text(cpus: Cpus) -> str:
+    """CPUs as the kernel lists them, "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _cpus(file: Path) -> Cpus:
+    try:
+        return frozenset(listed_cpus(file.read_text().strip()) or ())
+    except OSError:
+        return frozenset()

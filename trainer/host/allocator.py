@@ -1,0 +1,140 @@
+"""Which allocator hands out GPU memory, and what each needs.
+
+PyTorch reads the choice when it is imported, so the launcher sets it in the environment of the ranks. See
+https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management and, for managed memory, RMM's guide.
+"""
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from trainer.errors import BadInputError
+from trainer.host.limits import read_limits
+from trainer.host.nvml import driver_version, gpu_bytes
+
+Allocator = Literal["native", "expandable", "async", "managed"]
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
+_OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}
+# The first drivers that bring CUDA 11.4 (torch wants it for cudaMallocAsync) and 12.0 (RMM's wheels).
+_DRIVERS = {"async": "470.42", "managed": "525.60"}
+_FIRST_BYTES = 1 << 30
+_HOST_SHARE = 0.8
+
+
+def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: str) -> dict[str, str]:
+    """What the environment of the ranks needs for an allocator; options of the user's own stay.
+
+    Args:
+        choice: `memory.allocator`.
+        environ: Of the user.
+        version: PyTorch's, such as "2.9.1+cu128".
+
+    Raises:
+        BadInputError: If the user's own options say otherwise.
+    """
+    if choice not in _OPTIONS:
+        return {}
+    key, value = _OPTIONS[choice]
+    default = VARIABLES[_release(version) < (2, 9)]
+    name = next((variable for variable in VARIABLES if environ.get(variable)), default)
+    given = _options(environ.get(name, ""))
+    backend = given.get("backend", "native")
+    clash = given.get(key, value) != value or (key == "expandable_segments" and backend != "native")
+    if clash:
+        raise BadInputError(
+            f"memory.allocator={choice}: {name}={environ[name]} says otherwise; unset it, or leave "
+            "memory.allocator at native"
+        )
+    return {
+        name: environ[name] if key in given else ",".join(filter(None, (environ.get(name), f"{key}:{value}")))
+    }
+
+
+def set_up_allocator(choice: Allocator, environ: Mapping[str, str]) -> None:
+    """Checks that a rank on GPUs has the allocator that was asked for; managed memory is set up here.
+
+    Call it before anything lies on a GPU.
+
+    Raises:
+        BadInputError: See `check_allocator`.
+    """
+    if choice == "native":
+        return
+    check_allocator(choice, environ, driver_version())
+    if choice == "managed":
+        gpu, ranks = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        use_managed_memory(gpu, gpu_bytes(environ, gpu), read_limits().memory_bytes // ranks)
+
+
+def check_allocator(choice: Allocator, environ: Mapping[str, str], driver: str | None) -> None:
+    """Makes sure that a rank on GPUs has the allocator that it was told to use.
+
+    Args:
+        choice: `memory.allocator`.
+        environ: Of the rank.
+        driver: NVIDIA's version; None if it isn't known.
+
+    Raises:
+        BadInputError: If the driver is too old for it, a library is missing, or torch didn't hear of it.
+    """
+    floor = _DRIVERS.get(choice)
+    if driver is not None and floor is not None and _release(driver) < _release(floor):
+        raise BadInputError(
+            f"memory.allocator={choice} needs driver {floor} or newer, and here is {driver}; use native or "
+            "expandable, or a newer driver"
+        )
+    if choice == "managed" and importlib.util.find_spec("rmm") is None:
+        raise BadInputError(
+            "memory.allocator=managed needs RMM, which isn't installed: pip install rmm-cu12 (rmm-cu13 for a "
+            "PyTorch with CUDA 13), or use another allocator"
+        )
+    if choice in _OPTIONS:
+        key, value = _OPTIONS[choice]
+        if not any(_options(environ.get(name, "")).get(key) == value for name in VARIABLES):
+            raise BadInputError(
+                f"memory.allocator={choice} is set before PyTorch starts: use `trainer train`, or export "
+                f"{VARIABLES[0]}={key}:{value} before torchrun"
+            )
+
+
+def use_managed_memory(device: int, gpu_bytes: int, host_bytes: int) -> None:
+    """Lets torch take its GPU memory from a pool of unified memory, which may be larger than the card.
+
+    What doesn't fit on the card stays in the host's memory and moves when it is used.
+
+    Args:
+        device: Number of the GPU.
+        gpu_bytes: Its memory.
+        host_bytes: What of the host's memory this rank may use.
+    """
+    import rmm
+    from rmm.allocators.torch import rmm_torch_allocator
+
+    # Without a maximum the pool would grow until the kernel kills the process.
+    most = gpu_bytes + int(host_bytes * _HOST_SHARE)
+    rmm.reinitialize(
+        pool_allocator=True,
+        managed_memory=True,
+        initial_pool_size=min(_FIRST_BYTES, most),
+        maximum_pool_size=most,
+        devices=device,
+    )
+    torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
+
+
+def tells_figures() -> bool:
+    """Whether torch's allocator tells what it holds: one that is plugged in does not (pytorch#133281)."""
+    return str(torch.cuda.memory.get_allocator_backend()) != "pluggable"
+
+
+def _options(text: str) -> dict[str, str]:
+    """ "a:1,b:[2,3]" by name."""
+    return dict(re.findall(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\s]+)", text))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

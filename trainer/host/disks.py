@@ -1,0 +1,211 @@
+"""Looks at file systems: what they are, how much room they have, how fast they are."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.commands.doctor.facts import MIB, Data, Folder, Mount
+from trainer.commands.doctor.helpers import kind_of, text_of, within
+
+_MOST_WRITTEN = 16 * MIB
+_READ = 64 << 10
+_WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
+_LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
+# Variables that say where caches lie.
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCH_HOME",
+    "MPLCONFIGDIR",
+    "CUDA_CACHE_PATH",
+)
+
+
+def read_mount(path: Path, root: Path = Path("/")) -> Mount:
+    """The file system that a path lies on, from mountinfo; see proc_pid_mountinfo(5)."""
+    best, found = "", Mount()
+    real = os.path.realpath(path)
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        words, kind = left.split(), right.partition(" ")[0]
+        if len(words) < 5:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best = point
+            found = Mount(kind, point, _how(words[3], kind, point), _rotational(root, words[2]))
+    return found
+
+
+def _how(inner: str, kind: str, point: str) -> str:
+    if kind == "overlay" and point == "/":
+        return "container layer"
+    if re.search(r"/volumes/[^/]+/_data$|kubernetes\.io~", inner):
+        return "volume"
+    return "bind mount" if inner != "/" and not inner.startswith("/@") and point != "/" else "mount"
+
+
+def _rotational(root: Path, device: str) -> bool | None:
+    folder = root / "sys/dev/block" / device
+    for file in (folder / "queue/rotational", folder / "../queue/rotational"):
+        if (text := text_of(file)) in ("0", "1"):
+            return text == "1"
+    return None
+
+
+def read_folder(
+    path: Path, root: Path = Path("/"), known: Iterable[Folder] = (), speed: bool = True
+) -> Folder:
+    """Looks at a folder, or at the nearest above it that is there; writes a few MiB and leaves nothing.
+
+    Args:
+        path: The folder.
+        root: Folder that stands for "/".
+        known: Others: where one lies on the same file system, its speed is taken.
+        speed: Whether to measure that.
+    """
+    mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
+    late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
+    found = within(_LONGEST, lambda: _folder(path, mount), late)
+    if found.error or not speed or found.free < 64 * MIB:
+        return found
+    same = [one.speed for one in known if one.mount == mount and one.speed is not None]
+    measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
+    return replace(found, speed=measured)
+
+
+def _nearest(path: Path) -> Path:
+    there = path.absolute()
+    while not kind_of(there) and there != there.parent:
+        there = there.parent
+    return there
+
+
+def _folder(path: Path, mount: Mount) -> Folder:
+    try:
+        there = _nearest(path)
+        if kind_of(there) != "folder":
+            return Folder(path, error=f"{there} is no folder", mount=mount)
+        room = os.statvfs(there)
+        began = time.time()
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"x")
+            file.flush()
+            made = os.fstat(file.fileno()).st_mtime
+            ended = time.time()
+    except OSError as error:
+        return Folder(path, error=error.strerror or str(error), mount=mount)
+    skew = made - ended if made > ended else min(0.0, made - began)
+    files = room.f_favail if room.f_files else -1
+    return Folder(path, "", room.f_bavail * room.f_frsize, files, None, skew, mount)
+
+
+def _write(folder: Path) -> float:
+    """Bytes per second of a few MiB, past the page cache.
+
+    Not by a sync at the end: that also waits for what others wrote, for seconds on a busy disk, in which
+    the process can't even be ended.
+    """
+    written = 0
+    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, MIB) as block:  # aligned, as O_DIRECT asks
+        block.write(os.urandom(MIB))
+        direct = _direct(file.fileno())
+        began = time.monotonic()
+        while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:
+            try:
+                written += os.write(file.fileno(), block)
+            except OSError:
+                if not direct:
+                    raise
+                direct = _direct(file.fileno(), False)
+        return written / (time.monotonic() - began)
+
+
+def _direct(file: int, on: bool = True) -> bool:
+    """Lets writes go past the page cache, or not; whether they do. tmpfs has nothing else."""
+    try:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except (OSError, AttributeError):
+        return False
+    return on
+
+
+def read_data(path: str | None, root: Path = Path("/")) -> Data:
+    """Reads at random in the files below a path, for a fifth of a second."""
+    if path is None or "://" in path:
+        return Data(path)
+    mount = within(_LONGEST, lambda: read_mount(Path(path), root), Mount())
+    late = Data(path, error="no answer within a second", mount=mount)
+    return within(1.0, lambda: _data(path, mount), late)
+
+
+def _data(path: str, mount: Mount) -> Data:
+    try:
+        files = list(_files(Path(path)))
+    except OSError as error:
+        return Data(path, error.strerror or str(error), mount)
+    draw, done, count, began = random.Random(0), 0, 0, time.monotonic()
+    for name in draw.sample(files, len(files)):
+        if time.monotonic() - began > _READING:
+            break
+        try:
+            file = os.open(name, os.O_RDONLY)
+            try:
+                length = os.fstat(file).st_size
+                offset = draw.randrange(max(1, length - _READ))
+                if hasattr(os, "posix_fadvise"):  # or memory would answer
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                done += len(os.pread(file, _READ, offset))
+                count += 1
+            finally:
+                os.close(file)
+        except OSError as error:
+            return Data(path, f"{name}: {error.strerror}", mount)
+    seconds = max(time.monotonic() - began, 1e-6)
+    return Data(path, "" if files else "it holds no files", mount, count / seconds, done / seconds)
+
+
+def _files(path: Path) -> Iterator[str]:
+    """Some files below a path: as many as are found in a tenth of a second, each up to eight times."""
+    if kind_of(path) == "file":
+        yield from [str(path)] * 512
+        return
+    folders, found, began = [str(path)], list[str](), time.monotonic()
+    while folders and time.monotonic() - began < _WALKING:
+        with os.scandir(folders.pop(0)) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    folders.append(entry.path)
+                elif entry.is_file():
+                    found.append(entry.path)
+                if len(found) >= 4096 or time.monotonic() - began > _WALKING:
+                    break
+    yield from found * max(1, min(8, 512 // max(1, len(found))))
+
+
+def cache_folders(environ: Mapping[str, str]) -> dict[str, Path]:
+    """Where caches are to lie, by the variable; ~/.cache if none says."""
+    found = {name: Path(environ[name]) for name in _CACHES if environ.get(name)}
+    if "XDG_CACHE_HOME" not in found:
+        found["XDG_CACHE_HOME"] = Path(environ.get("HOME") or "/", ".cache")
+    return found
+
+
+def tmp_path() -> Path:
+    """The folder for temporary files; /tmp if none can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")

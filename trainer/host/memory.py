@@ -1,0 +1,175 @@
+"""What a job holds of the memory of its container, and an end to it before the kernel makes one.
+
+From the kernel's documentation: filesystems/proc.rst (status, smaps_rollup), cgroup-v1/memory.rst,
+cgroup-v2.rst. Where /proc is missing (macOS), a rank's own peak is all that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.host.limits import read_limits
+from trainer.launch.rank import children
+
+_LOOK_SECONDS = 0.01
+_REST_SECONDS = 0.25  # between two looks at what isn't a rank, which cost milliseconds each
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of this container.
+
+    Attributes:
+        limit_bytes: All of it; 0 where nothing tells.
+        others_bytes: What is in use already and can't be taken back: no page cache.
+        source: The file that sets the limit.
+    """
+
+    limit_bytes: int
+    others_bytes: int
+    source: str
+
+
+def read_room(root: Path = Path("/")) -> Room:
+    """What there is, and what others use; `root` is a folder that stands for "/"."""
+    limits = read_limits(root)
+    source = limits.sources["memory_bytes"]
+    beside = root / source.lstrip("/")
+    stat = _text(beside.with_name("memory.stat")) if beside.name.startswith("memory.") else ""
+    if stat:  # v1 counts what is below a group in the keys with total_
+        used = _sum(stat, ("total_rss", "total_shmem")) or _sum(stat, ("anon", "shmem", "slab_unreclaimable"))
+    else:
+        memory = _text(root / "proc/meminfo")
+        used = max(0, _sum(memory, ("MemTotal:",)) - _sum(memory, ("MemAvailable:",))) << 10
+    return Room(limits.memory_bytes, min(used, limits.memory_bytes), source)
+
+
+def own_peak(proc: Path = _PROC) -> tuple[int, int]:
+    """The most bytes that this process ever had in memory, and how many of those now are files."""
+    status = _text(proc / "self/status")
+    if not status:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    return _sum(status, ("VmHWM:",)) << 10, _sum(status, ("RssFile:",)) << 10
+
+
+def cap_own(room_bytes: int) -> None:
+    """Lets an allocation fail that would take this process, and so the container, beyond so many bytes more.
+
+    Address space is counted, not memory: all that is mapped so far is left to it.
+    """
+    import resource
+
+    status = _text(_PROC / "self/status")
+    if not status:
+        return
+    mapped, resident = _sum(status, ("VmData:",)) << 10, _sum(status, ("RssAnon:",)) << 10
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = mapped + max(0, room_bytes - resident)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+class Watch:
+    """Looks at a job's memory a hundred times a second, and kills the job when it has too much.
+
+    The job is what this process starts meanwhile, down to the loader's workers. What its ranks hold is
+    anonymous and shared memory (the ring of their batches); of the others what is theirs alone, for a worker
+    begins with its rank's pages; files that are mapped count once, for all map the same ones.
+
+    Attributes:
+        rest_bytes: The most that the processes which aren't ranks had.
+        peak_bytes: The most that all of them were seen with.
+        killed: Why the job was killed, or "".
+    """
+
+    def __init__(
+        self, ranks: Callable[[], Iterable[int]], allowed_bytes: float, seconds: float = float("inf")
+    ) -> None:
+        """Sets the bounds.
+
+        Args:
+            ranks: Tells the pids of the ranks as far as they are known.
+            allowed_bytes: What the job may have; infinite: no bound.
+            seconds: How long it may take.
+        """
+        self.rest_bytes, self.peak_bytes, self.killed = 0, 0, ""
+        self._ranks, self._allowed, self._seconds = ranks, allowed_bytes, seconds
+        self._before = children(os.getpid())
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+
+    def __enter__(self) -> Watch:
+        """Begins to look."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Looks no more."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = looked = time.monotonic()
+        rest = 0
+        while not self._end.wait(_LOOK_SECONDS):
+            ranks, now = set(self._ranks()), time.monotonic()
+            if now - looked > _REST_SECONDS:
+                looked = now
+                rest = sum(_private(pid) for pid in self._job() if pid not in ranks)
+                self.rest_bytes = max(self.rest_bytes, rest)
+            held = [_held(pid) for pid in ranks]
+            total = sum(own for own, _ in held) + max((file for _, file in held), default=0) + rest
+            self.peak_bytes = max(self.peak_bytes, total)
+            if total > self._allowed:
+                self._kill("more than that was wanted")
+            elif now - began > self._seconds:
+                self._kill(f"took longer than {self._seconds:.0f} s")
+
+    def _job(self) -> list[int]:
+        found = sorted(children(os.getpid()) - self._before)
+        for pid in found:  # grows meanwhile
+            found += sorted(children(pid) - set(found))
+        return found
+
+    def _kill(self, why: str) -> None:
+        self.killed = self.killed or why
+        for pid in reversed(self._job()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _held(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous and shared memory, and of files, that a process has in memory."""
+    status = _text(_PROC / str(pid) / "status")
+    return _sum(status, ("RssAnon:", "RssShmem:")) << 10, _sum(status, ("RssFile:",)) << 10
+
+
+def _private(pid: int) -> int:
+    """Bytes that a process has for itself."""
+    return _sum(_text(_PROC / str(pid) / "smaps_rollup"), ("Private_Dirty:",)) << 10
+
+
+def _sum(text: str, keys: Iterable[str]) -> int:
+    found = re.findall(r"^(\S+)\s+(\d{1,19})\b", text, re.MULTILINE)
+    values = dict(found)
+    return sum(int(values.get(key, 0)) for key in keys)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,298 @@
+"""A decoder-only transformer, and text from it."""
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.nn import functional as F
+
+from trainer.config.recipe_file import Section
+
+_ROTARY_BASE = 10_000.0
+_STD = 0.02  # of the weights at first (Radford et al., 2019)
+
+
+class GPTConfig(Section):
+    """The size and the parts of the model."""
+
+    layers: int = Field(4, ge=1, le=1000, description="transformer blocks")
+    heads: int = Field(4, ge=1, le=1024, description="attention heads of a block; divides the width")
+    width: int = Field(128, ge=1, le=1 << 17, description="channels")
+    sequence_length: int = Field(256, ge=1, le=1 << 20, description="tokens that a sample predicts at most")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention, residuals and embeddings")
+    positions: Literal["rotary", "learned"] = Field("rotary", description="how places are told apart")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
+    mlp: Literal["swiglu", "gelu"] = Field(
+        "swiglu", description="swiglu (8/3 of the width) or gelu (4 times)"
+    )
+    bias: bool = Field(False, description="biases in linear layers and LayerNorm, as GPT-2 has them")
+
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> "GPTConfig":
+        if self.width % self.heads:
+            raise ValueError(
+                f"language.width={self.width} is not a multiple of language.heads={self.heads}: change one"
+            )
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise ValueError(
+                f"language.positions=rotary turns pairs of channels, and a head has "
+                f"{self.width // self.heads} of them: choose an even number, or positions=learned"
+            )
+        return self
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with pre-normalisation; the head's weights are the embedding's.
+
+    Rotary positions: Su et al., 2021; RMSNorm: Zhang and Sennrich, 2019; SwiGLU: Shazeer, 2020; tied
+    embeddings: Press and Wolf, 2017. With learned positions, LayerNorm, GELU and biases it is GPT-2 (Radford
+    et al., 2019).
+    """
+
+    def __init__(self, config: GPTConfig, vocabulary: int) -> None:
+        """Weights are normal with 0.02; with less where they add to the residual stream."""
+        super().__init__()
+        self.sequence_length = config.sequence_length
+        self.head_width = config.width // config.heads
+        self.embedding = _embedding(vocabulary, config.width)
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = _embedding(config.sequence_length, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = TiedHead()
+        if not self.embedding.weight.is_meta:  # where drawing numbers would import for seconds
+            self._draw(_STD / math.sqrt(2 * config.layers))
+
+    def _draw(self, residual: float) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=residual if name.endswith(".out.weight") else _STD)
+
+    def forward(self, tokens: torch.Tensor, segment: torch.Tensor | None = None) -> torch.Tensor:
+        """Predicts the token after each.
+
+        Args:
+            tokens: int64 (n, length), length at most the sequence length for learned positions.
+            segment: Integers (n, length), rising: places with the same number are of one document, whose
+                positions start at 0, and see each other only; None where a row is one document.
+
+        Returns:
+            Logits (n, length, vocabulary), in autocast's dtype.
+        """
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = None
+        if segment is not None:
+            place = place_in_segment(segment)
+            later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
+            mask = (segment[:, None, :] == segment[:, :, None]) & later.tril()
+            mask = mask[:, None]
+        hidden = self.embedding(tokens)
+        if self.positions is not None:
+            hidden = hidden + self.positions(place)
+        hidden = self.dropout(hidden)
+        turn = None
+        if self.positions is None:
+            turn = turns(place, self.head_width, torch.promote_types(hidden.dtype, torch.float32))
+        for block in self.blocks:
+            hidden = block(hidden, turn, mask)
+        logits: torch.Tensor = self.head(self.norm(hidden), self.embedding.weight)
+        return logits
+
+
+class TiedHead(nn.Linear):
+    """A linear layer without weights of its own: so that they are stored, averaged and updated once.
+
+    It is a linear layer for those who look for the last one, as Muon does.
+    """
+
+    def __init__(self) -> None:
+        """Has no parameters."""
+        nn.Module.__init__(self)
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Float (..., width) and (vocabulary, width) to (..., vocabulary)."""
+        return F.linear(hidden, weight)
+
+    def extra_repr(self) -> str:
+        """Nothing to say."""
+        return ""
+
+
+class Block(nn.Module):
+    """Attention and MLP, each beside the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        """Normalises before each."""
+        super().__init__()
+        self.norm1 = _norm(config)
+        self.attention = Attention(config)
+        self.norm2 = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Float (n, length, width) to the same; see `Attention`."""
+        hidden = hidden + self.attention(self.norm1(hidden), turn, mask)
+        result: torch.Tensor = hidden + self.mlp(self.norm2(hidden))
+        return result
+
+
+class Attention(nn.Module):
+    """Causal self-attention, by torch's fused kernels."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        """Queries, keys and values are one matrix."""
+        super().__init__()
+        self.heads, self.rate = config.heads, config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Mixes places with those before them.
+
+        Args:
+            hidden: Float (n, length, width).
+            turn: From `turns`, for rotary positions.
+            mask: bool (n, 1, length, length), which place sees which; None: all before it.
+
+        Returns:
+            Float (n, length, width).
+        """
+        n, length, width = hidden.shape
+        qk, value = self.qkv(hidden).view(n, length, 3 * self.heads, -1).tensor_split([2 * self.heads], 2)
+        if turn is not None:
+            qk = turned(qk, turn)
+        query, key = qk.chunk(2, 2)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            self.rate if self.training else 0.0,
+            is_causal=mask is None,
+        )
+        result: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
+        return result
+
+
+class MLP(nn.Module):
+    """Two layers, or three with a gate."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        """The gated form is narrower, so that both have about as many weights."""
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        inner = 8 * -(-config.width // 3) if self.gated else 4 * config.width
+        self.into = nn.Linear(config.width, 2 * inner if self.gated else inner, bias=config.bias)
+        self.out = nn.Linear(inner, config.width, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float (..., width) to the same."""
+        inner = self.into(hidden)
+        if self.gated:
+            gate, value = inner.chunk(2, -1)
+            inner = F.silu(gate) * value
+        else:
+            inner = F.gelu(inner)
+        result: torch.Tensor = self.dropout(self.out(inner))
+        return result
+
+
+def turns(place: torch.Tensor, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines and sines of the angles by which pairs of channels are turned, which grow with the place.
+
+    Args:
+        place: Integers (length,) or (n, length).
+        channels: Of a head; channel i and i + channels / 2 are a pair.
+        dtype: Of the result.
+
+    Returns:
+        (2, 1 or n, length, 1, channels).
+    """
+    half = channels // 2
+    speed = _ROTARY_BASE ** (-torch.arange(half, device=place.device, dtype=dtype) / half)
+    angle = place.view(-1, place.shape[-1], 1, 1).to(dtype) * speed
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
+
+def turned(heads: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Turns queries or keys: what remains of two places in their product is the distance.
+
+    Args:
+        heads: (n, length, heads, channels).
+        turn: From `turns`; float32 at least: in bfloat16 places from 256 on would be rounded.
+
+    Returns:
+        Shape and dtype of `heads`.
+    """
+    exact = heads.to(turn.dtype)
+    first, second = exact.chunk(2, -1)
+    # Not roll(): Inductor of torch 2.9 makes C++ of it that some shapes don't compile with.
+    swapped = torch.cat((second, first), -1)
+    return torch.addcmul(exact * turn[0], swapped, turn[1]).to(heads.dtype)
+
+
+def place_in_segment(segment: torch.Tensor) -> torch.Tensor:
+    """Integers (n, length) of documents to int64 (n, length): places from 0 on in each."""
+    place = torch.arange(segment.shape[1], device=segment.device).expand(segment.shape)
+    begins = F.pad(segment[:, 1:] != segment[:, :-1], (1, 0), value=True)
+    first: torch.Tensor = torch.where(begins, place, 0).cummax(1).values
+    return place - first
+
+
+def _embedding(count: int, width: int) -> nn.Embedding:
+    """Without numbers, which `_draw` draws."""
+    return nn.Embedding.from_pretrained(torch.empty(count, width), freeze=False)  # type: ignore[no-any-return]
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=1e-6)
+    return nn.LayerNorm(config.width, bias=config.bias)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: torch.Tensor,
+    count: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Continues a text, token by token.
+
+    Args:
+        model: A GPT in evaluation mode; it sees the last `sequence_length` tokens.
+        prompt: int64 (length,), at least one token, on the model's device.
+        count: Tokens to add.
+        temperature: The logits are divided by it; 0 takes the likeliest token each time.
+        generator: Where the random numbers come from; of the same device.
+
+    Returns:
+        int64 (count,).
+    """
+    longest = model.sequence_length
+    assert isinstance(longest, int)
+    tokens = prompt
+    for _ in range(count):
+        logits = model(tokens[None, -longest:])[0, -1].float()
+        if temperature == 0:
+            chosen = logits.argmax().view(1)
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        tokens = torch.cat((tokens, chosen))
+    return tokens[len(prompt) :]

@@ -1,0 +1,144 @@
+"""Models: a small ResNet for small images, torchvision's and timm's by name."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+
+from trainer.config.recipe_file import Section
+from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
+
+_TIMM = "timm/"
+# ViT-S/16 (Touvron et al., 2021, DeiT-S), which torchvision has no name for.
+_VIT_SMALL = {
+    "image_size": 224,
+    "patch_size": 16,
+    "num_layers": 12,
+    "num_heads": 6,
+    "hidden_dim": 384,
+    "mlp_dim": 1536,
+}
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = Field(
+        "auto",
+        description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
+        "(detection), or by name torchvision's models of images and of detection, and timm's as timm/NAME; "
+        "auto: the task's own",
+    )
+    width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
+    blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
+        (1, 1), min_length=1, description="residual blocks in each stage (the same)"
+    )
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
+    channels_last: bool = Field(False, description="NHWC memory format for convolutions")
+    init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
+    fresh: tuple[str, ...] = Field(
+        (), description='what is not taken from init_from and starts anew, by name: ["head.*"]'
+    )
+
+    @model_validator(mode="after")
+    def _fresh_belongs_to_a_file(self) -> "ModelConfig":
+        if self.fresh and self.init_from is None:
+            raise ValueError("model.fresh is set but there is no model.init_from that it could leave out of")
+        return self
+
+
+def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:
+    """Builds a classifier of images: float (n, channels, height, width) to logits (n, classes).
+
+    Raises:
+        BadInputError: If torchvision, or timm, has no such model.
+    """
+    if config.name in ("auto", "small_resnet"):
+        return SmallResNet(config, channels, classes)
+    if config.name.startswith(_TIMM):
+        return _timm_model(config.name.removeprefix(_TIMM), channels, classes)
+    # Here: it takes three seconds (it imports torch._dynamo), in the launcher and in every rank.
+    from torchvision import models as torchvision_models
+
+    if config.name == "vit_small":
+        vit: nn.Module = torchvision_models.VisionTransformer(num_classes=classes, **_VIT_SMALL)
+        return vit
+    names = torchvision_models.list_models(module=torchvision_models)
+    if config.name not in names:
+        known = ["small_resnet", "vit_small", *names]
+        raise BadInputError(f"model.name: no model '{config.name}'{nearest(config.name, known)}")
+    model: nn.Module = torchvision_models.get_model(config.name, weights=None, num_classes=classes)
+    return model
+
+
+def _timm_model(name: str, channels: int, classes: int) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise BadInputError(
+            f'model.name={_TIMM}{name}: timm is not installed; run make venv GROUPS="train bench"'
+        ) from error
+    names = timm.list_models()
+    if name not in names:
+        raise BadInputError(f"model.name: timm has no model '{name}'{nearest(name, names)}")
+    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=channels)
+    return model
+
+
+class SmallResNet(nn.Module):
+    """A residual network for images of 8 to 32 pixels (He et al., 2016, with pre-activation)."""
+
+    def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
+        """Doubles the width and halves the resolution at each stage but the first."""
+        super().__init__()
+        width = config.width
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        stages = []
+        for number, blocks in enumerate(config.blocks):
+            target = config.width << number
+            for index in range(blocks):
+                stride = 2 if number and not index else 1
+                stages.append(ResidualBlock(width, target, stride, config.norm))
+                width = target
+        self.blocks = nn.Sequential(*stages)
+        self.norm = make_norm(config.norm, width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Classifies: float (n, channels, height, width) to logits (n, classes)."""
+        hidden = torch.relu(self.norm(self.blocks(self.stem(image))))
+        logits: torch.Tensor = self.head(self.dropout(hidden.mean((2, 3))))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, source: int, target: int, stride: int, norm: str) -> None:
+        """The shortcut is the identity where the shapes allow it."""
+        super().__init__()
+        self.norm1 = make_norm(norm, source)
+        self.conv1 = nn.Conv2d(source, target, 3, stride, padding=1, bias=False)
+        self.norm2 = make_norm(norm, target)
+        self.conv2 = nn.Conv2d(target, target, 3, padding=1, bias=False)
+        same = source == target and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(source, target, 1, stride, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float (n, source, h, w) to (n, target, h / stride, w / stride)."""
+        active = torch.relu(self.norm1(hidden))
+        inner = self.conv2(torch.relu(self.norm2(self.conv1(active))))
+        shortcut: torch.Tensor = self.shortcut(active)
+        result: torch.Tensor = shortcut + inner
+        return result
+
+
+def make_norm(kind: str, width: int) -> nn.Module:
+    """A normalisation of `width` channels: "batch" or "group"."""
+    return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)

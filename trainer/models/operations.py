@@ -1,0 +1,154 @@
+"""What a model computes, tried on a model of its own: nothing that is trained is touched."""
+
+import copy
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from trainer.host.limits import read_limits
+from trainer.models.compiling import uncompiled
+from trainer.models.pointwise import mend_pointwise
+from trainer.observe.flops import Count, Operations
+from trainer.observe.memory import resident_bytes
+from trainer.tasks import Task
+from trainer.train.prepare import blank_batch, shapes_only
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_FEW = 2  # samples: BatchNorm wants more than one
+
+
+def count_operations(task: Task, trained: nn.Module, micro_batch: int, device: torch.device) -> Count:
+    """Counts what a forward and a backward pass compute, and finds who waits for the device.
+
+    For a GPU with shapes alone, or of two blank samples on the CPU where values are needed. For a CPU the
+    other way round: what torch needs for shapes alone takes seconds to import. The model isn't compiled.
+    A count that fails is no error: of what takes no such samples, talks to other ranks or lacks memory.
+
+    Args:
+        task: Gives another model, and the loss; a copy of the task is asked for that.
+        trained: The model that is trained.
+        micro_batch: Samples of a shard.
+        device: Where it is trained.
+    """
+    waits = ""
+    for where in (_META, _CPU) if device.type == "cuda" else (_CPU, _META):
+        flops, found = _count_on(where, task, trained, micro_batch)
+        waits = waits or found
+        if flops is not None:
+            return Count(flops, waits)
+    return Count(waits=waits)
+
+
+def _count_on(
+    device: torch.device, task: Task, trained: nn.Module, micro_batch: int
+) -> tuple[float | None, str]:
+    """FLOPs of a sample, None if they can't be counted so; and who waits."""
+    samples = micro_batch if device == _META else min(micro_batch, _FEW)
+    if device == _CPU and not _has_room_for_another(trained):
+        return None, ""
+    seen = Operations(device)
+    try:
+        # A kernel for attention is one operation, for which torch has no formula on a CPU.
+        with stand_ins(task, trained, device) as (model, twin), sdpa_kernel(SDPBackend.MATH):
+            batch = blank_batch(task, samples, device)
+            with seen:
+                loss = twin.loss(model.train(), batch)
+            waits = seen.waits
+            with seen:
+                loss.backward()
+    except Exception:  # somebody's code, given what it may not expect
+        return None, seen.waits
+    return seen.flops / samples, waits
+
+
+@contextmanager
+def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[tuple[nn.Module, Task]]:
+    """Another model of a task and a copy of the task, on a device: what is done with them leaves no trace.
+
+    Within it nothing is compiled, and nobody is warned: that comes again in training.
+
+    Raises:
+        ValueError: If the task gives the same model again. Its own errors come through, too.
+    """
+    with uncompiled(), _random_state_kept(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = shapes_only(task) if device == _META else task.model().to(device)
+        mend_pointwise(model)
+        if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
+            raise ValueError("the task's model() gives the same model again")
+        with _Onto(device):
+            twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data)})
+        yield model, twin
+
+
+def _has_room_for_another(model: nn.Module) -> bool:
+    wanted = 2 * sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return wanted < (read_limits().memory_bytes or math.inf) - resident_bytes()
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Of all that somebody's code may draw from, on the CPU and on a device."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
+
+
+class _Onto(TorchFunctionMode):
+    """Within it deep copies of tensors come to lie on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.clone:  # a parameter's copy is made of its clone
+            args = (args[0].to(self._device), *args[1:])
+        elif func == torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().to(self._device, copy=True)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _twin(thing: Any, memo: dict[int, Any]) -> Any:
+    """A copy that can be called without a change to the original.
+
+    Arrays, which may be large, are the original's; so is what can't be copied, or would be closed twice.
+
+    Args:
+        thing: A task, or what it holds.
+        memo: Copies that are there already, by the originals' `id`.
+    """
+    if id(thing) in memo:
+        return memo[id(thing)]
+    kind, twin = type(thing), thing
+    if isinstance(thing, torch.Tensor | nn.Module):
+        twin = copy.deepcopy(thing, memo)
+    elif kind is dict:
+        twin = {name: _twin(value, memo) for name, value in thing.items()}
+    elif kind in (list, tuple, set):
+        twin = kind(_twin(value, memo) for value in thing)
+    elif hasattr(thing, "__dict__") and not hasattr(kind, "__del__") and not isinstance(thing, np.ndarray):
+        with suppress(TypeError):
+            twin = copy.copy(thing)
+        if twin is not thing:
+            memo[id(thing)] = twin
+            vars(twin).update({name: _twin(value, memo) for name, value in vars(thing).items()})
+    return twin

@@ -1,0 +1,28 @@
+"""What a measured figure depends on besides the code: one line that every bench prints first."""
+
+import platform
+import time
+
+import torch
+
+import trainer
+from trainer.host.limits import read_limits
+
+
+def conditions() -> str:
+    """Versions, processor, the CPUs that this container may use, and the date."""
+    limits = read_limits()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, trainer {trainer.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {_processor()}, {limits.cpus:g} CPUs, {device}"
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:  # noqa: PTH123
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()

@@ -1,0 +1,87 @@
+"""What this rank is doing right now, and how long it has done what: marks that the training leaves.
+
+`distributed.hang` looks at them to find out who hangs, `observe.timeline` adds up where the time went. A
+mark costs 0.3 us. All ranks make the same marks in the same order, before and after whatever they do
+together: so of ranks that wait for each other, the one with the fewest hangs.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Literal, get_args
+
+Phase = Literal[
+    "start",  # until the first window: imports that come late, the loader's workers, a rollback
+    "data",  # waiting for a batch, or loading it in this process
+    "copy",  # on a GPU: waiting for a batch on its way from the host
+    "forward",
+    "backward",
+    "communication",  # what the computation doesn't hide
+    "update",  # clipping, optimiser, average of the weights
+    "evaluation",
+    "logging",
+    "checkpoint",
+    "host",  # Python between the others
+    "end",
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class Pulse:
+    """How far a rank is.
+
+    Attributes:
+        phase: What it does.
+        window: The window that it does, or did last, counted from 1.
+        count: Marks so far.
+        beats: Signs of progress that other ranks don't give, while a checkpoint is written.
+        since: When the phase began, as `time.perf_counter_ns` has it.
+        spent: Nanoseconds of the host in each phase, without those since then.
+        on_device: Told of each mark, to leave it in the device's stream as well; None on a CPU.
+    """
+
+    __slots__ = ("beats", "count", "on_device", "phase", "since", "spent", "window")
+
+    def __init__(self) -> None:
+        self.on_device: Callable[[Phase], None] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts anew: before the ranks do the first thing together."""
+        self.phase: Phase = "start"
+        self.window = self.count = self.beats = 0
+        self.since = time.perf_counter_ns()
+        self.spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+
+    def read(self) -> dict[Phase, int]:
+        """Nanoseconds of the host in each phase, until now."""
+        now = time.perf_counter_ns()
+        self.spent[self.phase] += now - self.since
+        self.since = now
+        return self.spent.copy()
+
+
+_now = time.perf_counter_ns
+PULSE = Pulse()  # one per process, as there is one training
+
+
+def mark(phase: Phase) -> None:
+    """Says what this rank does from here on."""
+    pulse, now = PULSE, _now()
+    pulse.spent[pulse.phase] += now - pulse.since
+    pulse.since = now
+    pulse.phase = phase
+    pulse.count += 1
+    if pulse.on_device is not None:
+        pulse.on_device(phase)
+
+
+def communicating() -> Phase:
+    """Says that this rank is about to wait for the others; returns what to mark after that."""
+    before = PULSE.phase
+    mark("communication")
+    return before
+
+
+def beat() -> None:
+    """A sign of progress from the thread that writes a checkpoint."""
+    PULSE.beats += 1

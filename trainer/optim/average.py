@@ -1,0 +1,156 @@
+"""The moving average of the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+
+from trainer.config.recipe_file import Section
+
+
+class AverageConfig(Section):
+    """Exponential moving average of the weights (EMA); what is evaluated where there is one."""
+
+    decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
+    every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
+    on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
+
+    @model_validator(mode="after")
+    def _without_a_decay_there_is_none(self) -> "AverageConfig":
+        if not self.decay and (self.every > 1 or self.on_cpu):
+            raise ValueError("ema.every and ema.on_cpu have no effect without ema.decay, such as 0.999")
+        return self
+
+
+class WeightAverage:
+    """Exponential moving average of the weights (Polyak and Juditsky, 1992).
+
+    Attributes:
+        tensors: The averages, by the parameters' names, on the weights' device or in the host's memory.
+    """
+
+    def __init__(self, model: nn.Module, config: AverageConfig) -> None:
+        """Starts from the weights as they are."""
+        self._config = config
+        self._moved = 0  # windows at the last movement
+        self._model = model
+        self._weights = [parameter.data for parameter in model.parameters()]
+        self._device = self._weights[0].device
+        self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
+        self._staging: _Staging | None = None
+        where = self._device
+        if config.on_cpu and self._device.type != "cpu":
+            where = torch.device("cpu")
+            self._staging = _Staging(self._weights)
+        self.tensors = {
+            name: parameter.detach().to(where, copy=True) for name, parameter in model.named_parameters()
+        }
+        self._average = list(self.tensors.values())
+
+    def update(
+        self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
+    ) -> None:
+        """Moves towards the weights after a window, if it is due: for all updates since it moved last.
+
+        At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
+        TensorFlow's ExponentialMovingAverage.
+
+        Args:
+            window: Its number; without a scaler that is the number of updates before it.
+            skipped: float (), on the device: 1 if there was no update; None where that can't be.
+            applied: int64 (1,), on the device: updates before this window's.
+            last: Whether it is the run's last, after which the average moves in any case.
+        """
+        done, decay = window + 1, self._config.decay
+        if done % self._config.every and not last:
+            return
+        if skipped is None:
+            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + window)))
+            self._moved = done
+        else:
+            # Windows of which only the device knows whether they made an update.
+            updates = applied + (1 - skipped).to(torch.int64)
+            missed = updates - self._moved_at
+            share = torch.maximum(1 - decay**missed, 9 / (10 + applied)) * (missed > 0)
+            self._move(share[0])
+            self._moved_at.copy_(updates)
+
+    def go_on(self, window: int) -> None:
+        """Continues after so many windows, the average and `moved_at` having been restored."""
+        self._moved = window - window % self._config.every
+
+    @property
+    def moved_at(self) -> torch.Tensor:
+        """int64 (1,): updates at the last movement; counted only where the scaler may skip some."""
+        return self._moved_at
+
+    def _move(self, share: float | torch.Tensor) -> None:
+        if self._staging is None:
+            _lerp(self._average, self._weights, share)
+        else:
+            self.catch_up()
+            self._staging.start(self._weights, share)
+
+    def catch_up(self) -> None:
+        """Does the movement that is under way, if the average is on the CPU and the weights are not."""
+        if self._staging is not None and (arrived := self._staging.arrived()) is not None:
+            _lerp(self._average, *arrived)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model has the averaged weights, and its weights are kept here in their place.
+
+        The model itself and no copy of it: a copy would still call a function that the model made of its own
+        method (`self.f = torch.compile(self._f)`, a closure), which computes with the weights as trained.
+        """
+        self.catch_up()
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # Of values: addresses stay, which a CUDA graph or a view of the weights keeps.
+        for weight, average in zip(self._weights, self._average, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+class _Staging:
+    """Weights on their way to the host: page-locked memory, filled in the background, read a window later."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self._host = [torch.empty_like(weight, device="cpu", pin_memory=True) for weight in weights]
+        self._share = torch.empty((), pin_memory=True)
+        self._done: torch.cuda.Event | None = None
+
+    def start(self, weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+        for host, weight in zip(self._host, weights, strict=True):
+            host.copy_(weight, non_blocking=True)
+        if isinstance(share, torch.Tensor):
+            self._share.copy_(share, non_blocking=True)
+        else:
+            self._share.fill_(share)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def arrived(self) -> tuple[list[torch.Tensor], float] | None:
+        if self._done is None:
+            return None
+        self._done.synchronize()
+        self._done = None
+        return self._host, float(self._share)
+
+
+def _lerp(average: list[torch.Tensor], weights: list[torch.Tensor], share: float | torch.Tensor) -> None:
+    if isinstance(share, float):
+        torch._foreach_lerp_(average, weights, share)
+        return
+    step = torch._foreach_sub(weights, average)
+    torch._foreach_mul_(step, share)
+    torch._foreach_add_(average, step)

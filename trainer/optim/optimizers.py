@@ -1,0 +1,261 @@
+"""Optimisers, learning-rate schedules and gradient clipping.
+
+Whether fp16's scaler skipped an update is known on the device only, and asking would stall the host. So
+the count of applied updates lives there, and the learning rate is looked up by it from a table.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+
+from trainer.config.recipe_file import Section
+from trainer.errors import BadInputError
+from trainer.models.activation_checkpointing import blocks
+from trainer.optim.muon import Muon, hidden_matrices, split_groups
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class OptimConfig(Section):
+    """How weights are updated."""
+
+    name: Literal["sgd", "adamw", "muon"] = Field(
+        "adamw", description="optimiser: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
+    )
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(
+        "cosine",
+        description="after the warm-up: cosine, one-cycle (cosine up as well), step (see milestones), "
+        "wsd (constant, then a decay over the last part) or constant",
+    )
+    warmup: float = Field(
+        0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
+    )
+    final_lr: Share = Field(
+        0.0, description="where cosine, one-cycle (4e-6 at least) and wsd end, as a share of the peak"
+    )
+    milestones: tuple[Share, ...] = Field(
+        (1 / 3, 2 / 3, 8 / 9), description="shares of the run after which the rate falls (step)"
+    )
+    gamma: float = Field(0.1, gt=0, le=1, description="factor at each milestone (step)")
+    decay: float = Field(0.2, gt=0, le=1, description="share of the updates that the decay takes (wsd)")
+    weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
+    layer_decay: float = Field(
+        1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
+    clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+    @model_validator(mode="after")
+    def _parts_come_one_after_the_other(self) -> "OptimConfig":
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError("optim.warmup and optim.decay are together more than the run")
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("optim.milestones must rise, such as [0.3, 0.6, 0.9]")
+        return self
+
+
+def schedule(config: OptimConfig, updates: int) -> list[float]:
+    """Learning rate of each update; update n has the rate of torch's scheduler after n calls of its step().
+
+    With W = round(warmup * updates), and update W the first after the warm-up:
+
+    - The warm-up is LinearLR(start_factor=1/W, total_iters=W-1): 1/W of the peak to the peak.
+    - constant: ConstantLR(factor=1).
+    - cosine (Loshchilov and Hutter, 2017): CosineAnnealingLR(T_max=updates-W), so the last update is one
+      step above `final_lr`.
+    - step (He et al., 2016): MultiStepLR, milestones rounded up to whole updates and counted from the start.
+    - one-cycle (Smith and Topin, 2018): OneCycleLR(pct_start=warmup) with cosine sides, from 1/25 of the
+      peak to 1/25/1e4, or to `final_lr` where that is more; the momentum is not cycled. Its peak lies
+      between two updates where warmup * updates isn't whole, and it has its own warm-up.
+    - wsd (Hu et al., 2024, MiniCPM), which torch lacks: constant, then 1 - sqrt of Hagele et al., 2024.
+
+    Args:
+        config: Peak, shape and warm-up.
+        updates: Number of updates of the run.
+
+    Returns:
+        `updates` learning rates.
+    """
+    shape = _one_cycle if config.schedule == "one-cycle" else _warmed_up
+    return [config.lr * shape(config, update, updates) for update in range(updates)]
+
+
+def _one_cycle(config: OptimConfig, update: int, updates: int) -> float:
+    """Share of the peak."""
+    first, final = 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
+    top = config.warmup * updates - 1  # not a whole number; below 0, torch begins past the peak
+    if update < top:
+        return 1 + (first - 1) * _half_cosine(update / top)
+    return final + (1 - final) * _half_cosine((update - top) / (updates - 1 - top))
+
+
+def _warmed_up(config: OptimConfig, update: int, updates: int) -> float:
+    """Share of the peak."""
+    warmup = round(config.warmup * updates)
+    if update < warmup:
+        return (update + 1) / warmup
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "step":
+        # Rounded, as 0.55 of 100 updates are 55.00000000000001.
+        return float(config.gamma ** sum(update >= round(share * updates, 6) for share in config.milestones))
+    if config.schedule == "wsd":
+        length = max(1, round(config.decay * updates))
+        fall = 1 - math.sqrt(max(0, update - (updates - length)) / length)
+    else:
+        fall = _half_cosine((update - warmup) / max(1, updates - warmup))
+    return config.final_lr + (1 - config.final_lr) * fall
+
+
+def _half_cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+class Rates:
+    """The learning rate, on the device, looked up by the number of applied updates.
+
+    Attributes:
+        applied: int64 (1,): updates so far; stands still when the scaler skips one.
+        current: float32 (): learning rate of the update to come.
+    """
+
+    def __init__(self, rates: list[float], device: torch.device, factors: tuple[float, ...] = ()) -> None:
+        """Puts the table on the device; its last value is repeated for an update beyond the plan.
+
+        Args:
+            rates: Of each update.
+            device: Where the weights are.
+            factors: Groups of parameters may learn slower: factors of the rate, see `of`.
+        """
+        self._table = torch.tensor([*rates, rates[-1]], dtype=torch.float32, device=device)
+        self.applied = torch.zeros(1, dtype=torch.int64, device=device)
+        self._current = torch.zeros(1, dtype=torch.float32, device=device)
+        self.current = self._current.view(())
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        slower = [factor for factor in factors if factor != 1]
+        self._factors = torch.tensor(slower, dtype=torch.float32, device=device) if slower else None
+        self._slower = torch.zeros(len(slower), dtype=torch.float32, device=device)
+        self._of = {1.0: self.current, **dict(zip(slower, self._slower.unbind(), strict=True))}
+        self._skipped: torch.Tensor | None = None
+        self.look_up()
+
+    def of(self, factor: float) -> torch.Tensor:
+        """The current rate times one of the factors, float32 (): what a parameter group holds."""
+        return self._of[factor]
+
+    def look_up(self) -> None:
+        """Sets the rates for the update to come."""
+        torch.index_select(self._table, 0, self.applied, out=self._current)
+        if self._factors is not None:
+            torch.mul(self._factors, self._current, out=self._slower)
+
+    def advance(self, skipped: torch.Tensor | None = None) -> None:
+        """Counts an update, unless `skipped` (float (), on the device) is 1."""
+        self._skipped = skipped
+        self.applied += self._one if skipped is None else self._one - skipped.to(torch.int64)
+        self.look_up()
+
+    def of_last_update(self) -> torch.Tensor:
+        """The rate of the update that was counted last or skipped, float32 (), on the device."""
+        # Computed when it is asked for, so that a step doesn't pay for it.
+        index = (
+            self.applied - 1 if self._skipped is None else self.applied - 1 + self._skipped.to(torch.int64)
+        )
+        return self._table.index_select(0, index.clamp_(min=0)).view(())
+
+
+def layer_factors(model: nn.Module, decay: float) -> dict[str, float]:
+    """Factor of the learning rate for each parameter (Clark et al., 2020; Bao et al., 2022).
+
+    What comes after the last block has 1, the last block `decay`, the one before `decay` squared, and
+    what comes before the first block the least. Before and after are taken from the order in which the
+    model lists its parameters.
+    """
+    if decay == 1:
+        return {name: 1.0 for name, _ in model.named_parameters()}
+    names = list(blocks(model))
+    factors, inside = {}, False
+    for name, _ in model.named_parameters():
+        block = next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), None)
+        inside = inside or block is not None
+        outside = len(names) + 1 if inside else 0
+        factors[name] = decay ** (len(names) + 1 - (outside if block is None else block + 1))
+    return factors
+
+
+def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters that are updated alike: `params`, `weight_decay`, and `factor` of the learning rate.
+
+    Those of less than two dimensions (norms, biases) are not decayed.
+
+    Raises:
+        BadInputError: If there is nothing that the optimiser is for.
+    """
+    factors = layer_factors(model, config.layer_decay)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for decayed in (True, False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter.ndim >= 2) == decayed:
+                alike = (config.weight_decay if decayed else 0.0, factors[name])
+                groups.setdefault(alike, []).append(parameter)
+    alike_groups = [
+        {"params": params, "weight_decay": weight_decay, "factor": factor}
+        for (weight_decay, factor), params in groups.items()
+    ]
+    if config.name != "muon":
+        return alike_groups
+    if not (matrices := hidden_matrices(model)):
+        raise BadInputError(
+            "optim.name=muon: the model has no matrices between its first and its last layer; use adamw"
+        )
+    return split_groups(alike_groups, matrices)
+
+
+def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rates) -> torch.optim.Optimizer:
+    """A fused optimiser: one kernel, and no reading of the device when fp16's scaler skips.
+
+    Args:
+        config: Which, and its settings.
+        groups: From `parameter_groups`.
+        rates: Knows the factors of the groups.
+    """
+    groups = [{**group, "lr": rates.of(group["factor"])} for group in groups]
+    if config.name == "sgd":
+        sgd = torch.optim.SGD(
+            groups, lr=rates.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
+        )
+        # torch's fused SGD leaves these uninitialised if the scaler skips the very first update, as it
+        # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
+        for parameter in (p for group in groups for p in group["params"] if config.momentum):
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
+    if config.name == "muon":
+        return Muon(groups, lr=rates.current, momentum=config.momentum, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=rates.current, betas=config.betas, eps=config.eps, fused=True)
+
+
+def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The joint 2-norm of gradients, float ()."""
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return norm
+
+
+def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tensor:
+    """Scales gradients so that their joint 2-norm is at most `largest` (Pascanu et al., 2013).
+
+    The arithmetic of torch.nn.utils.clip_grad_norm_ without its sorting by device and dtype, which takes
+    longer than the computation: there is one device and one dtype here.
+
+    Returns:
+        The norm before, float ().
+    """
+    norm = gradient_norm(gradients)
+    torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp_(max=1.0))
+    return norm

@@ -1,0 +1,107 @@
+"""What makes an attempt explain itself: sources of figures, the count of operations, and who judges them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer.config.recipe import Recipe
+from trainer.data.formats.images import ImageDataset
+from trainer.data.remote.access import is_url
+from trainer.distributed.parallel import World, gather_rows
+from trainer.errors import OutOfMemory
+from trainer.host.limits import read_limits
+from trainer.models.operations import count_operations
+from trainer.observe.advice import Advisor, host_clock
+from trainer.observe.diagnosis import Facts
+from trainer.observe.flops import peak_flops
+from trainer.observe.leak import Growth, Trends
+from trainer.observe.log import Meter
+from trainer.observe.machine import Machine
+from trainer.observe.memory import memory_source, start_history
+from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.observe.profile import Kind, Profile
+from trainer.train.run import Parts
+
+_PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
+
+
+def explain(
+    stack: ExitStack, recipe: Recipe, parts: Parts, world: World, local_ranks: int, meter: Meter
+) -> Advisor | None:
+    """Gives a meter its sources of figures, until the stack is closed; on rank 0 also who judges them."""
+    t = parts.training
+    meter.units, meter.pause_s = t.units, _PAUSE_S
+    if world.group is not None:
+        meter.gather = partial(gather_rows, world)
+    if world.rank:
+        return None
+    start_history(recipe.memory, world.device)
+    machine = Machine(world.device.type == "cuda", local_ranks)
+    stack.callback(machine.close)
+    meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
+    meter.sources.append(memory_source(world.device))
+    meter.count = count_operations(t.task, t.model, recipe.data.micro_batch, world.device)
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), recipe.precision.mode)
+        meter.peak = None if peak is None else peak * world.size
+    images, limits = t.task.train_data, read_limits()
+    facts = Facts(
+        on_gpu=world.device.type == "cuda",
+        ranks=world.size,
+        local_ranks=local_ranks,
+        threads=torch.get_num_threads(),
+        cpus=limits.cpus,
+        memory_bytes=limits.memory_bytes or None,
+        window_samples=recipe.data.global_batch,
+        micro_batch=recipe.data.micro_batch,
+        remote=is_url(str(recipe.data.path)),
+        decodes=isinstance(images, ImageDataset) and not images.records.raw,
+    )
+    growth = None
+    if recipe.log.tracemalloc:
+        growth = Growth()
+        stack.callback(growth.close)
+    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
+    meter.sinks.append(advisor)
+    return advisor
+
+
+@contextmanager
+def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path | None) -> Iterator[None]:
+    """Says who holds the memory when it runs out.
+
+    Raises:
+        OutOfMemory: In place of torch's error, or Python's.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        t = parts.training
+        average = t.average.tensors.values() if t.average is not None else ()
+        text = explain_oom(
+            error,
+            world.device,
+            folder,
+            held_by(t.model, t.optimizer, average=average),
+            micro_batch=recipe.data.micro_batch,
+            checkpointing=recipe.memory.checkpointing,
+            precision=recipe.precision.mode,
+        )
+        raise OutOfMemory(text) from error
+
+
+def profiled(
+    stack: ExitStack, kind: Kind | None, folder: Path, recipe: Recipe, parts: Parts, device: torch.device
+) -> Profile | None:
+    """What looks at some windows, until the stack is closed at the latest."""
+    if kind is None:
+        return None
+    skip = recipe.compile.warm_up + 4
+    profile = Profile(folder, parts.training.model, device, kind=kind, skip=skip, modules=not parts.compiled)
+    stack.callback(profile.close)
+    return profile

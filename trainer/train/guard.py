@@ -1,0 +1,206 @@
+"""Guards: windows whose loss or gradients aren't finite, and losses that leap; found without stopping.
+
+The device keeps loss and gradient norm of the last windows; they are read late, together, and always before a
+checkpoint: so that no checkpoint lies behind an incident that nobody knows of yet. Every rank reads the
+same numbers after the same window, and so does the same.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import distributed as dist
+
+from trainer.config.recipe_file import Section
+from trainer.distributed.parallel import sum_over_ranks
+
+_MOST_WINDOWS = 100  # that are looked at together
+_NORMAL = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spikes of a hundredth
+
+
+class GuardConfig(Section):
+    """What happens when a window's numbers are bad."""
+
+    nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
+        "stop",
+        description="a loss or gradient that isn't finite; skip: its update is not made; rollback: go on "
+        "from the checkpoint before it, without its samples",
+    )
+    spike: Literal["off", "stop", "rollback"] = Field("off", description="the same for a loss that leaps")
+    spike_deviations: float = Field(
+        10.0,
+        gt=0,
+        description="a leap: robust standard deviations above the median of the losses before",
+    )
+    spike_history: int = Field(100, ge=10, le=10_000, description="how many earlier losses that median is of")
+    most: int = Field(20, ge=1, description="incidents of a run, after which it stops in any case")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found in a window.
+
+    Attributes:
+        window: Its number, from 0.
+        kind: nonfinite or spike.
+        policy: What is to be done.
+        loss: Its loss, over all ranks.
+        gradient_norm: Before clipping; 0 where fp16's scaler takes care of it.
+        median: Of the losses before it; None if it isn't a spike.
+        deviation: Robust standard deviation of these; None if it isn't a spike.
+        one_too_many: Whether the run stops for it because there were too many.
+    """
+
+    window: int
+    kind: Literal["nonfinite", "spike"]
+    policy: Literal["stop", "skip", "rollback"]
+    loss: float
+    gradient_norm: float
+    median: float | None = None
+    deviation: float | None = None
+    one_too_many: bool = False
+
+    def __str__(self) -> str:
+        window = f"window {self.window + 1}"
+        if self.median is not None and self.deviation is not None:
+            leap = (self.loss - self.median) / self.deviation
+            return (
+                f"{window}: the loss leapt to {self.loss:.4g}, {leap:.0f} deviations above {self.median:.4g}"
+            )
+        return f"{window}: the {'gradient' if math.isfinite(self.loss) else 'loss'} isn't finite"
+
+
+class Ring:
+    """Loss and gradient norm of the last windows, on the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Has room for so many windows."""
+        self.size = size
+        self.values = torch.zeros(2, size, dtype=torch.float64, device=device)
+        self._losses, self._norms = self.values[0].unbind(), self.values[1].unbind()
+
+    def record(self, window: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Keeps this rank's part of a window's loss, and its gradient norm, each float ()."""
+        self._losses[window % self.size].copy_(loss)
+        self._norms[window % self.size].copy_(norm)
+
+
+def make_ring(config: GuardConfig, log_every: int, device: torch.device) -> Ring | None:
+    """What a training with these guards fills; None if there are none."""
+    if config.nonfinite == "off" and config.spike == "off":
+        return None
+    return Ring(min(log_every, _MOST_WINDOWS), device)
+
+
+class Guard:
+    """Reads the ring, late, and tells what is to be done; on every rank."""
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        ring: Ring,
+        group: dist.ProcessGroup | None,
+        start: int,
+        history: Sequence[float],
+        left_out: Collection[int],
+        incidents: int,
+        skipped: Callable[[Finding], None],
+    ) -> None:
+        """Begins at a window.
+
+        Args:
+            config: The policies.
+            ring: What the training fills.
+            group: Sums the losses; None where each rank has the whole loss.
+            start: Windows done.
+            history: Losses before it, for spikes; see `history`.
+            left_out: Windows that are not trained.
+            incidents: How many there were.
+            skipped: Told of each window whose update wasn't made.
+        """
+        self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
+        self._from = self._staged_from = start
+        self.history = list(history)
+        self._incidents = incidents
+        self._skipped = skipped
+        self._staged: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def look(self, done: int, now: bool = False) -> Finding | None:
+        """To be called after each window; collective.
+
+        Args:
+            done: Windows done.
+            now: Whether to wait for the numbers of all of them: before what must not be behind an incident.
+
+        Returns:
+            The first incident that ends this attempt, or None.
+        """
+        if not now and done % self._ring.size:
+            return None
+        found = self._read()
+        if found is None and done > self._from:
+            self._stage(done)
+            found = self._read() if now else None
+        return found
+
+    def _stage(self, done: int) -> None:
+        """Copies the ring to the host, where it will be read later."""
+        values = self._ring.values.clone()
+        values[0] = sum_over_ranks(values[0].clone(), self._group)
+        if values.device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+                values, non_blocking=True
+            )
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._staged, self._staged_from, self._from = values, self._from, done
+
+    def _read(self) -> Finding | None:
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        losses, norms = staged.tolist()
+        for window in range(self._staged_from, self._from):
+            slot = window % self._ring.size
+            if window in self._left_out:
+                continue
+            if found := judge(self._config, window, losses[slot], norms[slot], self.history):
+                self._incidents += 1
+                if found.policy != "stop" and self._incidents >= self._config.most:
+                    found = replace(found, policy="stop", one_too_many=True)
+                if found.policy != "skip":
+                    return found
+                self._skipped(found)
+        return None
+
+
+def judge(config: GuardConfig, window: int, loss: float, norm: float, history: list[float]) -> Finding | None:
+    """Judges a window by its numbers and the losses before it, to which its own is added if it is sound."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        if config.nonfinite == "off":
+            return None
+        return Finding(window, "nonfinite", config.nonfinite, loss, norm)
+    if config.spike == "off" or loss == 0:  # 0: no valid unit in it, so nothing to compare with
+        return None
+    if len(history) >= config.spike_history:
+        median, deviation = median_and_deviation(history)
+        if loss > median + config.spike_deviations * deviation:
+            return Finding(window, "spike", config.spike, loss, norm, median, deviation)
+    history.append(loss)
+    del history[: -config.spike_history]
+    return None
+
+
+def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and 1.4826 x the median absolute deviation (Hampel, 1974), at least 1 % of the median."""
+    median = statistics.median(values)
+    deviation = _NORMAL * statistics.median(abs(value - median) for value in values)
+    return median, max(deviation, _LEAST_DEVIATION * abs(median))

@@ -1,0 +1,249 @@
+"""A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.config.recipe import Recipe
+from trainer.data.loader import Batch
+from trainer.distributed.parallel import World, check_agreement, sum_over_ranks
+from trainer.errors import BadInputError
+from trainer.host.memory import Room
+from trainer.models.activation_checkpointing import blocks, candidates, recompute
+from trainer.models.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
+from trainer.models.compiling import (
+    compile_blocks,
+    compile_model,
+    missing_for_compiling,
+    prepare_cache,
+    uncompiled,
+)
+from trainer.models.nonfinite import FirstNonFinite
+from trainer.models.pointwise import mend_pointwise
+from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
+from trainer.models.sync_batchnorm import synchronise_batchnorm
+from trainer.models.weights import load_initial
+from trainer.optim.average import WeightAverage
+from trainer.optim.muon import hidden_matrices
+from trainer.rng import Purpose, key
+from trainer.tasks import Task
+from trainer.train.tune.micro_batch import HEADROOM
+
+_MIB = 1 << 20
+_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be trained.
+
+    Attributes:
+        model: The model itself.
+        call: What is called in training: the model, or compiled.
+        compiled: Whether torch.compile is in use.
+        average: Moving average of its weights, or None.
+        nonfinite: Looks for NaNs, or None.
+        cuda_graphs: True where forward and backward are replayed as CUDA graphs.
+        notes: Lines for the user.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    compiled: bool
+    average: WeightAverage | None
+    nonfinite: FirstNonFinite | None
+    cuda_graphs: bool
+    notes: list[str]
+
+
+def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
+    """Builds the model of a recipe on this rank's device.
+
+    Raises:
+        BadInputError: If the recipe names what the model doesn't have.
+    """
+    device, notes = world.device, []
+    # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
+    torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
+    model = task.model()
+    if recipe.model.init_from is not None:
+        taken = load_initial(model, recipe.model.init_from, recipe.model.fresh)
+        notes.append(f"starts from {recipe.model.init_from} ({taken} tensors)")
+        # Another file under the same name on another host would give each rank a model of its own.
+        weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
+        check_agreement(f"initial weights {weights!r}", world)
+    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
+    model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    mend_pointwise(model)
+    if recipe.parallel.sync_batchnorm and world.group is not None:
+        notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
+    if kept := fp32_modules(model, recipe.precision.keep_fp32):
+        keep_in_fp32(kept.values(), device)
+        notes.append(f"in float32: {_few(list(kept))}")
+    if recipe.optim.name == "muon":
+        matrices = hidden_matrices(model)
+        others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
+        notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
+    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
+    nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
+    notes.extend(cost_of_checkpointing)
+    compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
+    if compiled and recipe.compile.scope == "blocks":
+        compile_blocks(blocks(model).values(), recipe.compile, device)
+    for module in checkpointed:
+        recompute(module)
+    call = (
+        compile_model(model, recipe.compile, device)
+        if compiled and recipe.compile.scope == "model"
+        else model
+    )
+    graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
+    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
+
+
+def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
+    """A batch of zeros; on the meta device, of shapes only."""
+    fields = {
+        name: torch.zeros(
+            (micro_batch, *field.shape), dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype, device=device
+        )
+        for name, field in task.train_data.fields.items()
+    }
+    uniforms = task.train_data.uniforms + task.uniforms
+    uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
+    return Batch(fields, None, uniform, micro_batch)
+
+
+def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -> dict[str, int]:
+    """Bytes of host memory that a rank on a CPU will want in its first window, by what for: an upper bound.
+
+    Activations are counted with shapes alone, in the precision of the weights; not where the model needs
+    values, where it or its task is the user's own, nor where they are computed again. On a GPU nothing.
+    """
+    if world.device.type != "cpu":
+        return {}
+    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    copies = 1 + (world.group is not None) + (1 if recipe.optim.name == "sgd" else 2)  # with DDP's buckets
+    activations = 0
+    own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
+    if not own and recipe.memory.checkpointing == "none":
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
+            meta = torch.device("meta")
+            with meta:
+                shapes = task.model().train()
+            kept = KeptBytes(shapes.parameters())
+            with kept.counting():
+                task.loss(shapes, blank_batch(task, recipe.data.micro_batch, meta))
+            activations = kept.bytes_without()
+    return {"activations": activations, "gradients and optimizer state": copies * learned}
+
+
+def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
+    """A line about memory that won't be enough, or nothing.
+
+    Args:
+        room: The container's memory, once the ranks have their models.
+        ranks: That share it.
+        needs: Bytes that each of them will want besides, by what for.
+    """
+    whole = room.others_bytes + ranks * sum(needs.values())
+    if not room.limit_bytes or whole <= (1 - HEADROOM) * room.limit_bytes:
+        return ""
+    parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
+        f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}; when it is full, the "
+        "kernel kills a process: lower data.micro_batch, data.workers or data.prefetch, or start fewer ranks"
+    )
+
+
+def shapes_only(task: Task) -> nn.Module:
+    """A new model on the meta device."""
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
+        return task.model().to("meta")
+
+
+def _few(names: list[str]) -> str:
+    more = f", … ({len(names)} modules)" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
+
+
+def _choose_checkpointed(
+    recipe: Recipe, task: Task, model: nn.Module, device: torch.device
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules to checkpoint, and a line that says what it costs."""
+    config = recipe.memory
+    possible, chosen = candidates(config, model)
+    if not possible:
+        return [], []
+    batch = blank_batch(task, recipe.data.micro_batch, device)
+    context = autocast(recipe.precision, device)
+
+    def forward() -> torch.Tensor:
+        with context:
+            return task.loss(model, batch)
+
+    model.train()
+    with uncompiled():
+        cost = measure(model, possible, forward)
+    if uncalled := [name for name in chosen if name not in cost.blocks]:
+        raise BadInputError(
+            f"memory.names: the model never calls '{uncalled[0]}' itself (as an attention does with its "
+            "projection, whose weights it reads); name what lies around it"
+        )
+    if config.budget_gib is not None:
+        chosen = cheapest(cost, config.budget_gib * (1 << 30))
+    return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
+
+
+def _cost_line(
+    model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
+) -> str:
+    if not chosen:
+        kept = f"{cost.kept() / _MIB:,.1f}"
+        return (
+            f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
+        )
+    originals = {name: model.get_submodule(name).forward for name in chosen}
+    for name in chosen:
+        recompute(model.get_submodule(name))
+    step = seconds_of_step(model, forward, device)
+    for name, original in originals.items():
+        model.get_submodule(name).forward = original
+    again = sum(cost.blocks[name].seconds for name in chosen if name in cost.blocks)
+    # The rest of a step is at least the backward pass of what is computed again.
+    more = again / max(step - again, again)
+    return (
+        f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
+        f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "
+        f"{more:.0%} more time (measured here without compiling)"
+    )
+
+
+def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
+    """Whether every rank can; otherwise all of them train eagerly, so that they compute alike."""
+    missing = missing_for_compiling(world.device)
+    unable = torch.tensor([float(missing is not None)], device=world.device)
+    if float(sum_over_ranks(unable, world.group)):
+        why = missing or "another rank's host lacks a compiler or Python.h"
+        notes.append(f"compile.mode={recipe.compile.mode}: {why}; training eagerly")
+        return False
+    folder, problem = prepare_cache()
+    if problem:
+        notes.append(problem)
+    where = f", kept in {folder}" if folder else ""
+    notes.append(
+        f"compiling the {recipe.compile.scope} ({recipe.compile.mode}) in the first window{where}; "
+        f"speed is measured after window {recipe.compile.warm_up}"
+    )
+    return True

@@ -1,0 +1,65 @@
+"""A rank of a probe, `python -m trainer.train.tune.probe FOLDER`: it leaves its result there."""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import EXIT_FAILED, OutOfMemory
+from trainer.launch.rank import run_rank, write_whole
+
+# What a failed allocation in native code says, besides torch's own words.
+_NATIVE = (
+    "could not create a primitive",
+    "bad_alloc",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "Resource temporarily unavailable",
+)
+
+
+def main(folder: Path) -> int:
+    """Does a rank's part; also when it fails or is killed, what it told before is there."""
+    rank = int(os.environ["RANK"])
+    os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    write_whole(folder / f"rank-{rank}.pid", str(os.getpid()))
+    told: dict[str, Any] = {"ran_out": ""}
+
+    def tell(figures: dict[str, Any]) -> None:
+        told.update(figures)
+        write_whole(folder / f"rank-{rank}.json", json.dumps(told))
+
+    request = json.loads((folder / "request.json").read_bytes())
+    from trainer.train.tune.windows import train_some  # after the signals have a handler: it imports torch
+
+    with contextlib.suppress(ImportError):
+        import torch.distributed.nn  # noqa: F401  (makes a folder, which a rank that is killed would leave)
+
+    # Code that is compiled should stay.
+    tempfile.tempdir = request["temporary"]
+    os.environ["TMPDIR"] = request["temporary"]
+    try:
+        return train_some(request, tell)
+    except OutOfMemory as error:
+        tell({"ran_out": str(error)})
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not _ran_out(error):
+            raise
+        tell({"ran_out": (str(error).splitlines() or [type(error).__name__])[0][:300]})
+    return EXIT_FAILED
+
+
+def _ran_out(error: BaseException) -> bool:
+    from trainer.observe.oom import is_out_of_memory
+
+    native = isinstance(error, RuntimeError) and any(text in str(error) for text in _NATIVE)
+    none_left = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_out_of_memory(error) or native or none_left
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(lambda: main(Path(sys.argv[1]))))

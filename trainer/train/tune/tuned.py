@@ -1,0 +1,167 @@
+"""tuned.yaml: what `trainer tune` chose for a recipe on a machine, and why."""
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import Section, hash_of, validated
+from trainer.config.redact import redact
+from trainer.config.yaml_text import parse_yaml
+from trainer.errors import BadInputError
+from trainer.train.resume import FREE, flat
+from trainer.train.run_folder import written_whole
+
+_BYTES = 1 << 20
+_SHOWN = 3
+# What changes neither memory nor speed of a step, besides what may differ when a run goes on.
+_FREE = (
+    *(key for key in FREE if key != "memory.allocator"),
+    "data.micro_batch",
+    "seed",
+    "epochs",
+    "max_windows",
+    "evaluate_every",
+    "data.on_corrupt",
+    "data.corrupt_budget",
+    "model.init_from",
+    "model.fresh",
+    *(f"optim.{key}" for key in ("lr", "schedule", "warmup", "final_lr", "milestones", "gamma", "decay")),
+    *(f"optim.{key}" for key in ("weight_decay", "layer_decay", "betas", "eps")),
+    "regularization.label_smoothing",
+)
+
+
+class TunedData(Section):
+    """Settings of `data.`; what was not chosen is absent."""
+
+    micro_batch: int = Field(..., ge=1, description="data.micro_batch")
+    workers: int | None = Field(None, ge=0, le=1024, description="data.workers")
+    prefetch: int | None = Field(None, ge=1, le=1024, description="data.prefetch")
+
+
+class TunedSettings(Section):
+    """As in a recipe."""
+
+    data: TunedData
+
+
+class Tuned(Section):
+    """The file."""
+
+    recipe: str = Field(..., description="name of the recipe")
+    recipe_hash: str = Field(..., description="SHA-256 of what of it decides memory and speed")
+    differs: dict[str, Any] = Field(..., description="where that is not the default")
+    ranks: int = Field(..., ge=1, description="ranks that it was tuned for")
+    device: Literal["cpu", "cuda"] = Field(..., description="kind of device that it was tuned on")
+    settings: TunedSettings
+    evidence: dict[str, Any] = Field({}, description="what was measured, and where")
+
+
+def what_matters(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe decides memory and speed, by dotted key, where it is not the default."""
+    defaults = flat(Recipe(epochs=1).model_dump(mode="json"))
+    values = flat(redact(recipe.model_dump(mode="json")))
+    return {
+        key: value
+        for key, value in values.items()
+        if value != defaults.get(key) and not any(fnmatchcase(key, free) for free in _FREE)
+    }
+
+
+def make_tuned(
+    recipe: Recipe, name: str, ranks: int, device: Literal["cpu", "cuda"], data: TunedData, evidence: Any
+) -> Tuned:
+    """Puts a file's contents together."""
+    matters = what_matters(recipe)
+    return Tuned(
+        recipe=name,
+        recipe_hash=hash_of(matters),
+        differs=matters,
+        ranks=ranks,
+        device=device,
+        settings=TunedSettings(data=data),
+        evidence=evidence,
+    )
+
+
+def write_tuned(path: Path, tuned: Tuned) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        BadInputError: If it can't be written.
+    """
+    head = f"# Written by `trainer tune {tuned.recipe}`, for `trainer train {tuned.recipe} --tuned {path}`.\n"
+    text = yaml.safe_dump(tuned.model_dump(mode="json", exclude_none=True), sort_keys=False, width=100)
+    try:
+        with written_whole(path) as file:
+            file.write_text(head + text)
+    except OSError as error:
+        raise BadInputError(f"--out {path}: can't be written ({error.strerror}); give another") from error
+
+
+def read_tuned(path: Path) -> Tuned:
+    """Reads a file.
+
+    Raises:
+        BadInputError: If it can't be read, or isn't one.
+    """
+    try:
+        if path.stat().st_size > _BYTES:
+            raise BadInputError(f"--tuned {path}: larger than 1 MiB, so not from `trainer tune`")
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"--tuned {path}: not a text file in UTF-8") from error
+    except OSError as error:
+        remedy = "`trainer tune RECIPE` writes one"
+        raise BadInputError(f"--tuned {path}: can't be read ({error.strerror}); {remedy}") from error
+    values = parse_yaml(text, f"--tuned {path}")
+    if not isinstance(values, dict):
+        raise BadInputError(f"--tuned {path}: isn't from `trainer tune`, which writes a mapping")
+    tuned = validated(Tuned, values, f"--tuned {path}")
+    if hash_of(tuned.differs) != tuned.recipe_hash:
+        raise BadInputError(f"--tuned {path}: 'differs' was changed by hand; run trainer tune again")
+    return tuned
+
+
+def settings_of(tuned: Tuned) -> list[str]:
+    """Its settings as arguments of --set; those that a user gives come after them, and so win."""
+    chosen = tuned.settings.data.model_dump(exclude_none=True)
+    return [f"data.{key}={value}" for key, value in chosen.items()]
+
+
+def check_tuned(tuned: Tuned, path: Path, recipe: Recipe, ranks: int, device: str) -> None:
+    """Makes sure that a file is for this recipe, on as many ranks of the same kind.
+
+    Raises:
+        BadInputError: If it isn't.
+    """
+    again = "tune it again with trainer tune"
+    matters: Mapping[str, Any] = what_matters(recipe)
+    odd = sorted(
+        key
+        for key in matters.keys() | tuned.differs.keys()
+        if matters.get(key, "default") != tuned.differs.get(key, "default")
+    )
+    if odd:
+        there, here = (
+            [json.dumps(side[key]) if key in side else "the default" for key in odd]
+            for side in (tuned.differs, matters)
+        )
+        what = [f"{key}: {a}, now {b}" for key, a, b in zip(odd, there, here, strict=True)][:_SHOWN]
+        more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        raise BadInputError(
+            f"--tuned {path}: was made for another recipe, {tuned.recipe} ({'; '.join(what)}{more}); {again}"
+        )
+    if tuned.ranks != ranks:
+        raise BadInputError(
+            f"--tuned {path}: was made for {tuned.ranks} rank{'s' * (tuned.ranks > 1)}, not for {ranks}; "
+            f"{again}"
+        )
+    if tuned.device != device:
+        raise BadInputError(f"--tuned {path}: was made on {tuned.device}, and this is {device}; {again}")
