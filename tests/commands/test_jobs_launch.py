@@ -488,7 +488,9 @@ def test_choices_are_those_of_the_specification() -> None:
 
 
 def test_the_other_commands_pay_nothing_for_it() -> None:
-    code = "import sys, trainer.commands.submit.command\nsys.exit(bool({'pydantic', 'yaml'} & {*sys.modules}))"
+    code = (
+        "import sys, trainer.commands.submit.command\nsys.exit(bool({'pydantic', 'yaml'} & {*sys.modules}))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
