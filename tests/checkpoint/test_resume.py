@@ -423,7 +423,7 @@ def test_only_what_is_shown_asks_the_wall_clock() -> None:
         if asks.search(path.read_text()) and path.parent.name != "doctor"
     }
     # The cache orders files of processes that are long gone, and decides only what is fetched again.
-    shown = {"observe/sinks.py", "checkpoint/show.py", "data/cache.py"}
+    shown = {"observe/sinks.py", "commands/checkpoints.py", "data/remote/cache.py"}
     assert found <= shown, "what decides something takes time.monotonic()"
 
 
@@ -433,7 +433,10 @@ def test_a_signal_before_the_launch_ends_at_once(tmp_path: Path, resumable: bool
     if resumable:
         (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
     before = (
-        "import os, signal, sys; from trainer import cli, preempt; real = preempt.end_on_signal\n"
+        "import os, signal, sys\n"
+        "from trainer import cli\n"
+        "from trainer.launch import signals as preempt\n"
+        "real = preempt.end_on_signal\n"
         "def now(*a): real(*a); os.kill(os.getpid(), signal.SIGTERM)\n"
         "preempt.end_on_signal = now; sys.exit(cli.main(sys.argv[1:]))"
     )

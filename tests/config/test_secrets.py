@@ -22,7 +22,7 @@ SECRET = "hunter2hunter2"
 FAULT = f"""
 import os
 if "RANK" in os.environ:
-    from trainer import attempt
+    from trainer.train import attempt
     def finish(*_):
         api_key = "{SECRET}"
         raise RuntimeError(f"can't push to https://me:{{api_key}}@host/x with {{dict(api_key=api_key)}}")

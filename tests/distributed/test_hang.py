@@ -278,7 +278,7 @@ def test_a_job_that_was_really_suspended_goes_on() -> None:
 INJECTED = """
 import os
 if os.environ.get("RANK") == "1":
-    from trainer import loop
+    from trainer.train import loop
     original = loop.train_window
     def stuck(training, batches, window):
         if window == 20:

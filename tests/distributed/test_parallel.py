@@ -253,7 +253,7 @@ import sys
 from functools import partial
 import torch
 from torch import distributed as dist
-from trainer import parallel
+from trainer.distributed import parallel
 
 def together():
     with parallel.joined_world("cpu", 60) as world:

@@ -32,7 +32,8 @@ sys.exit(main(sys.argv[2:]))
 HOLD = """
 import time
 from pathlib import Path
-from trainer import between_windows, preempt
+from trainer.launch import signals as preempt
+from trainer.train import between_windows
 original = between_windows.BetweenWindows.window_done
 def window_done(self, done):
     while Path({folder!r}, f"hold-{{done}}").exists() and preempt.requested() is None:

@@ -23,7 +23,7 @@ from tests.helpers.waiting import until, until_gone
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.launch_worker"
 START = (
-    "import json, os, sys; from trainer import local_job; from trainer.launch.launcher import launch\n"
+    "import json, os, sys; from trainer.launch import local_job; from trainer.launch.launcher import launch\n"
     "local_job._AFTER_FAILURE_SECONDS = 0.5\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
     "sys.exit(launch(sys.argv[2:], **json.loads(sys.argv[1])))"
