@@ -5,8 +5,8 @@ import time
 
 import torch
 
-import trainer
 from trainer.host.limits import read_limits
+from trainer.version import __version__
 
 
 def conditions() -> str:
@@ -14,7 +14,7 @@ def conditions() -> str:
     limits = read_limits()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{time.strftime('%Y-%m-%d')}, trainer {trainer.__version__}, torch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}, trainer {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {_processor()}, {limits.cpus:g} CPUs, {device}"
     )
 

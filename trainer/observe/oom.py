@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import trainer
 from trainer.host.limits import read_limits
 from trainer.observe.memory import GIB, MIB, resident_bytes
 
@@ -21,7 +20,7 @@ _REST = "activations and temporaries"
 _CACHE = "cached, in pieces that don't fit"
 _OTHERS = "other processes, CUDA itself"
 _STANDARD = sysconfig.get_path("stdlib")
-_TRAINER = str(Path(trainer.__file__).parent)
+_TRAINER = str(Path(__file__).parents[1])
 _OBSERVING = str(Path(__file__).parent)  # looks on while others allocate
 
 

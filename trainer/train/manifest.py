@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import trainer
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import config_hash
 from trainer.config.redact import redact, redact_words
@@ -26,6 +25,7 @@ from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
 from trainer.train.resume import Attempt, Stored, differences
+from trainer.version import __version__
 
 # Of the launcher, for its ranks: what the user typed.
 COMMAND_VARIABLE = "TRAINER_COMMAND"
@@ -147,7 +147,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     nccl = torch.cuda.nccl.version() if cuda and torch.distributed.is_nccl_available() else None
     return {
-        "trainer": trainer.__version__,
+        "trainer": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": _installed("torchvision"),
@@ -193,7 +193,7 @@ def _cpu() -> str | None:
 
 def _commit() -> tuple[str | None, bool | None]:
     """Commit of the code that runs, with "+" for uncommitted changes, and whether there are; else None."""
-    git = ["git", "-C", str(Path(trainer.__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)

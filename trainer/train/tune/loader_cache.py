@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-import trainer
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.data.fit import Loading
 from trainer.host import strict_json
 from trainer.host.limits import Limits
 from trainer.launch.rank import write_whole
+from trainer.version import __version__
 
 # What decides how fast windows and batches come; neither a run's length nor its seed.
 _PARTS = ("data", "model", "window", "precision", "memory", "compile", "ema", "regularization", "parallel")
@@ -56,7 +56,7 @@ def key_of(recipe: Recipe, limits: Limits, ranks: int, threads: int, cuda: bool)
             "processor": _processor(),
             "gpus": gpus,
             "torch": torch.__version__,
-            "trainer": trainer.__version__,
+            "trainer": __version__,
         }
     )
     found: dict[str, Any] = json.loads(json.dumps(key))
