@@ -31,8 +31,8 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
 from trainer.errors import EXIT_REQUEUE
+from trainer.host.processes import children
 from trainer.launch import signals as preempt
-from trainer.launch.rank import children
 from trainer.train.attempt import train_rank
 
 _PHASES = ("start", "train", "write")

@@ -32,7 +32,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.launch.rank import children
+from trainer.host.processes import children
 from trainer.train.attempt import _go_on, _newest
 from trainer.train.manifest import make_manifest
 from trainer.train.resume import check_resumable, differences, newest_run, read_stored

@@ -18,9 +18,10 @@ from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, card, folder, healt
 from trainer.cli import main
 from trainer.commands.doctor import command
 from trainer.commands.doctor.command import CHECKS, judge
-from trainer.commands.doctor.facts import Data, Finding, Gpus, Software, fine
+from trainer.commands.doctor.facts import Finding, Gpus, Software, fine
 from trainer.commands.doctor.show import plain, remedies, show, summary, surroundings
 from trainer.commands.doctor.stacks import fitting, read_stacks
+from trainer.host.disks import Data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IDS = [name for name, _ in CHECKS]

@@ -21,9 +21,9 @@ import pytest
 from tests.helpers.doctor_box import GIB, MIB, healthy
 from trainer.commands.doctor import network, session
 from trainer.commands.doctor.command import judge, read_box
-from trainer.commands.doctor.facts import Folder, Gpus, Mount
+from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
-from trainer.commands.doctor.helpers import size, within
+from trainer.commands.doctor.helpers import size
 from trainer.commands.doctor.kernel import lock, read_system
 from trainer.commands.doctor.plan import Read, make_plan, read_keys
 from trainer.commands.doctor.software import read_software
@@ -32,8 +32,9 @@ from trainer.config.recipe_file import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
 from trainer.data.kinds import WITHOUT_WORKERS
 from trainer.host import disks
-from trainer.host.disks import cache_folders, read_data, read_folder, read_mount
+from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
 from trainer.host.limits import Limits, read_limits
+from trainer.host.reading import within
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -28,7 +28,8 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.host.memory import Room, Watch, _text, cap_own, own_peak, read_room
+from trainer.host.memory import Room, Watch, cap_own, own_peak, read_room
+from trainer.host.reading import text_of
 from trainer.launch.signals import Inbox
 from trainer.train.run import assemble, make_task
 from trainer.train.step import train_window
@@ -318,7 +319,7 @@ def test_a_job_beyond_its_bound_is_killed_whole(
 
 def named(folder: Path) -> Iterator[Path]:
     """The processes with a folder in their command line."""
-    return (file for file in Path("/proc").glob("[0-9]*/cmdline") if str(folder) in _text(file))
+    return (file for file in Path("/proc").glob("[0-9]*/cmdline") if str(folder) in text_of(file))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

@@ -29,6 +29,7 @@ from trainer.data.sources import DataConfig, load_images
 from trainer.data.workers import begin_worker
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
+from trainer.host import processes
 from trainer.launch.rank import dead_worker
 from trainer.rng import Float32, Ints
 from trainer.train.evaluate import evaluate
@@ -389,8 +390,8 @@ def test_the_clocks_are_those_of_the_thread() -> None:
     assert done.wall >= done.cpu >= 5_000_000 and done.queued >= 0
     pid = os.fork()
     if not pid:
-        work.queued_ns()
-        of_fork = str(os.getpid()) in Path(f"/proc/self/fd/{work._QUEUED.file}").readlink().parts
+        processes.queued_ns()
+        of_fork = str(os.getpid()) in Path(f"/proc/self/fd/{processes._QUEUED.file}").readlink().parts
         os._exit(not of_fork)
     assert os.waitpid(pid, 0)[1] == 0
 

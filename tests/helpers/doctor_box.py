@@ -5,20 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.doctor.facts import (
-    Box,
-    Card,
-    Data,
-    Folder,
-    Gpus,
-    Mount,
-    Network,
-    Plan,
-    Session,
-    Software,
-    System,
-)
+from trainer.commands.doctor.facts import Box, Card, Gpus, Network, Plan, Session, Software, System
 from trainer.commands.doctor.stacks import read_stacks
+from trainer.host.disks import Data, Folder, Mount
 from trainer.host.limits import Limits
 
 GIB, MIB = 1 << 30, 1 << 20

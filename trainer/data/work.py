@@ -5,12 +5,10 @@ the time for which it could have run and didn't (https://docs.kernel.org/schedul
 rest it was blocked.
 """
 
-import os
-import threading
 import time
 from typing import NamedTuple
 
-_QUEUED = threading.local()
+from trainer.host.processes import queued_ns
 
 
 class Work(NamedTuple):
@@ -58,15 +56,3 @@ def work_since(began: Work, samples: int) -> Work:
     """What was done since `now` was called in the same thread."""
     wall, cpu, queued, _ = now()
     return Work(wall - began.wall, cpu - began.cpu, queued - began.queued, samples)
-
-
-def queued_ns() -> int:
-    """Nanoseconds for which this thread could have run and had no CPU; 0 where the kernel doesn't tell."""
-    file = getattr(_QUEUED, "file", None)
-    if file is None or _QUEUED.process != os.getpid():  # a fork's is another thread
-        try:
-            file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            file = -1
-        _QUEUED.file, _QUEUED.process = file, os.getpid()
-    return int(os.pread(file, 96, 0).split()[1]) if file >= 0 else 0

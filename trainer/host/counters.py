@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.host.limits import Limits
-from trainer.launch.rank import children
+from trainer.host.processes import tree
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _REFRESH = 20  # samples between two looks at who belongs to the tree
@@ -107,8 +107,8 @@ class Host:
         below = _read(f"{self._proc}/{self._pid}/task/{self._pid}/children")
         if self._age > _REFRESH or below != self._below:
             self._age, self._below = 0, below
-            self._own = _tree(self._pid, self._proc)
-            self._job = _tree(self._top, self._proc) if self._top != self._pid else self._own
+            self._own = tree(self._pid, self._proc)
+            self._job = tree(self._top, self._proc) if self._top != self._pid else self._own
 
     def _counts(self, interface: str) -> bool:
         if self._interfaces:  # bridges, bonds and tunnels would count what passes a real one again
@@ -234,14 +234,6 @@ def read_network(text: str) -> dict[str, tuple[float, float]]:
         words = rest.split()
         if colon and len(words) >= 9 and words[0].isdecimal() and words[8].isdecimal():
             found[name.strip()] = (float(words[0]), float(words[8]))
-    return found
-
-
-def _tree(top: int, proc: Path) -> list[int]:
-    """A process and all below it; it comes first."""
-    found = [top]
-    for pid in found:  # grows meanwhile
-        found += sorted(children(pid, proc))
     return found
 
 

@@ -10,13 +10,13 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.commands.doctor.facts import MIB, Data, Folder, Mount
-from trainer.commands.doctor.helpers import kind_of, text_of, within
+from trainer.host.reading import kind_of, text_of, within
 
-_MOST_WRITTEN = 16 * MIB
+_MIB = 1 << 20
+_MOST_WRITTEN = 16 * _MIB
 _READ = 64 << 10
 _WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
 _LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
@@ -29,6 +29,65 @@ _CACHES = (
     "MPLCONFIGDIR",
     "CUDA_CACHE_PATH",
 )
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The file system below a path.
+
+    Attributes:
+        kind: ext4, nfs4, overlay, …; "" if unknown.
+        point: Where it is mounted.
+        how: "bind mount", "volume", "container layer" or "mount".
+        rotational: Whether its disk turns; None if unknown.
+    """
+
+    kind: str = ""
+    point: str = "/"
+    how: str = "mount"
+    rotational: bool | None = None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that runs write to.
+
+    Attributes:
+        path: Where.
+        error: Why it can't be written; "".
+        free: Bytes that are free for this user.
+        files: Inodes that are free; -1 where there is no such number.
+        speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
+        skew: Seconds by which the file system's clock is ahead of this host's.
+        mount: Its file system.
+    """
+
+    path: Path
+    error: str = ""
+    free: int = 0
+    files: int = -1
+    speed: float | None = None
+    skew: float = 0.0
+    mount: Mount = Mount()
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the recipe's data lies.
+
+    Attributes:
+        path: As the recipe says; None: no recipe was given, or it reads no files.
+        error: Why it can't be read; "".
+        mount: Its file system.
+        reads: Random reads of up to 64 KiB per second, one after another; 0 if none were made.
+        speed: Bytes per second of them.
+    """
+
+    path: str | None = None
+    error: str = ""
+    mount: Mount = Mount()
+    reads: float = 0.0
+    speed: float = 0.0
 
 
 def read_mount(path: Path, root: Path = Path("/")) -> Mount:
@@ -78,7 +137,7 @@ def read_folder(
     mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
     found = within(_LONGEST, lambda: _folder(path, mount), late)
-    if found.error or not speed or found.free < 64 * MIB:
+    if found.error or not speed or found.free < 64 * _MIB:
         return found
     same = [one.speed for one in known if one.mount == mount and one.speed is not None]
     measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
@@ -118,8 +177,9 @@ def _write(folder: Path) -> float:
     the process can't even be ended.
     """
     written = 0
-    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, MIB) as block:  # aligned, as O_DIRECT asks
-        block.write(os.urandom(MIB))
+    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, _MIB) as block:
+        # The map is aligned, as O_DIRECT asks.
+        block.write(os.urandom(_MIB))
         direct = _direct(file.fileno())
         began = time.monotonic()
         while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 
+from trainer.host.reading import text_of
+
 # Those of v1. The v2 hierarchy goes by "", as in /proc/self/cgroup.
 _CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 # v1 writes "no limit" as the largest multiple of the page size below 2^63. No machine has 2^60 bytes.
@@ -65,14 +67,14 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
         """Returns, for each cgroup that limits it, what `parse` makes of these files and the first's path."""
         found = []
         for cgroup in cgroups:
-            texts = {name: text for name in names if (text := _text(cgroup / name))}
+            texts = {name: text for name in names if (text := text_of(cgroup / name))}
             value = parse(" ".join(texts.values()))
             if value is not None:
                 found.append((value, f"/{(cgroup / next(iter(texts))).relative_to(root).as_posix()}"))
         return found
 
     # `min` keeps the first of equals, so the machine comes first: a limit that takes nothing away is no news.
-    online = count_cpus(_text(root / "sys/devices/system/cpu/online"))
+    online = count_cpus(text_of(root / "sys/devices/system/cpu/online"))
     cpus, cpus_source = min(
         [
             *([(float(online), "/sys/devices/system/cpu/online")] if online else []),
@@ -121,7 +123,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
         root: Folder that stands for "/".
     """
     files = [cgroup / name for cgroup in _cgroups(root) for name in ("memory.oom_control", "memory.events")]
-    counts = [_integer(_value(_text(file), "oom_kill")) for file in files]
+    counts = [_integer(_value(text_of(file), "oom_kill")) for file in files]
     # The innermost: what is around it may count other containers' (v2), or not what is in it (v1).
     return next((count for count in reversed(counts) if count is not None), 0)
 
@@ -238,7 +240,7 @@ def _cgroups(root: Path) -> list[Path]:
     only the mount itself is there.
     """
     own = {}
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         own.update(dict.fromkeys(controllers.split(","), path))
     found: dict[Path, None] = {}  # an ordered set
@@ -257,7 +259,7 @@ def _cgroups(root: Path) -> list[Path]:
 def _mounts(root: Path) -> list[tuple[str, str, str]]:
     """Returns (controller, the cgroup that is mounted, where), from mountinfo or else as is standard."""
     mounts = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         # 36 35 0:30 /cgroup /mount/point rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
         left, _, right = line.partition(" - ")
         mount, filesystem = left.split(), right.split()
@@ -272,13 +274,6 @@ def _mounts(root: Path) -> list[tuple[str, str, str]]:
     standard += [(name, f"/sys/fs/cgroup/{name}") for name in _CONTROLLERS]
     known = {name for name, _, _ in mounts}
     return mounts + [(name, "/", mount_point) for name, mount_point in standard if name not in known]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, ValueError):  # ValueError: a null byte in the path
-        return ""
 
 
 def _value(text: str, key: str) -> str:
@@ -307,7 +302,7 @@ def _cpuset(text: str) -> int | None:
 
 
 def _physical_memory(root: Path) -> list[tuple[float, str]]:
-    kib = _integer(_value(_text(root / "proc/meminfo"), "MemTotal:"))
+    kib = _integer(_value(text_of(root / "proc/meminfo"), "MemTotal:"))
     if kib:
         return [(kib * 1024, "/proc/meminfo")]
     try:

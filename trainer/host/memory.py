@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.host.limits import read_limits
-from trainer.launch.rank import children
+from trainer.host.processes import children
+from trainer.host.reading import text_of
 
 _LOOK_SECONDS = 0.01
 _REST_SECONDS = 0.25  # between two looks at what isn't a rank, which cost milliseconds each
@@ -44,18 +45,18 @@ def read_room(root: Path = Path("/")) -> Room:
     limits = read_limits(root)
     source = limits.sources["memory_bytes"]
     beside = root / source.lstrip("/")
-    stat = _text(beside.with_name("memory.stat")) if beside.name.startswith("memory.") else ""
+    stat = text_of(beside.with_name("memory.stat")) if beside.name.startswith("memory.") else ""
     if stat:  # v1 counts what is below a group in the keys with total_
         used = _sum(stat, ("total_rss", "total_shmem")) or _sum(stat, ("anon", "shmem", "slab_unreclaimable"))
     else:
-        memory = _text(root / "proc/meminfo")
+        memory = text_of(root / "proc/meminfo")
         used = max(0, _sum(memory, ("MemTotal:",)) - _sum(memory, ("MemAvailable:",))) << 10
     return Room(limits.memory_bytes, min(used, limits.memory_bytes), source)
 
 
 def own_peak(proc: Path = _PROC) -> tuple[int, int]:
     """The most bytes that this process ever had in memory, and how many of those now are files."""
-    status = _text(proc / "self/status")
+    status = text_of(proc / "self/status")
     if not status:
         import resource
 
@@ -70,7 +71,7 @@ def cap_own(room_bytes: int) -> None:
     """
     import resource
 
-    status = _text(_PROC / "self/status")
+    status = text_of(_PROC / "self/status")
     if not status:
         return
     mapped, resident = _sum(status, ("VmData:",)) << 10, _sum(status, ("RssAnon:",)) << 10
@@ -153,23 +154,16 @@ class Watch:
 
 def _held(pid: int) -> tuple[int, int]:
     """Bytes of anonymous and shared memory, and of files, that a process has in memory."""
-    status = _text(_PROC / str(pid) / "status")
+    status = text_of(_PROC / str(pid) / "status")
     return _sum(status, ("RssAnon:", "RssShmem:")) << 10, _sum(status, ("RssFile:",)) << 10
 
 
 def _private(pid: int) -> int:
     """Bytes that a process has for itself."""
-    return _sum(_text(_PROC / str(pid) / "smaps_rollup"), ("Private_Dirty:",)) << 10
+    return _sum(text_of(_PROC / str(pid) / "smaps_rollup"), ("Private_Dirty:",)) << 10
 
 
 def _sum(text: str, keys: Iterable[str]) -> int:
     found = re.findall(r"^(\S+)\s+(\d{1,19})\b", text, re.MULTILINE)
     values = dict(found)
     return sum(int(values.get(key, 0)) for key in keys)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("ascii", "replace")
-    except OSError:
-        return ""

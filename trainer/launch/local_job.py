@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from trainer.host.limits import Limits, out_of_memory_kills, read_limits
+from trainer.host.processes import children
 from trainer.launch import as_launcher, rank as ranks
 from trainer.launch.nodes.discover import LAUNCHED
 from trainer.launch.nodes.meeting import Table
@@ -129,7 +130,7 @@ class LocalJob:
     def _kill(self, process: "subprocess.Popen[bytes]") -> None:
         """Ends what did not end in time: the ranks, registered or not, then torchrun."""
         self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
-        self._kill_groups(*ranks.children(process.pid))
+        self._kill_groups(*children(process.pid))
         if time.monotonic() > self.deadline + _TORCHRUN_SECONDS:
             process.kill()
 

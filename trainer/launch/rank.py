@@ -32,6 +32,7 @@ from trainer.errors import (
     OutOfMemory,
 )
 from trainer.host.affinity import bind
+from trainer.host.processes import children
 from trainer.launch import signals as preempt
 from trainer.launch.as_launcher import PATH_VARIABLE
 from trainer.launch.nodes.discover import is_launcher_task
@@ -194,15 +195,6 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != int(parent):  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def children(pid: int, proc: Path = Path("/proc")) -> set[int]:
-    """The processes that a process started, as far as the system tells (Linux)."""
-    try:
-        texts = [file.read_text() for file in (proc / str(pid) / "task").glob("*/children")]
-    except OSError:  # it is ending
-        return set()
-    return {int(child) for child in " ".join(texts).split()}
 
 
 def read_outcome(folder: Path, rank: int) -> Outcome:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.data.work import queued_ns
+from trainer.host.processes import queued_ns
 from trainer.observe.diagnosis import Facts, Figures, Verdict, diagnose, merge
 from trainer.observe.flops import Count
 from trainer.observe.leak import Trends

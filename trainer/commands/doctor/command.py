@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.doctor import gpu, limits as limit_checks, network, session, software, storage
-from trainer.commands.doctor.facts import Box, Finding, Folder, Gpus, Plan, unavailable
-from trainer.commands.doctor.helpers import kind_of, within
+from trainer.commands.doctor.facts import Box, Finding, Gpus, Plan, unavailable
 from trainer.commands.doctor.kernel import read_system
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import disks
+from trainer.host.disks import Folder
 from trainer.host.limits import Limits, read_limits
+from trainer.host.reading import kind_of, within
 
 if TYPE_CHECKING:
     from trainer.commands.doctor.plan import Read

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from trainer.host.disks import Data, Folder
 from trainer.host.limits import Limits
 
 Status = Literal["ok", "warn", "bad", "not available"]
@@ -144,65 +144,6 @@ class System:
     shm: int | None = None
     rlimits: Mapping[str, int] = field(default_factory=dict)
     core_pattern: str = ""
-
-
-@dataclass(frozen=True)
-class Mount:
-    """The file system below a path.
-
-    Attributes:
-        kind: ext4, nfs4, overlay, …; "" if unknown.
-        point: Where it is mounted.
-        how: "bind mount", "volume", "container layer" or "mount".
-        rotational: Whether its disk turns; None if unknown.
-    """
-
-    kind: str = ""
-    point: str = "/"
-    how: str = "mount"
-    rotational: bool | None = None
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder that runs write to.
-
-    Attributes:
-        path: Where.
-        error: Why it can't be written; "".
-        free: Bytes that are free for this user.
-        files: Inodes that are free; -1 where there is no such number.
-        speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
-        skew: Seconds by which the file system's clock is ahead of this host's.
-        mount: Its file system.
-    """
-
-    path: Path
-    error: str = ""
-    free: int = 0
-    files: int = -1
-    speed: float | None = None
-    skew: float = 0.0
-    mount: Mount = Mount()
-
-
-@dataclass(frozen=True)
-class Data:
-    """Where the recipe's data lies.
-
-    Attributes:
-        path: As the recipe says; None: no recipe was given, or it reads no files.
-        error: Why it can't be read; "".
-        mount: Its file system.
-        reads: Random reads of up to 64 KiB per second, one after another; 0 if none were made.
-        speed: Bytes per second of them.
-    """
-
-    path: str | None = None
-    error: str = ""
-    mount: Mount = Mount()
-    reads: float = 0.0
-    speed: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.doctor.facts import Box, Card, Finding, Gpus, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import kind_of, size, some, text_of
+from trainer.commands.doctor.helpers import size, some
 from trainer.commands.doctor.stacks import fitting, numbers, read_stacks, stack_of
 from trainer.host.affinity import gpu_nodes
 from trainer.host.nvml import ask, visible_gpus
+from trainer.host.reading import kind_of, text_of
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
 _NO_PERMISSION, _NOT_LOADED, _NO_LIBRARY, _LOST, _MISMATCH, _UNKNOWN = 4, 9, 12, 15, 18, 999

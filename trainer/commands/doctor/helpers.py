@@ -1,51 +1,10 @@
-"""Small things that readers and checks share."""
+"""Words that checks share."""
 
 from __future__ import annotations
 
-import contextlib
-import stat
-import threading
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterable
 
 from trainer.commands.doctor.facts import GIB, MIB
-
-Value = TypeVar("Value")
-
-
-def within(seconds: float, function: Callable[[], Value], otherwise: Value) -> Value:
-    """What a function returns; something else if it takes too long (a dead NFS server, a lost GPU) or fails.
-
-    It is left behind in its thread then, which doesn't keep the process from ending.
-    """
-    found: list[Value] = []
-
-    def call() -> None:
-        with contextlib.suppress(Exception):
-            found.append(function())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else otherwise
-
-
-def kind_of(path: str | Path) -> str:
-    """What a path is: folder, file, other; empty if it isn't there, or this user may not look."""
-    try:
-        mode = Path(path).stat().st_mode
-    except (OSError, ValueError):
-        return ""
-    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
-
-
-def text_of(path: Path) -> str:
-    """A file's text; empty if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def size(count: float) -> str:

@@ -10,9 +10,9 @@ import resource
 from pathlib import Path
 
 from trainer.commands.doctor.facts import MIB, System
-from trainer.commands.doctor.helpers import text_of
 from trainer.host.limits import Limits, listed_cpus, out_of_memory_kills
 from trainer.host.memory import read_room
+from trainer.host.reading import text_of
 
 _MOST_LOCKED = 64 * MIB
 

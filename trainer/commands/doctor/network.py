@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.doctor.facts import Box, Finding, Network, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import kind_of, some, text_of, within
+from trainer.commands.doctor.helpers import some
+from trainer.host.reading import kind_of, text_of, within
 
 _SECONDS = 0.3  # a name server that doesn't answer takes 5 s and more
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.commands.doctor.facts import Box, Finding, Session, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import kind_of
 from trainer.commands.doctor.stacks import numbers, read_stacks
+from trainer.host.reading import kind_of
 
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
 _SKEW, _MUCH_SKEW = 2.0, 300.0  # seconds; S3 refuses requests from 15 minutes on

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.commands.doctor.facts import Finding
-from trainer.commands.doctor.helpers import kind_of
 from trainer.config.redact import redact_text
+from trainer.host.reading import kind_of
 
 _COLOURS = {"bad": "red", "warn": "yellow"}
 _NAMES = {

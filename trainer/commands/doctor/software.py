@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.commands.doctor.facts import Box, Finding, Software, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import kind_of, some, text_of
+from trainer.commands.doctor.helpers import some
 from trainer.commands.doctor.stacks import numbers, read_stacks, stack_of
+from trainer.host.reading import kind_of, text_of
 from trainer.host.stamp import read_stamp
 from trainer.host.toolchain import missing_compiler, missing_headers
 
