@@ -20,6 +20,7 @@ from trainer.config.redact import redact
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.disks import read_mount
 from trainer.host.files import sync_folder
+from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.signals import Stopped
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
@@ -29,12 +30,6 @@ from trainer.train.manifest import outcome
 from trainer.train.run_lock import LOCK, lock
 
 _PROBE = ".writable"
-# By it the launchers of several nodes see that they mean the same folder.
-MEETING = ".meeting"
-# Of the job on several nodes, written by node 0's launcher when it ends.
-EXIT_CODE = ".exit-code"
-# What ranks on other nodes write to the terminal.
-LOGS = "logs"
 # What a start leaves that was killed before there was a manifest.
 _LEFTOVERS = {LOCK, _PROBE, MEETING, LOGS, EXIT_CODE, "manifest.tmp"}
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from trainer.commands.submit.container import CACHE, DATA, RUNS, files, words
 from trainer.commands.submit.spec import JobSpec, Site, folder_of
 from trainer.errors import BadInputError
+from trainer.launch.nodes import EXIT_CODE
 
 LOGS = ".jobs"
-EXIT_CODE = ".exit-code"  # as trainer.train.run_folder, which imports torch
 _AFTER_THE_FIRST_SECONDS = 60
 _NOT_FROM_OUTSIDE = (
     *(

@@ -1,1 +1,8 @@
 """Several nodes: which they are, how their launchers meet at node 0, and the rounds that follow."""
+
+# What launchers have in the run folder. By this one those of several nodes see that they mean the same.
+MEETING = ".meeting"
+# The job's exit code: written by node 0's launcher when it ends.
+EXIT_CODE = ".exit-code"
+# What ranks on other nodes write to the terminal.
+LOGS = "logs"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
 from trainer.launch.launcher import run_ranks, say, thread_variables
+from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.guest import Guest, sees
 from trainer.launch.nodes.host import Host
@@ -18,7 +19,6 @@ from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.meeting import Round, Table, Verdict
 from trainer.launch.rank import LOGS_VARIABLE, Outcome
 from trainer.launch.signals import Inbox
-from trainer.train.run_folder import EXIT_CODE, LOGS, MEETING
 
 
 def launch_with_others(
