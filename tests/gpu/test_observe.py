@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.models.activation_checkpointing import used_memory
 from trainer.observe.machine import Machine
-from trainer.observe.memory import MIB, PhasePeaks, memory_figures, memory_tracker
+from trainer.observe.memory import MIB, PhasePeaks, memory_figures, memory_tracker, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.phases import mark
 from trainer.observe.profile import TRACE, Profile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.host.allocator
+import trainer.train.allocator
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe, validated
 from trainer.errors import BadInputError
@@ -16,12 +16,11 @@ from trainer.host.allocator import (
     Allocator,
     allocator_variables,
     check_allocator,
-    set_up_allocator,
-    use_managed_memory,
 )
 from trainer.models.activation_checkpointing import MemoryConfig
 from trainer.observe.memory import after_evaluation, memory_figures, memory_tracker
 from trainer.observe.peak import Peak, highest
+from trainer.train.allocator import set_up_allocator, use_managed_memory
 from trainer.train.run import set_determinism
 
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -131,8 +130,8 @@ def test_managed_memory_may_be_larger_than_the_card_but_not_than_the_host(rmm: d
 
 
 def test_each_rank_sets_up_its_own_gpu(rmm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.host.allocator, "driver_version", lambda: "570.26")
-    monkeypatch.setattr(trainer.host.allocator, "gpu_bytes", lambda _, gpu: gpu << 30)
+    monkeypatch.setattr(trainer.train.allocator, "driver_version", lambda: "570.26")
+    monkeypatch.setattr(trainer.train.allocator, "gpu_bytes", lambda _, gpu: gpu << 30)
     set_up_allocator("managed", {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
     assert rmm["devices"] == 3
     assert rmm["maximum_pool_size"] > 3 << 30

@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers import preloaded
 from trainer.errors import OutOfMemory
 from trainer.launch.rank import _outcome
-from trainer.models.activation_checkpointing import MemoryConfig, used_memory
+from trainer.models.activation_checkpointing import MemoryConfig
 from trainer.observe import peak
 from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import (
@@ -27,6 +27,7 @@ from trainer.observe.memory import (
     memory_row,
     memory_tracker,
     resident_bytes,
+    used_memory,
 )
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 

@@ -9,11 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
-
 from trainer.errors import BadInputError
-from trainer.host.limits import read_limits
-from trainer.host.nvml import driver_version, gpu_bytes
 
 Allocator = Literal["native", "expandable", "async", "managed"]
 
@@ -21,8 +17,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, an
 _OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}
 # The first drivers that bring CUDA 11.4 (torch wants it for cudaMallocAsync) and 12.0 (RMM's wheels).
 _DRIVERS = {"async": "470.42", "managed": "525.60"}
-_FIRST_BYTES = 1 << 30
-_HOST_SHARE = 0.8
 
 
 def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: str) -> dict[str, str]:
@@ -54,22 +48,6 @@ def allocator_variables(choice: Allocator, environ: Mapping[str, str], version: 
     }
 
 
-def set_up_allocator(choice: Allocator, environ: Mapping[str, str]) -> None:
-    """Checks that a rank on GPUs has the allocator that was asked for; managed memory is set up here.
-
-    Call it before anything lies on a GPU.
-
-    Raises:
-        BadInputError: See `check_allocator`.
-    """
-    if choice == "native":
-        return
-    check_allocator(choice, environ, driver_version())
-    if choice == "managed":
-        gpu, ranks = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        use_managed_memory(gpu, gpu_bytes(environ, gpu), read_limits().memory_bytes // ranks)
-
-
 def check_allocator(choice: Allocator, environ: Mapping[str, str], driver: str | None) -> None:
     """Makes sure that a rank on GPUs has the allocator that it was told to use.
 
@@ -99,36 +77,6 @@ def check_allocator(choice: Allocator, environ: Mapping[str, str], driver: str |
                 f"memory.allocator={choice} is set before PyTorch starts: use `trainer train`, or export "
                 f"{VARIABLES[0]}={key}:{value} before torchrun"
             )
-
-
-def use_managed_memory(device: int, gpu_bytes: int, host_bytes: int) -> None:
-    """Lets torch take its GPU memory from a pool of unified memory, which may be larger than the card.
-
-    What doesn't fit on the card stays in the host's memory and moves when it is used.
-
-    Args:
-        device: Number of the GPU.
-        gpu_bytes: Its memory.
-        host_bytes: What of the host's memory this rank may use.
-    """
-    import rmm
-    from rmm.allocators.torch import rmm_torch_allocator
-
-    # Without a maximum the pool would grow until the kernel kills the process.
-    most = gpu_bytes + int(host_bytes * _HOST_SHARE)
-    rmm.reinitialize(
-        pool_allocator=True,
-        managed_memory=True,
-        initial_pool_size=min(_FIRST_BYTES, most),
-        maximum_pool_size=most,
-        devices=device,
-    )
-    torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
-
-
-def tells_figures() -> bool:
-    """Whether torch's allocator tells what it holds: one that is plugged in does not (pytorch#133281)."""
-    return str(torch.cuda.memory.get_allocator_backend()) != "pluggable"
 
 
 def _options(text: str) -> dict[str, str]:

@@ -1,12 +1,9 @@
 """Activation checkpointing: activations inside a block are recomputed in backward instead of kept."""
 
 import functools
-import resource
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +12,6 @@ from trainer.config.recipe_file import Section
 from trainer.errors import BadInputError
 from trainer.host.allocator import Allocator
 from trainer.models.names import matching
-from trainer.observe.peak import highest
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
@@ -123,22 +119,3 @@ def _recomputed(forward: Callable[..., Any], *values: Any, **named: Any) -> Any:
     # Non-reentrant: works with DDP, no_sync and torch.compile (torch.utils.checkpoint's advice).
     copies = (list(value) if isinstance(value, list) else value for value in values)
     return checkpoint(forward, *copies, use_reentrant=False, **named)
-
-
-def used_memory(device: torch.device) -> int:
-    """Peak bytes allocated on a GPU; on the CPU the process's resident bytes now."""
-    if device.type == "cuda":
-        return highest(device)
-    now = time.monotonic()
-    if now - _RESIDENT[0] > _FRESH_SECONDS:
-        try:
-            # The kernel adds up what each CPU counted, which takes 0.1 ms.
-            with open("/proc/self/statm") as file:  # noqa: PTH123 (pathlib would cost more than the read)
-                _RESIDENT[:] = now, int(file.read().split()[1]) * resource.getpagesize()
-        except OSError:  # macOS: the peak, in bytes
-            _RESIDENT[:] = now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(_RESIDENT[1])
-
-
-_FRESH_SECONDS = 0.25
-_RESIDENT = [-1.0, 0.0]  # when this process looked last, and what it saw

@@ -7,17 +7,15 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import Field
 
 from trainer.config.recipe_file import Section
 from trainer.config.redact import redact
-from trainer.data.sampling.plan import Plan
-from trainer.models.activation_checkpointing import used_memory
 from trainer.observe.flops import Count
-from trainer.observe.memory import PhasePeaks
+from trainer.observe.memory import PhasePeaks, used_memory
 from trainer.observe.phases import PHASES, PULSE
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 from trainer.observe.trace import Trace
@@ -75,6 +73,18 @@ class _Staged:
     figures: dict[str, float | str]
 
 
+class Order(Protocol):
+    """What a row says of the order of a run's samples."""
+
+    def epoch_at(self, windows: int) -> float:
+        """Epochs that so many windows are, with the part of the one under way."""
+        ...
+
+    def samples_seen(self, windows: int) -> int:
+        """Samples of weight 1 in so many windows from the start."""
+        ...
+
+
 class Meter:
     """Turns what the device accumulates into rows, without stopping it.
 
@@ -96,7 +106,7 @@ class Meter:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Order,
         device: torch.device,
         sinks: list[Sink],
         take_figures: Callable[[], Mapping[str, torch.Tensor]],

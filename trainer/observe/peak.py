@@ -2,8 +2,6 @@
 
 import torch
 
-from trainer.host.allocator import tells_figures
-
 _open: list["Peak"] = []
 _before: dict[torch.device, int] = {}  # the highest until torch's counter was last reset
 
@@ -35,6 +33,11 @@ class Peak:
 def highest(device: torch.device) -> int:
     """The most bytes that this process allocated on a GPU, ever."""
     return max(_before.get(device, 0), _since_reset(device))
+
+
+def tells_figures() -> bool:
+    """Whether torch's allocator tells what it holds: one that is plugged in does not (pytorch#133281)."""
+    return str(torch.cuda.memory.get_allocator_backend()) != "pluggable"
 
 
 def _since_reset(device: torch.device) -> int:

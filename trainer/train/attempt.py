@@ -22,7 +22,6 @@ from trainer.distributed.hang import Watch, watching
 from trainer.distributed.parallel import World, check_agreement, joined_world, least_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import binding_note, shares_of, unpin_main_thread, within
-from trainer.host.allocator import set_up_allocator
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.memory import read_room
 from trainer.launch.signals import requested
@@ -32,6 +31,7 @@ from trainer.observe.phases import PULSE, mark
 from trainer.observe.profile import Kind
 from trainer.observe.trace import Trace
 from trainer.tasks import Task
+from trainer.train.allocator import set_up_allocator
 from trainer.train.between_windows import BetweenWindows, Incident, Requeue
 from trainer.train.explain import explain, memory_explained, profiled
 from trainer.train.guard import Guard

@@ -19,11 +19,12 @@ from trainer.data.sampling.plan import evaluation_share
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import shares_of, unpin_main_thread, within
-from trainer.host.allocator import set_up_allocator, tells_figures
 from trainer.host.limits import read_limits
 from trainer.host.memory import cap_own, own_peak
 from trainer.launch.signals import requested
 from trainer.observe.oom import held_by
+from trainer.observe.peak import tells_figures
+from trainer.train.allocator import set_up_allocator
 from trainer.train.evaluate import evaluate
 from trainer.train.explain import memory_explained
 from trainer.train.loading import settle
