@@ -13,7 +13,6 @@ from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, gather_rows
-from trainer.models.operations import count_operations
 from trainer.observe import advice, log, phases as pulse, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
@@ -21,6 +20,7 @@ from trainer.observe.log import Meter
 from trainer.observe.phases import PHASES, PULSE, Phase, mark
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
 from trainer.train.loop import train
+from trainer.train.operations import count_operations
 from trainer.train.step import take_figures
 
 CPU = torch.device("cpu")

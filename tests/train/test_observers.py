@@ -18,7 +18,6 @@ from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.distributed.parallel import World
-from trainer.models.operations import count_operations
 from trainer.observe.flops import Count
 from trainer.observe.log import LogConfig, Meter
 from trainer.observe.memory import memory_tracker
@@ -27,6 +26,7 @@ from trainer.observe.profile import Kind, Profile
 from trainer.observe.trace import Trace, fingerprints_of
 from trainer.train.explain import explain
 from trainer.train.loop import train
+from trainer.train.operations import count_operations
 from trainer.train.prepare import blank_batch
 from trainer.train.run import make_task
 from trainer.train.state import tensors_of

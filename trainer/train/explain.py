@@ -13,7 +13,6 @@ from trainer.data.remote.access import is_url
 from trainer.distributed.parallel import World, gather_rows
 from trainer.errors import OutOfMemory
 from trainer.host.limits import read_limits
-from trainer.models.operations import count_operations
 from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import peak_flops
@@ -23,6 +22,7 @@ from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Kind, Profile
+from trainer.train.operations import count_operations
 from trainer.train.run import Parts
 
 _PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then

@@ -22,11 +22,11 @@ from trainer.errors import BadInputError
 from trainer.launch.rank import is_rank
 from trainer.models.activation_checkpointing import blocks, candidates
 from trainer.models.batchnorm import WindowStatistics, batchnorm_buffers
-from trainer.models.buffers import find_changing
 from trainer.models.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
 from trainer.models.weights import load_initial
 from trainer.optim.optimizers import Rates, make_optimizer, parameter_groups, schedule
 from trainer.tasks import Checked, Task
+from trainer.train.changing import find_changing
 from trainer.train.guard import make_ring
 from trainer.train.prepare import blank_batch, prepare_model, shapes_only
 from trainer.train.step import LossOf, Training
