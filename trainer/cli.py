@@ -349,9 +349,10 @@ def _train(options: argparse.Namespace) -> int:
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
         wait_passively()
         _check_recipe_name(options)
+    from trainer.commands.report.write import leave_report
     from trainer.commands.train import start
 
-    return start(options)
+    return start(options, report=leave_report)
 
 
 def _check_recipe_name(options: argparse.Namespace) -> None:

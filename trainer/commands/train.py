@@ -27,6 +27,7 @@ from trainer.train.manifest import COMMAND_VARIABLE, command
 from trainer.train.resume import RUNS, Mode, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.train.run import check_files, check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
+from trainer.train.summary import Report, no_report
 from trainer.train.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.loader import for_ranks as loader_for_ranks
@@ -35,12 +36,13 @@ from trainer.train.tune.tuned import check_tuned, read_tuned, settings_of
 _FOLDER = "TRAINER_RUN_FOLDER"
 
 
-def start(options: argparse.Namespace, output: int | None = None) -> int:
+def start(options: argparse.Namespace, output: int | None = None, report: Report = no_report) -> int:
     """Does what `trainer train` was asked for; returns the exit code.
 
     Args:
         options: Of the command.
         output: A file descriptor that takes the standard output of the ranks, or None.
+        report: What this process, if it is a rank, writes about its run at the end.
     """
     if options.tuned is not None:  # its settings come first, so that --set wins
         tuned = settings_of(read_tuned(options.tuned))
@@ -49,7 +51,9 @@ def start(options: argparse.Namespace, output: int | None = None) -> int:
     if options.help_config:
         _show_keys(options.recipe, recipe, auto)
         return 0
-    return run_rank(lambda: _rank(options)) if is_rank(os.environ) else _launch(options, recipe, output)
+    return (
+        run_rank(lambda: _rank(options, report)) if is_rank(os.environ) else _launch(options, recipe, output)
+    )
 
 
 def load_recipe(name: str, settings: list[str]) -> Recipe:
@@ -61,13 +65,14 @@ def load_recipe(name: str, settings: list[str]) -> Recipe:
     return validated(Recipe, override(read_recipe(name), settings), name)
 
 
-def _rank(options: argparse.Namespace) -> int:
+def _rank(options: argparse.Namespace, report: Report) -> int:
     recipe, auto = provisional(options.recipe, options.set)
     if auto:
         recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))])
     _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
     folder = _folder_of_rank(options, recipe)
-    return train_rank(recipe, options.recipe, folder, options.resume, options.stop_after, options.profile)
+    how = (options.resume, options.stop_after, options.profile)
+    return train_rank(recipe, options.recipe, folder, *how, report=report)
 
 
 def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
