@@ -115,11 +115,12 @@ slowdowns: ## slow runs down in known ways: do they say so themselves? (half an 
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.slowdowns --out docs/results/verdicts.md $(ARGS)
 
-lint: ## check style, types, shell files and the Dockerfile
+lint: ## check style, types, what imports what, shell files and the Dockerfile
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs \) -prune -o \
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
 	$(VENV)/bin/hadolint Dockerfile

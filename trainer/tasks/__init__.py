@@ -1,4 +1,9 @@
-"""What is learned. A task says what the model is, what its loss is, and what is measured."""
+"""What is learned. A task says what the model is, what its loss is, and what is measured.
+
+A domain each: classification, detection, language, audio, one's own; and their augmentation. Imports `data`,
+`models` and what is below them; knows neither ranks nor the loop. A loss is a sum over a batch's units, never
+a mean, so that any split into micro-batches gives the same gradients.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable

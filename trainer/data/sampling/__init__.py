@@ -1,1 +1,1 @@
-"""Room."""
+"""Which samples are in which batch: arithmetic on seed, epoch and position, without torch or state."""
