@@ -28,14 +28,13 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.host.memory import Room, Watch, cap_own, own_peak, read_room
+from trainer.host.memory import HEADROOM, Room, Watch, cap_own, own_peak, read_room
 from trainer.host.reading import text_of
 from trainer.launch.signals import Inbox
 from trainer.train.run import assemble, make_task
 from trainer.train.step import train_window
 from trainer.train.tune.job import Interrupted, Job, choose, run_probe
 from trainer.train.tune.micro_batch import (
-    HEADROOM,
     MOST_PROBES,
     Found,
     Probe,

@@ -13,7 +13,7 @@ from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import config_hash
-from trainer.launch import launcher as launch, rank
+from trainer.launch import exit_record, launcher as launch, rank
 from trainer.observe.console import Display, warn
 from trainer.train.manifest import command
 
@@ -114,8 +114,8 @@ def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     Display(1).say(text)
     warn(text)
     launch.say(f"{text}\n")
-    rank._leave_word(rank.Outcome(0, 1, line=text))
-    rank._leave_word(rank.Outcome(0, 1, traceback=f"Error: {text}\n"))
+    rank._leave_word(exit_record.Outcome(0, 1, line=text))
+    rank._leave_word(exit_record.Outcome(0, 1, traceback=f"Error: {text}\n"))
     told = capfd.readouterr()
     assert SECRET not in told.out + told.err
     assert (told.out + told.err).count("password=***") == 5

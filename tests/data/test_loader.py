@@ -30,7 +30,7 @@ from trainer.data.workers import begin_worker
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host import processes
-from trainer.launch.rank import dead_worker
+from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
 from trainer.train.evaluate import evaluate
 from trainer.train.run import assemble, make_task

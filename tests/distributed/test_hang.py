@@ -21,7 +21,7 @@ from trainer.checkpoint import store
 from trainer.distributed.hang import Seen, Verdict, Watch, judge
 from trainer.distributed.parallel import ParallelConfig, World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
-from trainer.launch import rank
+from trainer.launch import exit_record, rank
 from trainer.observe import phases as pulse
 
 ROOT = Path(__file__).parents[2]
@@ -387,14 +387,14 @@ def test_a_window_that_compiles_has_more_time() -> None:
 
 
 def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = rank.Outcome(0, EXIT_HANG, "rank 0 hangs", "rank 0 is here:\n  File\n", for_all=True)
+    outcome = exit_record.Outcome(0, EXIT_HANG, "rank 0 hangs", "rank 0 is here:\n  File\n", for_all=True)
     rank._leave_word(outcome)
     assert capsys.readouterr().err == "trainer: rank 0 hangs\nrank 0 is here:\n  File\n"
-    stuck = rank.Outcome(1, EXIT_HANG, "rank 0 hangs", time=0.0, for_all=True, consequence=True)
-    killed = rank.Outcome(2, EXIT_FAILED, "was killed")
+    stuck = exit_record.Outcome(1, EXIT_HANG, "rank 0 hangs", time=0.0, for_all=True, consequence=True)
+    killed = exit_record.Outcome(2, EXIT_FAILED, "was killed")
     wanted = "trainer: rank 0 hangs\nrank 0 is here:\n  File\n"
-    assert rank.explain([stuck, outcome, killed], 3) == wanted
-    assert rank.job_code([stuck, outcome, killed]) == EXIT_HANG
+    assert exit_record.explain([stuck, outcome, killed], 3) == wanted
+    assert exit_record.job_code([stuck, outcome, killed]) == EXIT_HANG
 
 
 def _leaves(pipe: Connection) -> None:

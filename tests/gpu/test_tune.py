@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.helpers.forked import small
+from trainer.host.memory import HEADROOM
 from trainer.launch.signals import Inbox
 from trainer.train.tune.job import Job, choose, run_probe
-from trainer.train.tune.micro_batch import HEADROOM
 
 pytestmark = [
     pytest.mark.gpu,

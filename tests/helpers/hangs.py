@@ -27,7 +27,7 @@ from trainer.config.recipe import Recipe
 from trainer.data import loader
 from trainer.distributed.hang import Watch
 from trainer.errors import EXIT_HANG
-from trainer.launch import rank
+from trainer.launch import exit_record, rank
 from trainer.observe.log import Meter
 from trainer.observe.phases import PULSE
 from trainer.tasks.classification import Classification
@@ -122,13 +122,13 @@ class Job:
         outcomes = []
         for number, process in enumerate(self.ranks):
             try:
-                outcomes.append(rank.read_outcome(self._words, number))
+                outcomes.append(exit_record.read_outcome(self._words, number))
             except FileNotFoundError:
                 outcomes.append(
-                    rank.Outcome(number, 1, f"no word, {process.exitcode}", consequence=late[number])
+                    exit_record.Outcome(number, 1, f"no word, {process.exitcode}", consequence=late[number])
                 )
         self._root.cleanup()
-        return Ending(rank.job_code(outcomes), rank.explain(outcomes, len(outcomes)), took)
+        return Ending(exit_record.job_code(outcomes), exit_record.explain(outcomes, len(outcomes)), took)
 
 
 def _rank(

@@ -13,12 +13,13 @@ from hypothesis import given, strategies as st
 
 from trainer.errors import BadInputError
 from trainer.launch import launcher as launch
+from trainer.launch.exit_record import Outcome
 from trainer.launch.nodes import wire
 from trainer.launch.nodes.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
 from trainer.launch.nodes.interface import gloo_interface, interface_of
 from trainer.launch.nodes.meeting import Round, Verdict, verdict_on
 from trainer.launch.nodes.wire import Wire
-from trainer.launch.rank import Outcome, is_rank
+from trainer.launch.rank import is_rank
 
 # As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
 STEP = {

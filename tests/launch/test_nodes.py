@@ -22,12 +22,12 @@ from tests.helpers import preloaded
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import SECONDS, until
 from trainer.errors import BadInputError
+from trainer.launch.exit_record import Outcome
 from trainer.launch.nodes import guest, host, wire
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.guest import Guest, sees
 from trainer.launch.nodes.host import Host
 from trainer.launch.nodes.meeting import Round, Table, Verdict
-from trainer.launch.rank import Outcome
 
 ROOT = Path(__file__).parents[2]
 SAME = {"trainer": "1", "configuration": "abc"}
@@ -489,7 +489,7 @@ import json, sys
 from pathlib import Path
 from trainer.launch.nodes import guest, host
 from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.rounds import launch_with_others
+from trainer.launch.rounds import launch_with_others
 from trainer.cli import main
 host._SETTLE_SECONDS = 0.5
 guest._FOLDER_SECONDS = 1.0

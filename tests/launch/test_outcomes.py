@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch.rank import (
+from trainer.launch.exit_record import (
     TORCHRUN,
     Outcome,
     by_memory,
@@ -15,9 +15,9 @@ from trainer.launch.rank import (
     dead_worker,
     ending,
     explain,
-    is_rank,
     job_code,
 )
+from trainer.launch.rank import is_rank
 
 DONE, REQUEUE, BAD, HANG = (
     Outcome(0, 0),

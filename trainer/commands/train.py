@@ -17,8 +17,8 @@ from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
-from trainer.launch.nodes.rounds import launch_with_others
 from trainer.launch.rank import is_rank, run_rank
+from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import warn
 from trainer.tasks import Task
 from trainer.train.attempt import train_rank

@@ -16,6 +16,7 @@ import trainer
 from trainer.commands.train import load_recipe
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
+from trainer.host.memory import HEADROOM
 from trainer.launch.signals import Inbox
 from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
@@ -24,7 +25,7 @@ from trainer.train.run import check_request, device_kind, make_task
 from trainer.train.tune.auto import KEY, find, provisional, summary, used
 from trainer.train.tune.job import Interrupted, Job, run_probe
 from trainer.train.tune.loader import LoaderChoice, choose_loader
-from trainer.train.tune.micro_batch import HEADROOM, MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
+from trainer.train.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
 from trainer.train.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
 
 Say = Callable[[str], None]

@@ -39,6 +39,13 @@ def write_file(path: Path, parts: Iterable[Buffer]) -> str:
     return digest.hexdigest()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that a reader sees whole or not at all; a machine that stops may lose it."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder that lasts, if there is none; its parent must exist."""
     with contextlib.suppress(FileExistsError):

@@ -19,11 +19,13 @@ from pathlib import Path
 
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_FAILED
-from trainer.launch import as_launcher, rank as ranks
+from trainer.host.files import write_whole
+from trainer.launch import as_launcher
+from trainer.launch.exit_record import Outcome, explain, job_code
 from trainer.launch.local_job import LocalJob
 from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.meeting import Table
-from trainer.launch.rank import FOLDER_VARIABLE, PARENT_VARIABLE, Outcome
+from trainer.launch.rank import FOLDER_VARIABLE, PARENT_VARIABLE, die_with_parent
 from trainer.launch.signals import Inbox
 
 
@@ -72,8 +74,8 @@ def launch(
                 grace_seconds,
                 output,
             )
-            say(ranks.explain(outcomes, processes))
-            code = ranks.job_code(outcomes)
+            say(explain(outcomes, processes))
+            code = job_code(outcomes)
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
             say(f"trainer: starting again ({attempt} of {max_restarts})\n")
@@ -151,7 +153,7 @@ def say(text: str) -> None:
 
 def _torchrun(argv: Sequence[str]) -> None:
     """Runs torchrun's own code on `options -- module arguments`; leaves word of which ranks failed."""
-    ranks.die_with_parent()
+    die_with_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     # Its log lines, its warnings and its traceback tell users nothing that the ranks don't tell better.
     logging.disable()
@@ -177,7 +179,7 @@ def _torchrun(argv: Sequence[str]) -> None:
     except BaseException:
         error = traceback.format_exc()
     told = Path(os.environ[FOLDER_VARIABLE]) / "torchrun.json"
-    ranks.write_whole(told, json.dumps({"exits": exits, "error": error}))
+    write_whole(told, json.dumps({"exits": exits, "error": error}))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from pathlib import Path
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from trainer.host.limits import Limits, out_of_memory_kills, read_limits
 from trainer.host.processes import children
-from trainer.launch import as_launcher, rank as ranks
+from trainer.launch import as_launcher
+from trainer.launch.exit_record import TORCHRUN, Outcome, by_memory, crashed, read_outcome, read_torchrun
 from trainer.launch.nodes.discover import LAUNCHED
 from trainer.launch.nodes.meeting import Table
-from trainer.launch.rank import FOLDER_VARIABLE, PARENT_VARIABLE, TORCHRUN, Outcome
+from trainer.launch.rank import FOLDER_VARIABLE, PARENT_VARIABLE
 from trainer.launch.signals import Inbox, blocked
 
 _POLL_SECONDS = 0.05
@@ -80,7 +81,7 @@ class LocalJob:
             self._kill_groups()  # what a rank started and left behind
         outcomes = self._all_outcomes(process.returncode)
         if count := max(0, out_of_memory_kills() - kills):
-            return [ranks.by_memory(outcome, _out_of_memory(count, read_limits())) for outcome in outcomes]
+            return [by_memory(outcome, _out_of_memory(count, read_limits())) for outcome in outcomes]
         return outcomes
 
     def _look(self) -> None:
@@ -91,7 +92,7 @@ class LocalJob:
                 if rank not in self.pids:
                     self.pids[rank] = int((self.folder / f"rank-{rank}.pid").read_text())
                 if rank not in self.outcomes:
-                    self.outcomes[rank] = ranks.read_outcome(self.folder, rank)
+                    self.outcomes[rank] = read_outcome(self.folder, rank)
         codes = {outcome.code for outcome in self.outcomes.values()}
         if codes - {EXIT_DONE, EXIT_REQUEUE} or gone - self.outcomes.keys():
             self._end_within(_AFTER_FAILURE_SECONDS)
@@ -143,7 +144,7 @@ class LocalJob:
         """Adds what the ranks did not say themselves."""
         exits, outcomes = {0: exit_code}, dict(self.outcomes)
         if self.world > 1 and len(outcomes) < len(self.ranks):
-            exits, error = ranks.read_torchrun(self.folder, exit_code)
+            exits, error = read_torchrun(self.folder, exit_code)
             if error and not self.overdue:
                 outcomes[TORCHRUN] = Outcome(TORCHRUN, EXIT_FAILED, traceback=error)
         for rank in self.ranks:
@@ -163,7 +164,7 @@ class LocalJob:
             return Outcome(rank, EXIT_FAILED, line, consequence=True)
         if exit_code is None:
             return Outcome(rank, EXIT_FAILED, "was stopped, or ended without a word", consequence=True)
-        return ranks.crashed(self.folder, rank, exit_code)
+        return crashed(self.folder, rank, exit_code)
 
 
 def _out_of_memory(kills: int, limits: Limits) -> str:

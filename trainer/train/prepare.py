@@ -13,7 +13,7 @@ from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, check_agreement, sum_over_ranks
 from trainer.errors import BadInputError
-from trainer.host.memory import Room
+from trainer.host.memory import HEADROOM, Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.models.compiling import (
@@ -32,7 +32,6 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
-from trainer.train.tune.micro_batch import HEADROOM
 
 _MIB = 1 << 20
 _NAMES = 5

@@ -50,7 +50,7 @@ def bench_comm(options: argparse.Namespace) -> int:
         return _meet(options, nodes)
     # Not before: a rank needs none of it, and a preflight is to be quick.
     from trainer.launch.launcher import launch
-    from trainer.launch.nodes.rounds import launch_with_others
+    from trainer.launch.rounds import launch_with_others
 
     ranks, threads, environment = _local_ranks(options, request["backend"])
     if ranks == 1 and nodes is None:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.launch.rank import run_rank, write_whole
+from trainer.host.files import write_whole
+from trainer.launch.rank import run_rank
 
 _TURN_SECONDS = 0.05
 _MOST_REPEATS = 2000

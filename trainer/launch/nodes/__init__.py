@@ -1,4 +1,4 @@
-"""Several nodes: which they are, how their launchers meet at node 0, and the rounds that follow."""
+"""Several nodes: which they are, and how their launchers meet at node 0."""
 
 # What launchers have in the run folder. By this one those of several nodes see that they mean the same.
 MEETING = ".meeting"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.launch.exit_record import Outcome, job_code
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.meeting import VERSION, Round, Verdict, packed
 from trainer.launch.nodes.wire import NOISE, Message, Wire
-from trainer.launch.rank import Outcome, job_code
 
 _CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 1.0

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.launch.exit_record import Outcome
 from trainer.launch.nodes.discover import Nodes
 from trainer.launch.nodes.meeting import VERSION, Round, Verdict, verdict_on
 from trainer.launch.nodes.wire import ENDED, NOISE, Message, Wire
-from trainer.launch.rank import Outcome
 
 # With enough nodes for an elastic job, how long the others may still take: at first, and between rounds.
 _FIRST_SETTLE_SECONDS, _SETTLE_SECONDS = 30.0, 5.0

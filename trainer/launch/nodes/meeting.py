@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import NamedTuple, Protocol
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
-from trainer.launch.rank import Outcome, explain, job_code
+from trainer.launch.exit_record import Outcome, explain, job_code
 
 VERSION = 1
 

@@ -15,8 +15,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.data.fit import Loading
 from trainer.host import strict_json
+from trainer.host.files import write_whole
 from trainer.host.limits import Limits
-from trainer.launch.rank import write_whole
 from trainer.version import __version__
 
 # What decides how fast windows and batches come; neither a run's length nor its seed.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from trainer.config.recipe import Recipe
 from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
+from trainer.host.memory import HEADROOM
 
-HEADROOM = 0.05  # of the memory stays free: fragmentation and neighbours are not the same every time
 MOST_PROBES = 10
 _FIRST_JUMP = 8  # from the first probe to the second; from there on the growth is known
 _AS_FAST = 0.95  # of the highest speed

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_FAILED, OutOfMemory
-from trainer.launch.rank import run_rank, write_whole
+from trainer.host.files import write_whole
+from trainer.launch.rank import run_rank
 
 # What a failed allocation in native code says, besides torch's own words.
 _NATIVE = (

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
+from trainer.launch.exit_record import Outcome
 from trainer.launch.launcher import run_ranks, say, thread_variables
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.nodes.discover import Nodes
@@ -17,7 +18,7 @@ from trainer.launch.nodes.guest import Guest, sees
 from trainer.launch.nodes.host import Host
 from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.meeting import Round, Table, Verdict
-from trainer.launch.rank import LOGS_VARIABLE, Outcome
+from trainer.launch.rank import LOGS_VARIABLE
 from trainer.launch.signals import Inbox
 
 
