@@ -1,4 +1,4 @@
-"""The record of how a rank ended, which ranks leave, launchers read and nodes tell each other; and its words."""
+"""The record of how a rank ended: ranks leave it, launchers read it, nodes pass it on; and its words."""
 
 import json
 import queue
