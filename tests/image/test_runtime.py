@@ -665,6 +665,10 @@ def test_an_old_python_can_read_the_scripts() -> None:
     for name in (
         "scripts/runtime.py",
         "scripts/engine_checks.py",
+        "trainer/__init__.py",
+        "trainer/version.py",
+        "trainer/errors.py",
+        "trainer/host/__init__.py",
         "trainer/host/gpus.py",
         "trainer/config/suggest.py",
     ):
