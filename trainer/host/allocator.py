@@ -7,15 +7,13 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management and, for 
 import importlib.util
 import re
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 
+from trainer.config.model import Allocator
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
 from trainer.host.nvml import driver_version, gpu_bytes
-
-Allocator = Literal["native", "expandable", "async", "managed"]
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
 _OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.config.model import MemoryConfig
 from trainer.host.allocator import tells_figures
-from trainer.models.activation_checkpointing import MemoryConfig
 from trainer.observe.peak import Peak, highest
 
 MIB, GIB = 1 << 20, 1 << 30
