@@ -29,9 +29,9 @@ Kind = Literal[
 
 # Nothing is read from data.path.
 EMBEDDED = ("digits", "synthetic", "stdlib", "dtmf", "digits-canvas", "own")
-
 # Held in memory, or read where it is used: without workers.
 WITHOUT_WORKERS = (*EMBEDDED, "cifar10", "text", "tokens")
+
 OnCorrupt = Literal["fail", "skip", "quarantine"]
 Check = Literal["fast", "full", "none"]
 _SCHEMES = ("s3", "https", "http")
