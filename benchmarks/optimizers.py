@@ -27,12 +27,12 @@ from torch import nn
 from trainer.commands.bench.overhead import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
+from trainer.config.tasks import RegularizationConfig
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
 from trainer.host.limits import read_limits
 from trainer.observe.conditions import conditions
 from trainer.tasks.classification import Classification
-from trainer.tasks.mixing import RegularizationConfig
 from trainer.train.evaluate import evaluate
 from trainer.train.run import Parts, assemble
 from trainer.train.step import train_window

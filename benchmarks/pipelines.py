@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from benchmarks.against import chosen
+from trainer.config.data import LoaderConfig
 from trainer.data.formats.crop import random_cut
 from trainer.data.formats.files import Files, in_folder
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pieces import INDEX, in_pieces
 from trainer.data.formats.records import Records
-from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.observe.phases import mark
 from trainer.tasks.augment import Normalisation, flip

@@ -28,7 +28,7 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.models.compiling import missing_for_compiling
+from trainer.models.compiling import missing_for_compiling, torch_mode
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
@@ -178,7 +178,7 @@ def by_hand(
 
         mark_static_address(x)
         # Of a function of its own: compiled code and graphs of the trainer's model aren't looked through.
-        call = torch.compile(forward, mode=recipe.compile.torch_mode(device), dynamic=False)
+        call = torch.compile(forward, mode=torch_mode(recipe.compile, device), dynamic=False)
     done = 0
     order: tuple[torch.Tensor, ...] = ()
 
@@ -242,7 +242,7 @@ def graphs(mode: str = _MODES[0], rounds: int = 0, steps: int = 0) -> dict[str, 
     ratio, low, high = median_interval([ours / hand for ours, hand in pairs])
     each = {f"{name}_us": float(np.median(series)) / steps * 1e6 for name, series in seconds.items()}
     figures = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
-    return {**figures, "mode": recipe.compile.torch_mode(device), "skipped": _skipped(), "measured": cuda}
+    return {**figures, "mode": torch_mode(recipe.compile, device), "skipped": _skipped(), "measured": cuda}
 
 
 def _skipped() -> int:

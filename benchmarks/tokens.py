@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from trainer.commands.bench.overhead import Series, interleaved, median_interval
+from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
-from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions

@@ -15,6 +15,7 @@ from trainer.commands.submit.command import add_parser as launch_command
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
 from trainer.host.threads import wait_passively
+from trainer.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="trainer", description="Trains PyTorch models: fast, exact, explained.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"trainer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     train = commands.add_parser("train", help="train a recipe", allow_abbrev=False)
@@ -339,6 +341,8 @@ def _train(options: argparse.Namespace) -> int:
     from trainer.launch.nodes.discover import rank_variables
     from trainer.launch.rank import is_rank, register
 
+    if options.help_config:
+        return _show_keys(options)
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
         register()  # before the slow imports, so that a signal finds a handler
@@ -348,18 +352,30 @@ def _train(options: argparse.Namespace) -> int:
 
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
         wait_passively()
-        _check_recipe_name(options)
+        _check_recipe(options)
     from trainer.commands.report.write import leave_report
     from trainer.commands.train import start
 
     return start(options, report=leave_report)
 
 
-def _check_recipe_name(options: argparse.Namespace) -> None:
-    """Refuses a recipe that isn't there, and settings that aren't KEY=VALUE, before torch is imported."""
-    from trainer.config.recipe_file import override, read_recipe
+def _show_keys(options: argparse.Namespace) -> int:
+    from trainer.config.recipe_file import key_lines
 
-    override(read_recipe(options.recipe), options.set)
+    print("\n".join(key_lines(options.recipe, *_check_recipe(options))))
+    return 0
+
+
+def _check_recipe(options: argparse.Namespace) -> tuple[Any, bool]:
+    """Reads a recipe with its settings: what is wrong with them is said before torch is imported."""
+    from trainer.config.recipe_file import provisional
+
+    settings = list(options.set)
+    if options.tuned is not None:  # these come first, so that --set wins
+        from trainer.train.tune.tuned import read_tuned, settings_of
+
+        settings = [*settings_of(read_tuned(options.tuned)), *settings]
+    return provisional(options.recipe, settings)
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -395,7 +411,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    _check_recipe_name(options)
+    _check_recipe(options)
     from trainer.commands.tune import tune
 
     return tune(options)

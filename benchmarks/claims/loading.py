@@ -28,7 +28,8 @@ from trainer.commands.bench.overhead import interleaved
 from trainer.commands.bench.setting import now
 from trainer.commands.bench.workers import grid_speeds
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad
 from trainer.data.fit import Loading

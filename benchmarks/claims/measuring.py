@@ -14,7 +14,8 @@ from benchmarks.claims.claim import Series
 from trainer.commands.bench.overhead import interleaved
 from trainer.commands.bench.setting import now
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.distributed.parallel import World, silenced
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.models.precision import set_matmul_mode

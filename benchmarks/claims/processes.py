@@ -15,7 +15,8 @@ from benchmarks.claims.needs import library
 from benchmarks.claims.training import IMAGES
 from trainer.commands.bench import whole_runs
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe, recipe_names, validated
+from trainer.config.recipe_file import read_recipe, recipe_names
+from trainer.config.section import validated
 from trainer.errors import BadInputError
 
 _WINDOWS = 60

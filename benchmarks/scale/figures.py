@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from trainer.config.recipe_file import Section, override, validated
+from trainer.config.recipe_file import override
+from trainer.config.section import Section, validated
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 

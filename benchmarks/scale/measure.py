@@ -11,7 +11,8 @@ import yaml
 from benchmarks.scale.figures import Job, read_link
 from benchmarks.scale.probes import Found, of_buckets, of_checkpoint, of_start, of_store
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe, validated
+from trainer.config.recipe_file import read_recipe
+from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host import strict_json
 from trainer.host.threads import wait_passively

@@ -28,7 +28,8 @@ from benchmarks.targets_parts import Traffic, make_parser
 from tests.helpers.clock import Clock
 from trainer.cli import _parser as trainer_parser, main
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.data.dataset import ArrayDataset
 from trainer.train.step import train_window
 

@@ -29,8 +29,8 @@ from benchmarks.scale.simulate import simulate
 from benchmarks.scale.table import TARGET, differences
 from trainer import checkpoint
 from trainer.cli import main
+from trainer.config.training import CheckpointConfig
 from trainer.errors import BadInputError
-from trainer.train.resume import CheckpointConfig
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, MEASURED = (ROOT / f"docs/results/scale-{name}.yaml" for name in ("example", "measured"))

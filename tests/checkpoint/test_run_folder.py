@@ -28,6 +28,7 @@ from tests.helpers.rows import read_rows
 from trainer import cli
 from trainer.checkpoint import store
 from trainer.commands import train as start
+from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.data import dataset
 from trainer.data.dataset import ArrayDataset, spread
@@ -35,7 +36,7 @@ from trainer.data.formats.files import in_folder
 from trainer.errors import BadInputError
 from trainer.host import files
 from trainer.host.disks import Mount
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.observe.sinks import keep_rows
 from trainer.train import between_windows, summary
 from trainer.train.resume import read_stored

@@ -362,7 +362,8 @@ def test_bad_input_is_one_line(
 def test_it_never_imports_torch(tmp_path: Path) -> None:
     """It answers in a second or two: torch alone would take several."""
     code = (
-        "import sys; from trainer.cli import main; main(['doctor', '--json'])\n"
+        "import sys; from trainer.cli import main\n"
+        "main(['doctor', 'digits', '--set', 'optim.lr=1', '--json'])\n"
         "print('torch' in sys.modules, file=sys.stderr)"
     )
     done = subprocess.run(

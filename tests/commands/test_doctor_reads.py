@@ -25,12 +25,11 @@ from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
 from trainer.commands.doctor.helpers import size
 from trainer.commands.doctor.kernel import lock, read_system
-from trainer.commands.doctor.plan import Read, make_plan, read_keys
+from trainer.commands.doctor.plan import make_plan, read_for_plan
 from trainer.commands.doctor.software import read_software
-from trainer.config.recipe import Recipe
+from trainer.config.data import WITHOUT_WORKERS
 from trainer.config.recipe_file import recipe_names
 from trainer.data.fit import Sizes, by_rule, bytes_needed
-from trainer.data.kinds import WITHOUT_WORKERS
 from trainer.host import disks
 from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
 from trainer.host.limits import Limits, read_limits
@@ -558,20 +557,10 @@ def test_a_locale_that_is_not_installed() -> None:
 # The plan
 
 
-def test_the_defaults_are_those_of_a_recipe() -> None:
-    whole, read = Recipe(epochs=1), Read()
-    assert read.device == whole.device
-    assert read.compile.mode == whole.compile.mode
-    names = type(read.data).model_fields["name"].annotation
-    assert names == type(whole.data).model_fields["name"].annotation
-    for name in type(read.data).model_fields:
-        assert getattr(read.data, name) == getattr(whole.data, name), name
-
-
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_a_plan_of_every_recipe(recipe: str) -> None:
     """It can be read; and what is embedded, or held in memory, wants no workers."""
-    keys = read_keys(recipe, [])
+    keys = read_for_plan(recipe, [])
     workers = make_plan(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
     assert (workers == 0) == (keys.data.name in WITHOUT_WORKERS)
 
@@ -581,15 +570,15 @@ def test_a_plan(tmp_path: Path) -> None:
     file.write_text(
         f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch: 32}}\n"
     )
-    keys = read_keys(str(file), ["data.prefetch=2", "compile.mode=default"])
-    assert keys.data.path == str(tmp_path)
+    keys = read_for_plan(str(file), ["data.prefetch=2", "compile.mode=default"])
+    assert keys.data.path == tmp_path
     gpus = read_gpus(nvml(), tmp_path, {})
     plan = make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), gpus)
     assert (plan.ranks, plan.workers, plan.prefetch, plan.compiles) == (2, 6, 2, True)
     assert plan.batch_bytes == 32 * 3 * 160 * 160
     assert plan.ahead == 2 * 6 * 2 * plan.batch_bytes
     assert make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
-    digits = make_plan("digits", read_keys("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
+    digits = make_plan("digits", read_for_plan("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
     assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
 
 
@@ -598,13 +587,13 @@ def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
     file = tmp_path / "pets.yaml"
     file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch: 128}\n")
     limits = Limits(16, 64 * GIB, GIB, None)
-    plan = make_plan("pets.yaml", read_keys(str(file), []), limits, Gpus())
+    plan = make_plan("pets.yaml", read_for_plan(str(file), []), limits, Gpus())
     sample = 3 * 512 * 512
     sizes = Sizes(sample, 128 * sample, 256 * sample)
     chosen = by_rule("auto", "auto", sizes, limits, 1)
     assert (plan.workers, plan.prefetch) == chosen == (12, 2)
     assert plan.loader_bytes == bytes_needed(chosen, sizes)
-    tight = make_plan("pets.yaml", read_keys(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    tight = make_plan("pets.yaml", read_for_plan(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
     assert tight.workers < 12
 
 

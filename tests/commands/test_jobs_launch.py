@@ -19,7 +19,7 @@ from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.places import ENDINGS
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import describe
+from trainer.config.section import describe
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]

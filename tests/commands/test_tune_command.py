@@ -18,6 +18,7 @@ from tests.helpers import preloaded
 from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.commands import train as start, tune as command
+from trainer.config.recipe_file import load_recipe
 from trainer.launch import rank as ranks
 from trainer.train.tune import auto
 from trainer.train.tune.job import Interrupted, Job
@@ -73,7 +74,7 @@ def stored(folder: Path, micro_batch: int) -> None:
     """A run that was stopped."""
     from trainer.train.run import data_of, make_task
 
-    recipe = start.load_recipe("digits", [*SMALL[1::2], f"data.micro_batch={micro_batch}"])
+    recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch={micro_batch}"])
     folder.mkdir()
     manifest = {
         "config": recipe.model_dump(mode="json"),

@@ -19,9 +19,9 @@ from tests.helpers import preloaded
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from trainer.cli import main
-from trainer.commands.train import load_recipe
 from trainer.commands.verify import verify as module
 from trainer.commands.verify.verdict import differences_here
+from trainer.config.recipe_file import load_recipe
 from trainer.train.recorded import Part, last_window, parts_of, read_run
 
 

@@ -6,18 +6,10 @@ import pytest
 import yaml
 
 from trainer.cli import main
+from trainer.config.data import EMBEDDED
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import (
-    _nearest_key,
-    config_hash,
-    describe,
-    override,
-    parse_recipe,
-    read_recipe,
-    recipe_names,
-    validated,
-)
-from trainer.data.kinds import EMBEDDED
+from trainer.config.recipe_file import override, parse_recipe, read_recipe, recipe_names
+from trainer.config.section import _nearest_key, config_hash, describe, validated
 from trainer.train.run import check_request, make_task
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import describe
 from trainer.config.redact import REDACTED, is_secret, redact, redact_text, redact_words
+from trainer.config.section import describe
 
 S = "hunter2/x+Y9"
 

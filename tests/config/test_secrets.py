@@ -12,7 +12,7 @@ from tests.helpers.few_pictures import write_pictures
 from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash
+from trainer.config.section import config_hash
 from trainer.launch import exit_record, launcher as launch, rank
 from trainer.observe.console import Display, warn
 from trainer.train.manifest import command

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, source
-from trainer.data.corrupt import Bad, OnCorrupt
+from trainer.config.data import LoaderConfig, OnCorrupt
+from trainer.data.corrupt import Bad
 from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
-from trainer.data.loader import LoaderConfig, RingLoader
+from trainer.data.loader import RingLoader
 from trainer.errors import BadInputError
 
 soundfile = pytest.importorskip("soundfile")

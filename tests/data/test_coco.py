@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 
 from tests.helpers.batches import CPU, read_all, source
+from trainer.config.data import LoaderConfig
 from trainer.data.builtin.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
 from trainer.data.check import Part, check_data
 from trainer.data.corrupt import Corrupt
@@ -31,7 +32,7 @@ from trainer.data.formats.boxes import (
     place,
 )
 from trainer.data.formats.coco import CocoPictures
-from trainer.data.loader import LoaderConfig, RingLoader
+from trainer.data.loader import RingLoader
 from trainer.data.sources import digits
 from trainer.errors import BadInputError
 

@@ -19,6 +19,7 @@ from PIL import Image
 
 from benchmarks.photographs import write_photographs
 from tests.helpers.batches import CPU, read_all
+from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data.check import Part, check_data, unreadable
 from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
 from trainer.data.formats import decode
@@ -29,9 +30,9 @@ from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.formats.pieces import in_pieces
 from trainer.data.formats.records import Records
 from trainer.data.formats.shards import index_shards
-from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
-from trainer.data.sources import DataConfig, common_classes, load_images
+from trainer.data.sources import common_classes, load_images
 from trainer.errors import BadInputError
 
 SIDE = 32

@@ -20,12 +20,13 @@ from tests.helpers import preloaded
 from tests.helpers.batches import CPU, FORK, Numbers, frozen, read_all, source
 from tests.helpers.few_pictures import make_folder
 from tests.helpers.toys import make_recipe
+from trainer.config.data import DataConfig, LoaderConfig
 from trainer.data import work
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.crop import central_cut, random_cut
-from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader, Source, make_loader
+from trainer.data.loader import ResidentLoader, RingLoader, Source, make_loader
 from trainer.data.ring import Ring
-from trainer.data.sources import DataConfig, load_images
+from trainer.data.sources import load_images
 from trainer.data.workers import begin_worker
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError

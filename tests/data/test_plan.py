@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.data.sampling.plan import Last, Plan, Share, evaluation_share
+from trainer.config.training import Last
+from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.errors import BadInputError
 from trainer.rng import Ints, key, keys, permuted, uniforms
 

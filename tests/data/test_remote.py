@@ -10,7 +10,8 @@ import pytest
 
 from tests.helpers.remote import S3, Web
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.config.sizes import parse_size, size_text
 from trainer.data.remote import access
 from trainer.data.remote.access import Sink, WrongContentError, fetch, join

@@ -14,14 +14,15 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.batches import CPU, frozen
 from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered, write_pack
+from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
 from trainer.data.formats.pieces import About
-from trainer.data.loader import LoaderConfig, RingLoader, Source
+from trainer.data.loader import RingLoader, Source
 from trainer.data.remote import cache
 from trainer.data.remote.cache import CachedPieces
 from trainer.data.sampling.plan import Plan, Share
-from trainer.data.sources import DataConfig, load_images, order_of
+from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
 from trainer.train.run import data_of, make_plan, make_task
 

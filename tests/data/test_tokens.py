@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers.batches import CPU, read_all, rows, source
+from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
-from trainer.data.loader import LoaderConfig, RingLoader
+from trainer.data.loader import RingLoader
 from trainer.errors import BadInputError
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from trainer.config.training import Last
 from trainer.data.sampling.piece_order import in_windows
-from trainer.data.sampling.plan import Last, Plan, Share
+from trainer.data.sampling.plan import Plan, Share
 from trainer.rng import Ints, permuted
 
 pytestmark = pytest.mark.compat

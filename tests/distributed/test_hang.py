@@ -18,8 +18,9 @@ import torch
 from tests.helpers import forked, preloaded
 from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recipe_of, slow
 from trainer.checkpoint import store
+from trainer.config.training import ParallelConfig
 from trainer.distributed.hang import Seen, Verdict, Watch, judge
-from trainer.distributed.parallel import ParallelConfig, World
+from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import exit_record, rank
 from trainer.observe import phases as pulse

@@ -14,7 +14,8 @@ from tests.helpers import preloaded
 from tests.helpers.digits_windows import DIGITS, train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
-from trainer.distributed.parallel import ParallelConfig, World, replicate
+from trainer.config.training import ParallelConfig
+from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import WindowStatistics
 from trainer.models.sync_batchnorm import synchronise_batchnorm

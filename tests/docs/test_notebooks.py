@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import preloaded
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import describe
+from trainer.config.section import describe
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 import trainer.train.allocator
+from trainer.config.model import Allocator, MemoryConfig
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.errors import BadInputError
-from trainer.host.allocator import (
-    Allocator,
-    allocator_variables,
-    check_allocator,
-)
-from trainer.models.activation_checkpointing import MemoryConfig
+from trainer.host.allocator import allocator_variables, check_allocator
 from trainer.observe.memory import after_evaluation, memory_figures, memory_tracker
 from trainer.observe.peak import Peak, highest
 from trainer.train.allocator import set_up_allocator, use_managed_memory

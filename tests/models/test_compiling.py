@@ -13,9 +13,10 @@ import torch
 from tests.helpers import preloaded
 from tests.helpers.toys import SMALL, TokenTask, assemble_alone, make_recipe
 from tests.helpers.world import Ranks
+from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
 from trainer.models import compiling
-from trainer.models.compiling import CACHE_VARIABLE, CompileConfig, missing_for_compiling, prepare_cache
+from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
 from trainer.observe.log import Meter
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
@@ -262,7 +263,7 @@ def test_cuda_graphs_are_of_the_whole_model() -> None:
     with pytest.raises(ValueError, match=r"use compile\.scope=model"):
         CompileConfig(mode="reduce-overhead", scope="blocks")
     whole, blocks = (CompileConfig(mode="max-autotune", scope=scope) for scope in ("model", "blocks"))
-    assert whole.torch_mode(CUDA) == "max-autotune"
-    assert whole.torch_mode(CPU) == blocks.torch_mode(CUDA) == "max-autotune-no-cudagraphs"
+    assert torch_mode(whole, CUDA) == "max-autotune"
+    assert torch_mode(whole, CPU) == torch_mode(blocks, CUDA) == "max-autotune-no-cudagraphs"
     assert (blocks.cuda_graphs, blocks.warm_up) == (False, 1)
-    assert CompileConfig(mode="reduce-overhead").torch_mode(CPU) == "default"
+    assert torch_mode(CompileConfig(mode="reduce-overhead"), CPU) == "default"

@@ -11,13 +11,14 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers.toys import SMALL, assemble_alone, make_recipe
+from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.memory import Room
-from trainer.models.activation_checkpointing import MemoryConfig, blocks, candidates, recompute
+from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
 from trainer.models.batchnorm import WindowStatistics
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.train.prepare import blank_batch, memory_to_come, too_much
 from trainer.train.run import make_task
 from trainer.train.step import train_window

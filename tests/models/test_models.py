@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.helpers.libraries import require
+from trainer.config.model import ModelConfig
 from trainer.errors import BadInputError
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 
 
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 7)])

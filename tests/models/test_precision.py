@@ -9,23 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.recipe import Recipe
+from trainer.config.tasks import RegularizationConfig
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import WindowStatistics
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
-from trainer.models.precision import (
-    PrecisionConfig,
-    check_precision,
-    fp32_modules,
-    keep_in_fp32,
-    set_matmul_mode,
-)
+from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
 from trainer.tasks.augment import affine
 from trainer.tasks.classification import Classification
-from trainer.tasks.mixing import RegularizationConfig
 from trainer.train.run import check_request, make_task
 from trainer.train.step import take_figures, train_window
 

@@ -13,9 +13,10 @@ from tests.helpers.forked import attempt, small
 from tests.helpers.toys import assemble_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
+from trainer.config.model import ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.models.weights import load_initial
 from trainer.train.run import assemble, check_request, make_task
 from trainer.train.run_folder import save_weights

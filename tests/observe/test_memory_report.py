@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from tests.helpers import preloaded
+from trainer.config.model import MemoryConfig
 from trainer.errors import OutOfMemory
 from trainer.launch.rank import _outcome
-from trainer.models.activation_checkpointing import MemoryConfig
 from trainer.observe import peak
 from trainer.observe.leak import Growth, Trends, leak, leak_text
 from trainer.observe.memory import (

@@ -17,6 +17,7 @@ from torch import nn
 from tests.helpers.clock import Clock
 from trainer.cli import _parser
 from trainer.commands import train as starting
+from trainer.config.recipe_file import load_recipe
 from trainer.observe import phases as pulse, profile as profile_module
 from trainer.observe.phases import PULSE, Phase, mark
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
@@ -288,5 +289,5 @@ def test_the_flag_reaches_the_ranks(
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
     options: argparse.Namespace = _parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
-    assert starting._launch(options, starting.load_recipe("digits", ["device=cpu"]), None) == 0
+    assert starting._launch(options, load_recipe("digits", ["device=cpu"]), None) == 0
     assert _parser().parse_args(passed[0]).profile == kind

@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.optimizers import PatchTransformer
 from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.config.model import ModelConfig
+from trainer.config.training import OptimConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.models.images import ModelConfig, SmallResNet, build_model
+from trainer.models.images import SmallResNet, build_model
 from trainer.optim.muon import Muon, hidden_matrices, orthogonalise
-from trainer.optim.optimizers import OptimConfig, Rates, layer_factors, make_optimizer, parameter_groups
+from trainer.optim.optimizers import Rates, layer_factors, make_optimizer, parameter_groups
 from trainer.train.evaluate import evaluate
 from trainer.train.run import make_task
 from trainer.train.step import train_window

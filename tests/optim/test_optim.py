@@ -9,10 +9,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from trainer.models.images import ModelConfig, build_model
-from trainer.optim.average import AverageConfig, WeightAverage
+from trainer.config.model import ModelConfig
+from trainer.config.training import AverageConfig, OptimConfig
+from trainer.models.images import build_model
+from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import (
-    OptimConfig,
     Rates,
     clip_gradients,
     layer_factors,

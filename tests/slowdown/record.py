@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tests.slowdown.run import Ending
-from trainer.data.remote.access import is_url
+from trainer.config.data import is_url
 from trainer.observe.diagnosis import Facts, Verdict, diagnose, merge
 
 FOLDER = Path(__file__).parents[1] / "verdicts"

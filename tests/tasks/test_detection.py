@@ -18,9 +18,11 @@ from tests.helpers.forked import attempt
 from tests.helpers.toys import make_recipe
 from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.world import Ranks
+from trainer.config.data import LoaderConfig
+from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.recipe import Recipe
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL
-from trainer.data.loader import Batch, LoaderConfig, RingLoader, Source
+from trainer.data.loader import Batch, RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -33,8 +35,6 @@ from trainer.models.detection import (
     make_detector,
     tiny_losses,
 )
-from trainer.models.images import ModelConfig
-from trainer.models.precision import PrecisionConfig
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.detection import Detection, _torchvision_loss
 from trainer.train.evaluate import evaluate

@@ -16,23 +16,26 @@ from torch.nn import functional as F
 
 from tests.helpers.batches import source
 from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
+from trainer.config.tasks import GPTConfig, LanguageConfig
+from trainer.config.training import OptimConfig
 from trainer.data.dataset import UNITS, ArrayDataset
 from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, decode, encode
 from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
-from trainer.data.loader import LoaderConfig, ResidentLoader, RingLoader
+from trainer.data.loader import ResidentLoader, RingLoader
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.models.gpt import GPT, GPTConfig, generate, place_in_segment, turned, turns
+from trainer.models.gpt import GPT, generate, place_in_segment, turned, turns
 from trainer.optim.muon import hidden_matrices
-from trainer.optim.optimizers import OptimConfig, parameter_groups
-from trainer.tasks.language import Language, LanguageConfig
+from trainer.optim.optimizers import parameter_groups
+from trainer.tasks.language import Language
 from trainer.train.run import check_request, make_plan, make_task
 from trainer.train.step import train_window
 
@@ -321,8 +324,8 @@ def test_ragged_documents_weigh_as_in_one_big_batch(
 
 @pytest.mark.parametrize("way", ["packed", "padded"])
 def test_evaluation_counts_each_token_once(way: Any) -> None:
+    from trainer.config.model import PrecisionConfig
     from trainer.distributed.parallel import World
-    from trainer.models.precision import PrecisionConfig
     from trainer.train.evaluate import evaluate
 
     wanted, _ = one_big_batch()

@@ -22,7 +22,8 @@ from trainer.cli import main
 from trainer.commands import train as start
 from trainer.commands.predict.command import _show
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import read_recipe, validated
+from trainer.config.recipe_file import read_recipe
+from trainer.config.section import validated
 from trainer.config.task_file import MODULE
 from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there

@@ -9,16 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.helpers.toys import assemble_alone, make_recipe
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import validated
+from trainer.config.section import validated
+from trainer.config.tasks import RegularizationConfig
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.classification import Classification
-from trainer.tasks.mixing import RegularizationConfig, mix
+from trainer.tasks.mixing import mix
 from trainer.train.run import make_task
 from trainer.train.step import train_window
 

@@ -9,7 +9,8 @@ import torch
 from tests.helpers.counting import skip_with_another_torch
 from tests.helpers.toys import assemble_alone
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.distributed.parallel import World
 from trainer.observe.log import Meter
 from trainer.train import prepare

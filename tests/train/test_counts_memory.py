@@ -15,7 +15,8 @@ from torch.autograd.profiler import profile
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
 from tests.helpers.toys import assemble_alone
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.data.ring import Ring
 from trainer.distributed.parallel import silenced
 from trainer.train.run import Parts, make_task

@@ -17,9 +17,11 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.few_pictures import write_pictures
 from tests.helpers.rows import read_rows
-from trainer.data.sources import DataConfig, load_images
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.data.sources import load_images
 from trainer.errors import BadInputError
-from trainer.models.images import ModelConfig, build_model
+from trainer.models.images import build_model
 from trainer.train.run_folder import check_space
 
 ROOT = Path(__file__).parents[2]

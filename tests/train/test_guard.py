@@ -25,12 +25,13 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
+from trainer.config.training import GuardConfig
 from trainer.errors import BadInputError
 from trainer.launch import rank, signals as preempt
 from trainer.tasks.classification import Classification
 from trainer.train import incidents
 from trainer.train.attempt import train_rank
-from trainer.train.guard import Finding, GuardConfig, judge, median_and_deviation
+from trainer.train.guard import Finding, judge, median_and_deviation
 from trainer.train.incidents import incidents_before, left_out, read_incidents
 from trainer.train.run import make_plan, make_task
 

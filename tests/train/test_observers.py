@@ -17,9 +17,10 @@ from tests.helpers.windows import LITTLE, assert_same_bits
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
+from trainer.config.training import LogConfig
 from trainer.distributed.parallel import World
 from trainer.observe.flops import Count
-from trainer.observe.log import LogConfig, Meter
+from trainer.observe.log import Meter
 from trainer.observe.memory import memory_tracker
 from trainer.observe.phases import PULSE
 from trainer.observe.profile import Kind, Profile

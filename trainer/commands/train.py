@@ -1,7 +1,6 @@
 """`trainer train`: checks the whole request once, then starts the ranks; or is one of them."""
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-import trainer
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash, describe, override, read_recipe, validated
-from trainer.config.redact import redact_text
+from trainer.config.recipe_file import load_recipe, provisional
+from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.launch.launcher import launch
@@ -28,10 +26,11 @@ from trainer.train.resume import RUNS, Mode, Stored, check_resumable, ended, new
 from trainer.train.run import check_files, check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
 from trainer.train.summary import Report, no_report
-from trainer.train.tune.auto import chosen_setting, for_ranks, provisional, stored_setting
+from trainer.train.tune.auto import chosen_setting, for_ranks, stored_setting
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.loader import for_ranks as loader_for_ranks
 from trainer.train.tune.tuned import check_tuned, read_tuned, settings_of
+from trainer.version import __version__
 
 _FOLDER = "TRAINER_RUN_FOLDER"
 
@@ -47,22 +46,10 @@ def start(options: argparse.Namespace, output: int | None = None, report: Report
     if options.tuned is not None:  # its settings come first, so that --set wins
         tuned = settings_of(read_tuned(options.tuned))
         options = argparse.Namespace(**{**vars(options), "set": [*tuned, *options.set]})
-    recipe, auto = provisional(options.recipe, options.set)
-    if options.help_config:
-        _show_keys(options.recipe, recipe, auto)
-        return 0
+    recipe, _ = provisional(options.recipe, options.set)
     return (
         run_rank(lambda: _rank(options, report)) if is_rank(os.environ) else _launch(options, recipe, output)
     )
-
-
-def load_recipe(name: str, settings: list[str]) -> Recipe:
-    """Reads a recipe and applies settings.
-
-    Raises:
-        BadInputError: For the first thing that is wrong with them.
-    """
-    return validated(Recipe, override(read_recipe(name), settings), name)
 
 
 def _rank(options: argparse.Namespace, report: Report) -> int:
@@ -226,7 +213,7 @@ def _words_for_ranks(options: argparse.Namespace, settings: list[str]) -> list[s
 def _same(recipe: Recipe) -> dict[str, str]:
     """What every node must have alike."""
     return {
-        "trainer": trainer.__version__,
+        "trainer": __version__,
         "PyTorch": torch.__version__,
         "configuration": config_hash(recipe)[:16],
     }
@@ -264,16 +251,3 @@ def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
     folder = new_folder(RUNS, options.recipe, recipe)
     marker.write_text(str(folder))
     return folder
-
-
-def _show_keys(name: str, recipe: Recipe, auto: bool) -> None:
-    values = recipe.model_dump(mode="json")
-    if auto:
-        values["data"]["micro_batch"] = "auto"
-    for key in describe(Recipe):
-        value = values
-        for part in key.name.split("."):
-            value = value[part]
-        shown = redact_text(value if isinstance(value, str) else json.dumps(value))
-        here = "" if shown == key.default else f" ({name}: {shown})"
-        print(f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}")

@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import trainer
-from trainer.commands.train import load_recipe
+from trainer.config.recipe_file import load_recipe, provisional
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.host.memory import HEADROOM
@@ -22,11 +21,12 @@ from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.run import check_request, device_kind, make_task
-from trainer.train.tune.auto import KEY, find, provisional, summary, used
+from trainer.train.tune.auto import KEY, find, summary, used
 from trainer.train.tune.job import Interrupted, Job, run_probe
 from trainer.train.tune.loader import LoaderChoice, choose_loader
 from trainer.train.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
 from trainer.train.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
+from trainer.version import __version__
 
 Say = Callable[[str], None]
 
@@ -163,7 +163,7 @@ def _evidence(job: Job, found: Found) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "conditions": conditions(),
-        "trainer": trainer.__version__,
+        "trainer": __version__,
         "limits": {
             "cpus": limits.cpus,
             "memory_bytes": limits.memory_bytes,

@@ -5,24 +5,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.recipe_file import Section
+from trainer.config.data import DataConfig
+from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
+from trainer.config.section import Section
 from trainer.config.suggest import nearest
-from trainer.data.sampling.plan import WindowConfig
-from trainer.data.sources import DataConfig
-from trainer.distributed.parallel import ParallelConfig
-from trainer.models.activation_checkpointing import MemoryConfig
-from trainer.models.compiling import CompileConfig
-from trainer.models.images import ModelConfig
-from trainer.models.precision import PrecisionConfig
-from trainer.observe.log import LogConfig
-from trainer.optim.average import AverageConfig
-from trainer.optim.optimizers import OptimConfig
-from trainer.tasks.audio import AudioConfig
-from trainer.tasks.detection import DetectionConfig
-from trainer.tasks.language import LanguageConfig
-from trainer.tasks.mixing import RegularizationConfig
-from trainer.train.guard import GuardConfig
-from trainer.train.resume import CheckpointConfig
+from trainer.config.tasks import AudioConfig, DetectionConfig, LanguageConfig, RegularizationConfig
+from trainer.config.training import (
+    AverageConfig,
+    CheckpointConfig,
+    GuardConfig,
+    LogConfig,
+    OptimConfig,
+    ParallelConfig,
+    WindowConfig,
+)
 
 # Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
 _TASKS = {

@@ -1,38 +1,21 @@
-"""Configuration: a recipe in YAML, overrides by dotted key, errors that name the key and the remedy."""
+"""A recipe as it is given: by name or path, in YAML or a task's file, with overrides by dotted key."""
 
-import hashlib
 import importlib.resources
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
-
-from trainer.config.redact import redact, redact_text
-from trainer.config.suggest import alike, nearest
+from trainer.config.data import DataConfig
+from trainer.config.recipe import Recipe
+from trainer.config.redact import redact_text
+from trainer.config.section import describe, validated
+from trainer.config.suggest import nearest
 from trainer.config.task_file import own_recipe
-from trainer.config.yaml_text import in_yaml, parse_yaml
+from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 
-Config = TypeVar("Config", bound=BaseModel)
-
 _FILE_BYTES = 1 << 20
-
-
-class Section(BaseModel):
-    """Base of every part of a configuration: unknown keys, infinities and true for 1 are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field: FieldInfo = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
-            raise ValueError("true and false are no numbers and no words here")
-        return value
 
 
 def recipe_names() -> list[str]:
@@ -119,114 +102,45 @@ def _merged(values: dict[str, Any], changes: dict[str, Any], setting: str) -> di
     return merged
 
 
-def validated(model: type[Config], values: dict[str, Any], source: str) -> Config:
-    """Turns values into a typed configuration.
+def load_recipe(name: str, settings: Sequence[str]) -> Recipe:
+    """Reads a recipe and applies settings.
 
     Raises:
-        BadInputError: For the first unknown key (with the nearest one) or wrong value.
+        BadInputError: For the first thing that is wrong with them.
     """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise BadInputError(f"{source}: {_first_problem(model, error)}") from error
+    return validated(Recipe, override(read_recipe(name), settings), name)
 
 
-def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
-    # An unknown key first: it is usually why another one is missing.
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    known = [key.name for key in describe(model)]
-    others = len({_key_of(one["loc"], known) for one in problems}) - 1
-    more = f" (and {others} more problem{'s' * (others > 1)})" * (others > 0)
-    dotted = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "extra_forbidden":
-        inside = problem["input"]
-        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
-    dotted = _key_of(problem["loc"], known)
-    wanted = next((key.type for key in describe(model) if key.name == dotted), "")
-    what = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "model_type":
-        what = f"a section: give its keys, such as {dotted}={{…}} or {dotted}.KEY=VALUE"
-    if problem["type"] == "tuple_type":
-        what = f"a list is wanted, such as --set '{dotted}=[{in_yaml(problem['input'])}]'"
-    if problem["type"] == "literal_error":
-        what = f"not among them{nearest(str(problem['input']).lower(), wanted.split(' | '))}"
-    if not wanted:  # of a whole section
-        return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
-    given = redact_text(in_yaml(problem["input"]))  # before a cut that would hide what shows it
-    given = given if len(given) < 60 else given[:57] + "..."
-    return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
+def provisional(name: str, settings: Sequence[str]) -> tuple[Recipe, bool]:
+    """A recipe, and whether its micro-batch is auto: then some number stands there that its rules allow.
 
-
-def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
-    """The key that a problem is of: a union's location ends with the name of the member that was tried."""
-    parts = [str(part) for part in location]
-    ends = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((key for key in ends if key in known), ".".join(parts))
-
-
-def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
-    head, _, tail = dotted.rpartition(".")
-    if is_section:
-        return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
-    # By the last word alone: a section that two keys have in common makes them alike, whatever they mean.
-    everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
-    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
-    if tail in everywhere:
-        return f"; did you mean '{everywhere[tail]}'?"
-    for names in (beside, everywhere):
-        if found := alike(tail, names):
-            return f"; did you mean '{names[found]}'?"
-    return "; --help-config shows every key"
-
-
-class Key(NamedTuple):
-    """One key of a configuration, for people."""
-
-    name: str
-    type: str
-    default: str
-    description: str
-
-
-def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every key of a configuration, in the order of its definition."""
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from describe(kind, f"{prefix}{name}.")
-            continue
-        default = (
-            "(required)"
-            if field.is_required()
-            else json.dumps(field.get_default(call_default_factory=True), default=str)
-        )
-        more = field.json_schema_extra  # {"words": "int | auto"}: what a recipe may hold besides its type
-        shown = more.get("words") if isinstance(more, dict) else None
-        yield Key(prefix + name, str(shown or _type_name(kind)), default.strip('"'), field.description or "")
-
-
-def _type_name(kind: Any) -> str:
-    if kind is None or kind is type(None):
-        return "null"
-    arguments = getattr(kind, "__args__", None)
-    if not arguments:
-        return kind.__name__ if isinstance(kind, type) else str(kind)
-    if getattr(kind, "__origin__", None) is tuple:
-        return "[" + ", ".join("..." if part is Ellipsis else _type_name(part) for part in arguments) + "]"
-    parts = [part if isinstance(part, str) else _type_name(part) for part in arguments]
-    return " | ".join(parts)
-
-
-def config_hash(config: BaseModel) -> str:
-    """SHA-256 of the resolved configuration, hexadecimal: two runs with the same hash train the same.
-
-    Secrets don't enter it: it is written down, and a short one could be guessed from it.
+    Raises:
+        BadInputError: For the first thing that is wrong with it.
     """
-    return hash_of(redact(config.model_dump(mode="json")))
+    values = override(read_recipe(name), settings)
+    data = values.get("data")
+    auto = isinstance(data, Mapping) and data.get("micro_batch") == "auto"
+    if auto:
+        whole = values["data"].get("global_batch", DataConfig.model_fields["global_batch"].default)
+        values = {**values, "data": {**values["data"], "micro_batch": whole}}
+    return validated(Recipe, values, name), auto
 
 
-def hash_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of a configuration's values, hexadecimal."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:
+    """A line for every key: its type, default and description, and the recipe's own value where it differs.
+
+    Args:
+        name: Of the recipe.
+        recipe: What it says.
+        auto: Whether its micro-batch is chosen later.
+    """
+    values = recipe.model_dump(mode="json")
+    if auto:
+        values["data"]["micro_batch"] = "auto"
+    for key in describe(Recipe):
+        value = values
+        for part in key.name.split("."):
+            value = value[part]
+        shown = redact_text(value if isinstance(value, str) else json.dumps(value))
+        here = "" if shown == key.default else f" ({name}: {shown})"
+        yield f"{key.name:<26} {key.type:<34} {key.default:<14} {key.description}{here}"

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.data import DataConfig
 from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.formats.files import Files, in_folder
-from trainer.data.sources import DataConfig, check_folder, common_classes
+from trainer.data.sources import check_folder, common_classes
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 

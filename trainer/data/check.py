@@ -5,18 +5,17 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from trainer.config.data import Check
 from trainer.data.corrupt import Bad
 from trainer.data.dataset import Dataset
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
 from trainer.observe.console import warn
-
-Check = Literal["fast", "full", "none"]
 
 _THREADS = 16  # of a network file system's round trips, that many at once
 _FEW = 4  # names in a folder that are cheaper asked for one by one than listed with all beside them

@@ -5,13 +5,12 @@ import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from trainer.config.data import OnCorrupt
 from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.rng import Ints, Purpose, key
-
-OnCorrupt = Literal["fail", "skip", "quarantine"]
 
 _TRIES = 32
 

@@ -11,15 +11,14 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
 from torch.utils.data import DataLoader, Dataset as TorchDataset
 
-from trainer.config.recipe_file import Section
+from trainer.config.data import LoaderConfig
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad, Quarantine
 from trainer.data.device import copied_ahead
@@ -42,29 +41,6 @@ _RESIDENT_BYTES = 256 << 20
 _CHUNK_SAMPLES = 8192
 _WEIGHT = "weight"
 _UNIFORM = "uniform"
-
-
-class LoaderConfig(Section):
-    """How batches reach the device. None of this changes what is in them."""
-
-    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
-        "auto",
-        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share, in a "
-        "long run by a search at its start",
-    )
-    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
-        "auto",
-        description="batches that each worker prepares ahead; auto: 4 of small samples, 2 or 3 of images, 1 "
-        "of video",
-    )
-    resident: bool | Literal["auto"] = Field(
-        "auto", description="keep the data set on the device; auto: if it is in memory and below 256 MiB"
-    )
-    start_method: Literal["auto", "fork", "forkserver", "spawn"] = Field(
-        "auto",
-        description="how workers are started; auto: fork on Linux while the rank has no other thread, else "
-        "forkserver (macOS: spawn)",
-    )
 
 
 class Batch(NamedTuple):

@@ -1,159 +1,26 @@
 """Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
-import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from trainer.config.data import DataConfig
 from trainer.config.sizes import parse_size
-from trainer.data.check import Check
-from trainer.data.corrupt import OnCorrupt
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.cifar10 import open_cifar10
 from trainer.data.formats.files import in_folder, in_table, readable
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pieces import in_pieces
 from trainer.data.formats.records import Records
-from trainer.data.kinds import EMBEDDED, Kind
-from trainer.data.loader import LoaderConfig
-from trainer.data.remote.access import check_url, is_url, join
+from trainer.data.remote.access import join
 from trainer.data.remote.cache import CachedPieces, open_cached, pieces_together
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key, keys
 
 IMAGE = "image"
 LABEL = "label"
-
-
-def _as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, int | float) else value
-
-
-def _as_path(value: Any) -> Any:
-    return Path(value) if isinstance(value, str) and not is_url(value) else value
-
-
-class DataConfig(LoaderConfig):
-    """What is trained on, in batches of which size."""
-
-    name: Kind = Field(
-        "digits",
-        description="synthetic (random, no data needed); embedded: digits, stdlib (language), dtmf (audio), "
-        "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
-        "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
-        "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
-        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; own: what "
-        "a task in a file brings",
-    )
-    path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
-        None,
-        description="where the data lies: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
-    )
-    cache: Path | None = Field(
-        None, description="folder on this machine with copies of what lies behind a URL; jobs may share it"
-    )
-    cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
-        None,
-        description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
-        "isn't all, the order shuffles within a few of them at a time",
-    )
-    on_corrupt: OnCorrupt = Field(
-        "fail",
-        description="a sample that can't be decoded: fail, skip (another, always the same, stands in) or "
-        "quarantine (that, and the run folder's quarantine.jsonl names it)",
-    )
-    corrupt_budget: float = Field(
-        0.001, ge=0, le=1, description="share of the samples that may be corrupt before the run fails"
-    )
-    check: Check = Field(
-        "fast",
-        description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
-        "and all pieces of shards and packs, are there), full (that, and each sample decodes) or none",
-    )
-    global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
-    micro_batch: int = Field(
-        64,
-        ge=1,
-        description="samples per forward pass on one rank; part of the arithmetic; auto: the most that fits",
-        json_schema_extra={"words": "int | auto"},
-    )
-    evaluation_batch: int = Field(
-        256, ge=1, description="samples per forward pass in evaluation, on one rank"
-    )
-    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
-    classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
-    samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
-    augment: Literal["none", "flip", "crop", "affine"] = Field(
-        "none",
-        description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
-        "(rotation, scale, shift)",
-    )
-    jitter: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="on the device: how far brightness, contrast and saturation of each image may change",
-    )
-    policy: Literal["none", "randaugment", "trivialaugment"] = Field(
-        "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
-    )
-    policy_group: int = Field(8, ge=1, description="images of a micro-batch that share what a policy draws")
-
-    def corrupt_samples(self, of: int) -> int:
-        """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
-        return math.ceil(self.corrupt_budget * of)
-
-    @model_validator(mode="after")
-    def _path_belongs_to_images(self) -> "DataConfig":
-        if self.path is not None and self.name in EMBEDDED:
-            raise ValueError(
-                f"data.path is set but data.name={self.name} doesn't read it; "
-                "add data.name=folder, or table, shards, pack"
-            )
-        return self
-
-    @field_validator("micro_batch", mode="before")
-    @classmethod
-    def _auto_is_chosen_before(cls, value: Any) -> Any:
-        if value == "auto":
-            raise ValueError(
-                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` tells which"
-            )
-        return value
-
-    @field_validator("cache_limit")
-    @classmethod
-    def _limit_is_a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_size(value)
-        return value
-
-    @model_validator(mode="after")
-    def _urls_are_cached(self) -> "DataConfig":
-        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
-        if not isinstance(self.path, str):
-            if self.cache is not None or self.cache_limit is not None:
-                raise ValueError(
-                    "data.cache and data.cache_limit are for a data.path that is a URL; leave them out"
-                )
-            return self
-        try:
-            check_url(self.path)
-        except ValueError as error:
-            raise ValueError(f"data.path: {error}") from None
-        if self.name not in ("shards", "pack"):
-            raise ValueError(
-                f"data.path is a URL, and data.name={self.name} reads files of this machine; use "
-                "data.name=pack or shards, or copy the data here"
-            )
-        if self.cache is None:
-            raise ValueError(
-                "data.path is a URL, so data.cache is needed: --set data.cache=DIR, a folder for copies"
-            )
-        return self
 
 
 class ImageData(NamedTuple):

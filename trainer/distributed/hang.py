@@ -22,8 +22,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from trainer.config.training import ParallelConfig
 from trainer.distributed.flight_recorder import dump, parse
-from trainer.distributed.parallel import ParallelConfig, World
+from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import rank
 from trainer.observe.phases import PULSE

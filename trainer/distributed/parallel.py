@@ -11,84 +11,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
-from pydantic import Field, model_validator
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config.recipe_file import Section
+from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
-from trainer.host.affinity import Binding
 from trainer.observe.phases import communicating, mark
-
-
-class ParallelConfig(Section):
-    """Processes and threads."""
-
-    threads: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
-        "auto",
-        description="intra-op CPU threads per rank, part of the arithmetic on a CPU; auto: the rank's share, "
-        "or 1 on a CPU with reduction=tree",
-    )
-    cpu_binding: Binding = Field(
-        "auto",
-        description="CPUs that a rank keeps to: node (those of its GPU's NUMA node), cores (whole cores of "
-        "its own, OpenMP's threads pinned to them), none; auto: node where there are several, else none",
-    )
-    timeout_s: float = Field(600.0, gt=0, le=86400, description="seconds that a rank waits for the others")
-    hang_s: float = Field(
-        300.0,
-        ge=0,
-        le=86400,
-        description="seconds without progress after which the ranks name the one that hangs and end with "
-        "code 76; never more than half of timeout_s; 0: off",
-    )
-    bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
-    reduction: Literal["all_reduce", "tree"] = Field(
-        "all_reduce",
-        description="how a window's gradients are added; tree: the same bits on any number of ranks that "
-        "splits global_batch / micro_batch into powers of two",
-    )
-    compress: Literal["none", "bf16"] = Field(
-        "none", description="bf16: gradients cross the network in bfloat16, half the bytes, less exact"
-    )
-    sync_batchnorm: bool = Field(
-        False,
-        description="BatchNorm over a micro-batch of all ranks; results then depend on their number",
-    )
-    static_graph: bool = Field(
-        False, description="tell DDP that every step uses the same parameters; not with accumulation"
-    )
-    find_unused_parameters: bool = Field(
-        False,
-        description="let DDP look for parameters that a step doesn't use; costs time each step",
-    )
-
-    @model_validator(mode="after")
-    def _a_tree_is_exact(self) -> "ParallelConfig":
-        if self.reduction == "tree":
-            reasons = {
-                "compress": self.compress != "none" and "rounds what crosses the network",
-                "static_graph": self.static_graph and "is DDP's, which a tree doesn't use",
-                "find_unused_parameters": self.find_unused_parameters
-                and "is DDP's; a tree takes unused parameters as they are",
-                "sync_batchnorm": self.sync_batchnorm and "makes statistics depend on the number of ranks",
-            }
-            for key, reason in reasons.items():
-                if reason:
-                    raise ValueError(f"parallel.{key} {reason}: leave it out with parallel.reduction=tree")
-        return self
-
-    @model_validator(mode="after")
-    def _a_static_graph_is_known(self) -> "ParallelConfig":
-        if self.static_graph and self.find_unused_parameters:
-            raise ValueError(
-                "parallel.static_graph says that all parameters are used, find_unused_parameters looks: "
-                "set one"
-            )
-        return self
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,19 @@ a single rank and for ranks on CPUs, and without starting CUDA in the launcher. 
 allocates anything, so its memory comes from its node: Linux takes it near the CPU that first writes to it.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from trainer.host.limits import Limits, allowed_cpus, keep_to, listed_cpus
 
-Binding = Literal["auto", "none", "node", "cores"]
+if TYPE_CHECKING:  # pydantic takes longer to import than all the rest, and a rank binds itself first
+    from trainer.config.training import Binding
+
 Cpus = frozenset[int]
 
 VARIABLE = "TRAINER_CPUS"  # for the ranks: the CPUs of each, "0-3;4-7"

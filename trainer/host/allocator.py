@@ -7,11 +7,9 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management and, for 
 import importlib.util
 import re
 from collections.abc import Mapping
-from typing import Literal
 
+from trainer.config.model import Allocator
 from trainer.errors import BadInputError
-
-Allocator = Literal["native", "expandable", "async", "managed"]
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # from 2.9 on, and before
 _OPTIONS = {"expandable": ("expandable_segments", "True"), "async": ("backend", "cudaMallocAsync")}

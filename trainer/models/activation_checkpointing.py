@@ -2,61 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config.recipe_file import Section
+from trainer.config.model import MemoryConfig
 from trainer.errors import BadInputError
-from trainer.host.allocator import Allocator
 from trainer.models.names import matching
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
-
-
-class MemoryConfig(Section):
-    """What is traded for memory."""
-
-    checkpointing: Literal["none", "blocks", "names", "budget"] = Field(
-        "none",
-        description="activation checkpointing (Chen et al., 2016): none, blocks (every n-th, see every), "
-        "names (modules by name), budget (the cheapest blocks that keep activations within budget_gib)",
-    )
-    every: int = Field(1, ge=1, description="checkpoint every n-th block (blocks)")
-    names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
-    budget_gib: float | None = Field(
-        None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
-    )
-    allocator: Allocator = Field(
-        "native",
-        description="who hands out GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
-        "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on), managed (unified "
-        "memory through RMM, for what is larger than the card; driver 525 on, slower)",
-    )
-    empty_cache: Literal["never", "after_eval"] = Field(
-        "never",
-        description="give a GPU's cached memory back after each evaluation, whose batches have other sizes; "
-        "the log says what that freed and cost",
-    )
-    history: bool = Field(
-        False, description="record who allocates GPU memory, for memory_snapshot.pickle when it runs out"
-    )
-
-    @model_validator(mode="after")
-    def _what_the_choice_needs(self) -> "MemoryConfig":
-        if (self.checkpointing == "names") != bool(self.names):
-            raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
-        if (self.checkpointing == "budget") != (self.budget_gib is not None):
-            raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
-        if self.history and self.allocator in ("async", "managed"):
-            raise ValueError(
-                f"memory.history is PyTorch's own allocator's: not with memory.allocator={self.allocator}"
-            )
-        if self.every > 1 and self.checkpointing != "blocks":
-            raise ValueError("memory.every needs memory.checkpointing=blocks")
-        return self
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

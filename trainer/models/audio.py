@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from trainer.models.images import ModelConfig, ResidualBlock, make_norm
+from trainer.config.model import ModelConfig
+from trainer.models.images import ResidualBlock, make_norm
 
 
 class AudioCnn(nn.Module):

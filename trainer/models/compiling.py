@@ -8,56 +8,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.config.recipe_file import Section
+from trainer.config.model import CompileConfig
 from trainer.host.toolchain import missing_compiler, missing_headers
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Blocks of many shapes share one function; torch gives up compiling it after eight of them.
 _MOST_SHAPES = 128
-
-
-class CompileConfig(Section):
-    """Compilation. Shapes are fixed here, so nothing is compiled twice."""
-
-    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
-        "none", description="torch.compile's mode; reduce-overhead and max-autotune use CUDA graphs on a GPU"
-    )
-    scope: Literal["model", "blocks"] = Field(
-        "model",
-        description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward",
-    )
-
-    @model_validator(mode="after")
-    def _graphs_are_of_the_whole_model(self) -> "CompileConfig":
-        if self.mode == "reduce-overhead" and self.scope == "blocks":
-            raise ValueError(
-                "compile.mode=reduce-overhead records CUDA graphs of the whole model: use compile.scope=model"
-            )
-        return self
-
-    def torch_mode(self, device: torch.device) -> str:
-        """torch's name of the mode; CUDA graphs only of a whole model (blocks would share their memory)."""
-        if self.cuda_graphs and device.type == "cuda":
-            return self.mode
-        return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-            self.mode, self.mode
-        )
-
-    @property
-    def warm_up(self) -> int:
-        """Windows before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
-        return 3 if self.cuda_graphs else 1
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether torch replays CUDA graphs in this mode, on a GPU."""
-        return self.mode in ("reduce-overhead", "max-autotune") and self.scope == "model"
 
 
 def missing_for_compiling(device: torch.device) -> str | None:
@@ -128,10 +89,19 @@ def _stay_eager(stack: ExitStack) -> None:
     setattr(eval_frame, "_maybe_set_eval_frame", lambda _: None)  # noqa: B010  (gone from newer ones)
 
 
+def torch_mode(config: CompileConfig, device: torch.device) -> str:
+    """torch's name of the mode; CUDA graphs only of a whole model (blocks would share their memory)."""
+    if config.cuda_graphs and device.type == "cuda":
+        return config.mode
+    return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+        config.mode, config.mode
+    )
+
+
 def compile_model(model: nn.Module, config: CompileConfig, device: torch.device) -> Callable[..., Any]:
     """The whole model, compiled; the model itself stays as it is, for evaluation."""
     _set_up_torch()
-    compiled: Callable[..., Any] = torch.compile(model, mode=config.torch_mode(device), dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(model, mode=torch_mode(config, device), dynamic=False)
     return compiled
 
 
@@ -139,7 +109,7 @@ def compile_blocks(blocks: Iterable[nn.Module], config: CompileConfig, device: t
     """Compiles blocks in place for training; in evaluation they run as they are."""
     _set_up_torch()
     for block in blocks:
-        compiled = torch.compile(block.forward, mode=config.torch_mode(device), dynamic=False)
+        compiled = torch.compile(block.forward, mode=torch_mode(config, device), dynamic=False)
         block.forward = functools.partial(_choose, block, compiled, block.forward)
 
 

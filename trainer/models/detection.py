@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.config.model import ModelConfig
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
-from trainer.models.images import ModelConfig, ResidualBlock, make_norm
+from trainer.models.images import ResidualBlock, make_norm
 
 _NEAR = 1.0  # strides from a box's middle within which a cell is to find it: up to four cells do
 _PRIOR = 0.01  # score of a cell before training, as in Lin et al., 2017

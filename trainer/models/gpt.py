@@ -1,46 +1,15 @@
 """A decoder-only transformer, and text from it."""
 
 import math
-from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.config.recipe_file import Section
+from trainer.config.tasks import GPTConfig
 
 _ROTARY_BASE = 10_000.0
 _STD = 0.02  # of the weights at first (Radford et al., 2019)
-
-
-class GPTConfig(Section):
-    """The size and the parts of the model."""
-
-    layers: int = Field(4, ge=1, le=1000, description="transformer blocks")
-    heads: int = Field(4, ge=1, le=1024, description="attention heads of a block; divides the width")
-    width: int = Field(128, ge=1, le=1 << 17, description="channels")
-    sequence_length: int = Field(256, ge=1, le=1 << 20, description="tokens that a sample predicts at most")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention, residuals and embeddings")
-    positions: Literal["rotary", "learned"] = Field("rotary", description="how places are told apart")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm or LayerNorm")
-    mlp: Literal["swiglu", "gelu"] = Field(
-        "swiglu", description="swiglu (8/3 of the width) or gelu (4 times)"
-    )
-    bias: bool = Field(False, description="biases in linear layers and LayerNorm, as GPT-2 has them")
-
-    @model_validator(mode="after")
-    def _heads_divide_the_width(self) -> "GPTConfig":
-        if self.width % self.heads:
-            raise ValueError(
-                f"language.width={self.width} is not a multiple of language.heads={self.heads}: change one"
-            )
-        if self.positions == "rotary" and self.width // self.heads % 2:
-            raise ValueError(
-                f"language.positions=rotary turns pairs of channels, and a head has "
-                f"{self.width // self.heads} of them: choose an even number, or positions=learned"
-            )
-        return self
 
 
 class GPT(nn.Module):

@@ -1,14 +1,11 @@
 """Models: a small ResNet for small images, torchvision's and timm's by name."""
 
 import math
-from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.config.recipe_file import Section
+from trainer.config.model import ModelConfig
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
 
@@ -22,34 +19,6 @@ _VIT_SMALL = {
     "hidden_dim": 384,
     "mlp_dim": 1536,
 }
-
-
-class ModelConfig(Section):
-    """What is trained."""
-
-    name: str = Field(
-        "auto",
-        description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
-        "(detection), or by name torchvision's models of images and of detection, and timm's as timm/NAME; "
-        "auto: the task's own",
-    )
-    width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
-    blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
-        (1, 1), min_length=1, description="residual blocks in each stage (the same)"
-    )
-    norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
-    channels_last: bool = Field(False, description="NHWC memory format for convolutions")
-    init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
-    fresh: tuple[str, ...] = Field(
-        (), description='what is not taken from init_from and starts anew, by name: ["head.*"]'
-    )
-
-    @model_validator(mode="after")
-    def _fresh_belongs_to_a_file(self) -> "ModelConfig":
-        if self.fresh and self.init_from is None:
-            raise ValueError("model.fresh is set but there is no model.init_from that it could leave out of")
-        return self
 
 
 def build_model(config: ModelConfig, channels: int, classes: int) -> nn.Module:

@@ -3,36 +3,16 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from trainer.config.recipe_file import Section
+from trainer.config.model import PrecisionConfig
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import refuse_a_list
 from trainer.models.names import matching
-
-
-class PrecisionConfig(Section):
-    """Number formats."""
-
-    mode: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        "fp32",
-        description="fp32, tf32 (Ampere or newer), fp16 (autocast and loss scaling) or bf16 (autocast)",
-    )
-    initial_scale: float = Field(65536.0, gt=0, description="first loss scale (fp16)")
-    growth_interval: int = Field(
-        2000, ge=1, description="updates without overflow before the scale doubles (fp16)"
-    )
-    keep_fp32: tuple[str, ...] = Field(
-        (), description='modules that compute in float32, by name: ["head", "*.norm*"] (fp16, bf16)'
-    )
-    debug: bool = Field(
-        False, description="name the first module whose output or gradient isn't finite; costs time"
-    )
 
 
 def set_matmul_mode(config: PrecisionConfig) -> None:

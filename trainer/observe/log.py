@@ -7,12 +7,10 @@ A sink is a function that takes a row: a flat mapping with `kind` ("train", "eva
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import Field
 
-from trainer.config.recipe_file import Section
 from trainer.config.redact import redact
 from trainer.observe.flops import Count
 from trainer.observe.memory import PhasePeaks, used_memory
@@ -22,27 +20,6 @@ from trainer.observe.trace import Trace
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
-
-
-class LogConfig(Section):
-    """What is logged."""
-
-    every: int = Field(50, ge=1, description="windows between two rows of figures")
-    sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
-        ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
-    )
-    price_per_hour: float = Field(
-        0.0,
-        ge=0,
-        le=1e6,
-        description="of the run's machines, in any currency: the summary says its cost",
-    )
-    tracemalloc: bool = Field(
-        False, description="record Python's allocations, so that a leak is named with its line; slow"
-    )
-    fingerprints: bool = Field(
-        True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
-    )
 
 
 @dataclass(frozen=True)

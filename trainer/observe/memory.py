@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.models.activation_checkpointing import MemoryConfig
+from trainer.config.model import MemoryConfig
 from trainer.observe.peak import Peak, highest, tells_figures
 
 MIB, GIB = 1 << 20, 1 << 30

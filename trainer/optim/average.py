@@ -4,24 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.config.recipe_file import Section
-
-
-class AverageConfig(Section):
-    """Exponential moving average of the weights (EMA); what is evaluated where there is one."""
-
-    decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
-    every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
-    on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
-
-    @model_validator(mode="after")
-    def _without_a_decay_there_is_none(self) -> "AverageConfig":
-        if not self.decay and (self.every > 1 or self.on_cpu):
-            raise ValueError("ema.every and ema.on_cpu have no effect without ema.decay, such as 0.999")
-        return self
+from trainer.config.training import AverageConfig
 
 
 class WeightAverage:

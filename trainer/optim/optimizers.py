@@ -5,60 +5,15 @@ the count of applied updates lives there, and the learning rate is looked up by 
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.config.recipe_file import Section
+from trainer.config.training import OptimConfig
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.optim.muon import Muon, hidden_matrices, split_groups
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class OptimConfig(Section):
-    """How weights are updated."""
-
-    name: Literal["sgd", "adamw", "muon"] = Field(
-        "adamw", description="optimiser: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
-    )
-    lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(
-        "cosine",
-        description="after the warm-up: cosine, one-cycle (cosine up as well), step (see milestones), "
-        "wsd (constant, then a decay over the last part) or constant",
-    )
-    warmup: float = Field(
-        0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
-    )
-    final_lr: Share = Field(
-        0.0, description="where cosine, one-cycle (4e-6 at least) and wsd end, as a share of the peak"
-    )
-    milestones: tuple[Share, ...] = Field(
-        (1 / 3, 2 / 3, 8 / 9), description="shares of the run after which the rate falls (step)"
-    )
-    gamma: float = Field(0.1, gt=0, le=1, description="factor at each milestone (step)")
-    decay: float = Field(0.2, gt=0, le=1, description="share of the updates that the decay takes (wsd)")
-    weight_decay: float = Field(0.01, ge=0, description="weight decay; not on norms and biases")
-    layer_decay: float = Field(
-        1.0, gt=0, le=1, description="factor of the learning rate from a block to the one before; 1: none"
-    )
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
-    eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
-    clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
-
-    @model_validator(mode="after")
-    def _parts_come_one_after_the_other(self) -> "OptimConfig":
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            raise ValueError("optim.warmup and optim.decay are together more than the run")
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError("optim.milestones must rise, such as [0.3, 0.6, 0.9]")
-        return self
 
 
 def schedule(config: OptimConfig, updates: int) -> list[float]:

@@ -2,68 +2,21 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.config.recipe_file import Section
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import AudioConfig
 from trainer.data.audio_sets import AudioData, load_audio
 from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig
 from trainer.models.audio import AudioCnn
-from trainer.models.images import ModelConfig
 
 _FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
-Count = Annotated[int, Field(ge=0)]
-
-
-class AudioConfig(Section):
-    """Recordings, their log-mel features, and how these are masked in training."""
-
-    seconds: float = Field(1.0, gt=0, description="length of a cut; a shorter recording is followed by zeros")
-    sample_rate: int = Field(16000, ge=100, description="in Hz; files must have it")
-    mels: int = Field(40, ge=1, description="mel bands")
-    window: float = Field(0.025, gt=0, description="Hann window of a frame, in seconds")
-    hop: float = Field(0.01, gt=0, description="from one frame to the next, in seconds")
-    lowest: float = Field(20.0, ge=0, description="lower edge of the lowest band, in Hz")
-    highest: float | None = Field(
-        None, gt=0, description="upper edge of the highest band, in Hz (default: half the sample rate)"
-    )
-    time_masks: Count = Field(0, description="SpecAugment: stretches of frames masked in each recording")
-    time_mask: Count = Field(20, description="SpecAugment: a stretch is shorter than so many frames")
-    frequency_masks: Count = Field(0, description="SpecAugment: groups of bands masked in each recording")
-    frequency_mask: Count = Field(8, description="SpecAugment: a group is smaller than so many bands")
-    part: Literal["validation", "testing"] = Field(
-        "validation",
-        description="what is measured on, of a folder with validation_list.txt, testing_list.txt",
-    )
-
-    @model_validator(mode="after")
-    def _bands_and_frames_exist(self) -> "AudioConfig":
-        highest = self.highest if self.highest is not None else self.sample_rate / 2
-        if not self.lowest < highest <= self.sample_rate / 2:
-            raise ValueError(
-                "audio.lowest must be below audio.highest, and that at most half of audio.sample_rate"
-            )
-        if self.hop * self.sample_rate < 1 or self.window * self.sample_rate < 2:
-            raise ValueError("audio.hop and audio.window are too short: a sample and two are the least")
-        if self.bins // 2 >= round(self.seconds * self.sample_rate):
-            raise ValueError("audio.window is longer than twice audio.seconds; lower it")
-        return self
-
-    @property
-    def window_samples(self) -> int:
-        """Samples of a window."""
-        return round(self.window * self.sample_rate)
-
-    @property
-    def bins(self) -> int:
-        """Samples of the Fourier transform: the next power of two."""
-        return 1 << (self.window_samples - 1).bit_length()
 
 
 class Audio:

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import RegularizationConfig
 from trainer.data.loader import Batch
-from trainer.data.sources import IMAGE, LABEL, DataConfig, load_images
-from trainer.models.images import ModelConfig, build_model
+from trainer.data.sources import IMAGE, LABEL, load_images
+from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.augment import Normalisation, affine, by_policy, crop, flip, jitter, make_policy
-from trainer.tasks.mixing import RegularizationConfig, mix
+from trainer.tasks.mixing import mix
 
 _UNIFORMS = {"none": 0, "flip": 1, "crop": 3, "affine": 5}
 

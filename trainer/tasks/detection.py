@@ -2,20 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import nn
 
-from trainer.config.recipe_file import Section
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import DetectionConfig
 from trainer.data.dataset import Dataset
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
 from trainer.data.loader import Batch
-from trainer.data.sources import DataConfig, check_folder
+from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_middles, detections, make_detector, tiny_losses
-from trainer.models.images import ModelConfig
 from trainer.tasks.augment import Normalisation
 from trainer.tasks.average_precision import average_precision
 
@@ -23,30 +23,6 @@ from trainer.tasks.average_precision import average_precision
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 _GREY: _Statistics = ((0.25,), (0.2,))
 _COLOUR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Share = Annotated[float, Field(ge=0, le=1)]
-Factor = Annotated[float, Field(gt=0, le=10)]
-
-
-class DetectionConfig(Section):
-    """Images with boxes, and how they are augmented together."""
-
-    max_boxes: int = Field(100, ge=1, le=10_000, description="most boxes of an image")
-    detections: int = Field(100, ge=1, le=100, description="boxes of an image that mAP looks at")
-    flip: Share = Field(0.0, description="share of the images that are mirrored left to right")
-    scale: tuple[Factor, Factor] = Field(
-        (1.0, 1.0), description="smallest and largest factor of an image's size; above 1 it is cropped"
-    )
-    mosaic: Share = Field(0.0, description="share of the images that are put together with three others")
-    norm: Literal["batch", "frozen", "group"] = Field(
-        "batch",
-        description="in torchvision's models: batch, frozen (with model.init_from) or group normalisation",
-    )
-
-    @model_validator(mode="after")
-    def _scales_rise(self) -> "DetectionConfig":
-        if self.scale[0] > self.scale[1]:
-            raise ValueError("detection.scale: the smallest factor, then the largest, such as [0.8, 1.25]")
-        return self
 
 
 class Detection:

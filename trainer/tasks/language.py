@@ -4,14 +4,16 @@ import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.config.data import DataConfig
+from trainer.config.model import ModelConfig
+from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import UNITS, ArrayDataset, Dataset
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
@@ -19,38 +21,12 @@ from trainer.data.formats.text import Text, about_or, character_text, check_toke
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
-from trainer.data.sources import DataConfig, check_folder
+from trainer.data.sources import check_folder
 from trainer.errors import BadInputError
-from trainer.models.gpt import GPT, GPTConfig
-from trainer.models.images import ModelConfig
+from trainer.models.gpt import GPT
 
 _IGNORED = -100  # cross_entropy leaves such targets out
 _RANDOM_VOCABULARY = 256
-
-
-class LanguageConfig(GPTConfig):
-    """Keys of task=language: the model, and how text becomes samples."""
-
-    text: Literal["stream", "packed", "padded"] = Field(
-        "stream",
-        description="stream (cut at equal lengths), packed (whole documents side by side in a sample, none "
-        "seeing another) or padded (a document in a sample; batches of similar lengths, cut to the longest)",
-    )
-    buckets: int = Field(
-        8, ge=1, le=64, description="lengths that a batch is cut to, equally far apart (padded)"
-    )
-    stride: int | None = Field(
-        None,
-        ge=1,
-        description="tokens from the start of a training sample to that of the next (stream; not tokens); "
-        "default: the sequence length, so that each token is a target once an epoch",
-    )
-    vocabulary: int | None = Field(
-        None, ge=2, le=1 << 24, description="size of the embedding; default: what the text needs"
-    )
-    dtype: Literal["uint16", "uint32"] | None = Field(
-        None, description="of token files without a JSON file beside them, such as nanoGPT's"
-    )
 
 
 class Language:

@@ -3,25 +3,6 @@
 from typing import NamedTuple
 
 import torch
-from pydantic import Field
-
-from trainer.config.recipe_file import Section
-
-
-class RegularizationConfig(Section):
-    """What keeps a model from learning its data by heart."""
-
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
-    mixup: float = Field(0.0, ge=0, le=8, description="Beta parameter of mixup; 0: none")
-    cutmix: float = Field(
-        0.0,
-        ge=0,
-        le=8,
-        description="Beta parameter of CutMix; 0: none; with mixup, each of half the images",
-    )
-    stochastic_depth: float = Field(
-        0.0, ge=0, lt=1, description="probability of leaving out the last residual branch, linear in depth"
-    )
 
 
 class Mixed(NamedTuple):

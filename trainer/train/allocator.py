@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from trainer.host.allocator import Allocator, check_allocator
+from trainer.config.model import Allocator
+from trainer.host.allocator import check_allocator
 from trainer.host.limits import read_limits
 from trainer.host.nvml import driver_version, gpu_bytes
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers, set_foreign_aside
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash
+from trainer.config.section import config_hash
 from trainer.data.fit import Loading, bytes_needed
 from trainer.distributed.hang import Watch, watching
 from trainer.distributed.parallel import World, check_agreement, joined_world, least_over_ranks

@@ -12,7 +12,7 @@ import torch
 
 from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash
+from trainer.config.section import config_hash
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.agreement import NOTHING, Agreement
 from trainer.distributed.parallel import World, sum_over_ranks

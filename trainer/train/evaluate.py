@@ -5,11 +5,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from trainer.config.model import PrecisionConfig
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
-from trainer.models.precision import PrecisionConfig, autocast
+from trainer.models.precision import autocast
 from trainer.observe.phases import mark
 from trainer.tasks import Summarising, Task
 

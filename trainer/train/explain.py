@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from trainer.config.data import is_url
 from trainer.config.recipe import Recipe
 from trainer.data.formats.images import ImageDataset
-from trainer.data.remote.access import is_url
 from trainer.distributed.parallel import World, gather_rows
 from trainer.errors import OutOfMemory
 from trainer.host.limits import read_limits

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.weights import load_initial

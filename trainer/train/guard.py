@@ -12,33 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import distributed as dist
 
-from trainer.config.recipe_file import Section
+from trainer.config.training import GuardConfig
 from trainer.distributed.parallel import sum_over_ranks
 
 _MOST_WINDOWS = 100  # that are looked at together
 _NORMAL = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 _LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spikes of a hundredth
-
-
-class GuardConfig(Section):
-    """What happens when a window's numbers are bad."""
-
-    nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
-        "stop",
-        description="a loss or gradient that isn't finite; skip: its update is not made; rollback: go on "
-        "from the checkpoint before it, without its samples",
-    )
-    spike: Literal["off", "stop", "rollback"] = Field("off", description="the same for a loss that leaps")
-    spike_deviations: float = Field(
-        10.0,
-        gt=0,
-        description="a leap: robust standard deviations above the median of the losses before",
-    )
-    spike_history: int = Field(100, ge=10, le=10_000, description="how many earlier losses that median is of")
-    most: int = Field(20, ge=1, description="incidents of a run, after which it stops in any case")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.training import GuardConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError, DivergedError
 from trainer.host import strict_json
 from trainer.host.files import sync_folder
 from trainer.observe.console import warn
-from trainer.train.guard import Finding, GuardConfig
+from trainer.train.guard import Finding
 
 _NAME = "incidents.jsonl"
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.fit import Loading, Sizes, by_rule, estimate, sizes_of
-from trainer.data.loader import LoaderConfig, is_resident
+from trainer.data.loader import is_resident
 from trainer.data.workers import start_method
 from trainer.host.limits import Limits
 from trainer.tasks import Task

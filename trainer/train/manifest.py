@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash
 from trainer.config.redact import redact, redact_words
+from trainer.config.section import config_hash
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.host.nvml import driver_version

@@ -15,8 +15,9 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Unreadable
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, validated
+from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact
+from trainer.config.section import validated
 from trainer.config.task_file import source_hash
 from trainer.data.dataset import Dataset, spread
 from trainer.data.loader import Batch

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
-from trainer.config.recipe_file import hash_of
 from trainer.config.redact import REDACTED, redact_text
+from trainer.config.section import hash_of
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.observe.trace import Traced, read_trace

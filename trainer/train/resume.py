@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainer import checkpoint
-from trainer.config.recipe_file import Section
 from trainer.config.redact import redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
@@ -42,15 +41,6 @@ FREE = (
 _SHOWN = 4
 
 Mode = Literal["auto", "newest", "force", "never"]
-
-
-class CheckpointConfig(Section):
-    """When what a run has learned is made durable. None of this changes what it learns."""
-
-    every: int = Field(0, ge=0, description="windows between two checkpoints; 0: only by time")
-    minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by windows")
-    keep: int = Field(2, ge=1, le=1000, description="how many of the newest are kept")
-    best: bool = Field(True, description="keep the one with the best evaluation, too")
 
 
 class _Device(BaseModel):

@@ -15,8 +15,8 @@ from torch import nn
 
 from trainer import checkpoint
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import config_hash
 from trainer.config.redact import redact
+from trainer.config.section import config_hash
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.disks import read_mount
 from trainer.host.files import sync_folder

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from benchmarks.against import blamed, chosen, titled
 from trainer.config.recipe import Recipe
+from trainer.config.training import OptimConfig
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
@@ -35,7 +36,7 @@ from trainer.observe.conditions import conditions
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
-from trainer.optim.optimizers import OptimConfig, clip_gradients
+from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
 from trainer.train.between_windows import BetweenWindows
 from trainer.train.explain import explain

@@ -9,7 +9,8 @@ import torch
 
 from trainer.commands.bench.overhead import interleaved, median_interval
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from trainer.commands.bench.overhead import median_interval
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
+from trainer.config.recipe_file import override, read_recipe
+from trainer.config.section import validated
 from trainer.data.fit import Loading, estimate
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.host.limits import read_limits, threads_per_rank

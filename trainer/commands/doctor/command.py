@@ -21,7 +21,7 @@ from trainer.host.limits import Limits, read_limits
 from trainer.host.reading import kind_of, within
 
 if TYPE_CHECKING:
-    from trainer.commands.doctor.plan import Read
+    from trainer.config.recipe import Recipe
 
 _RUNS = Path("runs")  # as in trainer.train.resume, which imports torch
 _NVML_SECONDS = 4.0
@@ -45,14 +45,14 @@ def doctor(options: argparse.Namespace) -> int:
     began = time.monotonic()
     if options.set and options.recipe is None:
         raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
-    keys = None
+    recipe = None
     if options.recipe is not None:  # pydantic takes as long as all the rest
-        from trainer.commands.doctor.plan import read_keys
+        from trainer.commands.doctor.plan import read_for_plan
 
-        keys = read_keys(options.recipe, options.set)
+        recipe = read_for_plan(options.recipe, options.set)
     if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
-    box = read_box(options.recipe, keys, options.out or _RUNS)
+    box = read_box(options.recipe, recipe, options.out or _RUNS)
     found = judge(box)
     if options.json:
         print(json.dumps([_for_machines(name, one) for name, one in found.items()], indent=2))
@@ -75,8 +75,8 @@ def judge(box: Box) -> dict[str, Finding]:
 
 
 def read_box(
-    recipe: str | None,
-    keys: Read | None,
+    name: str | None,
+    recipe: Recipe | None,
     out: Path,
     root: Path = Path("/"),
     environ: Mapping[str, str] | None = None,
@@ -85,8 +85,8 @@ def read_box(
     """Looks at everything; takes about a second.
 
     Args:
-        recipe: Its name, if one was given.
-        keys: What it says; None without one.
+        name: Of the recipe, if one was given.
+        recipe: What it says; None without one.
         out: The run folder, or that of all runs.
         root: Folder that stands for "/".
         environ: By default this process's.
@@ -96,7 +96,7 @@ def read_box(
     limits = read_limits(root)
     gpus = within(_NVML_SECONDS, lambda: _gpus(nvml, root, environ), _silent())
     caches = disks.cache_folders(environ)
-    cache = Path(keys.data.cache) if keys and keys.data.cache else caches["XDG_CACHE_HOME"]
+    cache = recipe.data.cache if recipe and recipe.data.cache else caches["XDG_CACHE_HOME"]
     paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
     folders: dict[str, Folder] = {}
     for role, path in paths.items():
@@ -108,20 +108,20 @@ def read_box(
         system=read_system(root, limits),
         folders=folders,
         caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
-        data=disks.read_data(keys.data.path if keys else None, root),
+        data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
         network=network.read_network(root, environ),
         session=session.read_session(root, environ),
-        plan=_plan(recipe, keys, limits, gpus),
+        plan=_plan(name, recipe, limits, gpus),
     )
 
 
-def _plan(recipe: str | None, keys: Read | None, limits: Limits, gpus: Gpus) -> Plan:
-    if recipe is None or keys is None:
+def _plan(name: str | None, recipe: Recipe | None, limits: Limits, gpus: Gpus) -> Plan:
+    if name is None or recipe is None:
         return Plan(ranks=max(1, len(gpus.cards)))
     from trainer.commands.doctor.plan import make_plan
 
-    return make_plan(recipe, keys, limits, gpus)
+    return make_plan(name, recipe, limits, gpus)
 
 
 def _gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:

@@ -1,7 +1,6 @@
 """From the options of `trainer launch` to jobs that are checked before anything is submitted."""
 
 import argparse
-import importlib.util
 import itertools
 import os
 import shlex
@@ -17,7 +16,7 @@ from trainer.commands.submit.partition import check_partition, unseen_folders
 from trainer.commands.submit.places import render
 from trainer.commands.submit.spec import JobSpec, Place, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
-from trainer.config.recipe_file import override, read_recipe
+from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 
 _LOCAL = ("docker", "compose")
@@ -158,12 +157,6 @@ def _check_recipe(spec: JobSpec) -> None:
         _warn(f"{spec.recipe} can't be read here: its keys are checked when the job begins")
         return
     settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
-    override(read_recipe(spec.recipe), settings)
-    if importlib.util.find_spec("torch") is None:
-        _warn("PyTorch isn't installed here: keys are checked when the job begins")
-        return
-    from trainer.train.tune.auto import provisional  # with torch, which takes two seconds
-
     recipe, chosen_there = provisional(spec.recipe, settings)
     batch, micro_batch = recipe.data.global_batch, recipe.data.micro_batch
     ranks = spec.nodes * spec.ranks

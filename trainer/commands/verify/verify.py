@@ -19,8 +19,9 @@ from trainer.checkpoint.folder import folder_name as step_name
 from trainer.commands.train import start
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, validated
+from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact_text
+from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.observe.console import warn
 from trainer.observe.trace import first_difference, read_trace
@@ -155,7 +156,6 @@ def replay(
         # Where one part ends there is a checkpoint for the next, also if the run was to end there.
         settings = [] if ends else [f"checkpoint.every={part.until}"]
         request = argparse.Namespace(
-            help_config=False,
             recipe=str(recipe),
             set=[*part.settings, f"parallel.threads={part.threads}", f"log.every={part.every}", *settings],
             out=folder,

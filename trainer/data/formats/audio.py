@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.config.data import OnCorrupt
+from trainer.data.corrupt import Bad, Corrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.files import Files, in_folder, readable
 from trainer.errors import BadInputError

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.config.data import OnCorrupt
+from trainer.data.corrupt import Bad, Corrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
 from trainer.rng import Float32, Ints
 

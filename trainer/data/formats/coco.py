@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.data import OnCorrupt
 from trainer.config.redact import redact
-from trainer.data.corrupt import Corrupt, OnCorrupt
+from trainer.data.corrupt import Corrupt
 from trainer.data.formats.boxes import Picture
 from trainer.data.formats.crop import Box
 from trainer.data.formats.files import Files, Listed

@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from trainer.data.corrupt import Bad, Corrupt, OnCorrupt, fill_rows
+from trainer.config.data import OnCorrupt
+from trainer.data.corrupt import Bad, Corrupt, fill_rows
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.crop import Box, central_cut, random_cut
 from trainer.data.formats.records import Records

@@ -13,11 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from trainer.errors import BadInputError
-
-SCHEMES = ("s3", "https", "http")
 
 # Seconds between tries.
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -78,33 +76,6 @@ class Sink(io.RawIOBase):
     def sha256(self) -> str:
         """Of what has come, hexadecimal."""
         return self._digest.hexdigest()
-
-
-def is_url(path: object) -> bool:
-    """Whether a path is a URL; then it is a string."""
-    return isinstance(path, str) and "://" in path
-
-
-def check_url(url: str) -> None:
-    """Makes sure that a URL names a place that can be read, and holds no secret.
-
-    Raises:
-        ValueError: What is wrong; it doesn't repeat the URL.
-    """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.netloc, parts.port
-    except ValueError as error:
-        raise ValueError("not a URL: user, password and blanks don't belong there") from error
-    if "@" in host or (parts.scheme == "s3" and (":" in host or port)):
-        raise ValueError(
-            "a URL with user or password would be written down with the run; leave them out: S3 reads "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/.aws, https reads ~/.netrc"
-        )
-    if "?" in url or "#" in url:
-        raise ValueError("a URL with ? or # can't be the root of a data set; give what comes before")
-    if parts.scheme not in SCHEMES or not host:
-        raise ValueError("this URL can't be read; give s3://BUCKET/PATH or https://HOST/PATH")
 
 
 def join(url: str, name: str) -> str:

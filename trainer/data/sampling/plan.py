@@ -9,30 +9,17 @@ of a window are the same on any number of ranks. Resuming is starting at another
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import Field
 
-from trainer.config.recipe_file import Section
+from trainer.config.training import Last
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.piece_order import in_windows
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
-Last = Literal["cross", "drop", "weighted"]
-
-
 _MOST_WINDOWS = 20_000_000  # the learning rate of each is in a table on the device
-
-
-class WindowConfig(Section):
-    """How the last, incomplete window of an epoch is treated."""
-
-    last: Last = Field(
-        "cross",
-        description="the last window of an epoch: cross into the next epoch, drop it, or weighted (padded)",
-    )
 
 
 class Samples(NamedTuple):

@@ -1,37 +1,13 @@
 """`data.micro_batch: auto`: a number in its place, before there are ranks."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe, validated
-from trainer.data.sources import DataConfig
 from trainer.errors import BadInputError
 from trainer.train.resume import Stored
 from trainer.train.tune.job import Job, choose
 from trainer.train.tune.micro_batch import Found, Probe, ProbeFailed
 
 KEY = "data.micro_batch"
-
-
-def is_auto(values: Mapping[str, Any]) -> bool:
-    """Whether a recipe's values leave the micro-batch to the trainer."""
-    data = values.get("data")
-    return isinstance(data, Mapping) and data.get("micro_batch") == "auto"
-
-
-def provisional(name: str, settings: list[str]) -> tuple[Recipe, bool]:
-    """A recipe, and whether its micro-batch is auto: then some number stands there that its rules allow.
-
-    Raises:
-        BadInputError: For the first thing that is wrong with it.
-    """
-    values = override(read_recipe(name), settings)
-    auto = is_auto(values)
-    if auto:
-        whole = values["data"].get("global_batch", DataConfig.model_fields["global_batch"].default)
-        values = {**values, "data": {**values["data"], "micro_batch": whole}}
-    return validated(Recipe, values, name), auto
 
 
 def setting(micro_batch: int) -> str:

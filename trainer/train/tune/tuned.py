@@ -10,8 +10,8 @@ import yaml
 from pydantic import Field
 
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import Section, hash_of, validated
 from trainer.config.redact import redact
+from trainer.config.section import Section, hash_of, validated
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 from trainer.train.resume import FREE, flat

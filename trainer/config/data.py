@@ -1,0 +1,215 @@
+"""What is trained on, and how it reaches the device."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from trainer.config.section import Section
+from trainer.config.sizes import parse_size
+
+Kind = Literal[
+    "digits",
+    "synthetic",
+    "folder",
+    "table",
+    "shards",
+    "pack",
+    "cifar10",
+    "stdlib",
+    "tokens",
+    "text",
+    "dtmf",
+    "digits-canvas",
+    "coco",
+    "own",
+]
+
+# Nothing is read from data.path.
+EMBEDDED = ("digits", "synthetic", "stdlib", "dtmf", "digits-canvas", "own")
+# Held in memory, or read where it is used: without workers.
+WITHOUT_WORKERS = (*EMBEDDED, "cifar10", "text", "tokens")
+
+OnCorrupt = Literal["fail", "skip", "quarantine"]
+Check = Literal["fast", "full", "none"]
+_SCHEMES = ("s3", "https", "http")
+
+
+class LoaderConfig(Section):
+    """How batches reach the device. None of this changes what is in them."""
+
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
+        "auto",
+        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share, in a "
+        "long run by a search at its start",
+    )
+    prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
+        "auto",
+        description="batches that each worker prepares ahead; auto: 4 of small samples, 2 or 3 of images, 1 "
+        "of video",
+    )
+    resident: bool | Literal["auto"] = Field(
+        "auto", description="keep the data set on the device; auto: if it is in memory and below 256 MiB"
+    )
+    start_method: Literal["auto", "fork", "forkserver", "spawn"] = Field(
+        "auto",
+        description="how workers are started; auto: fork on Linux while the rank has no other thread, else "
+        "forkserver (macOS: spawn)",
+    )
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _as_path(value: Any) -> Any:
+    return Path(value) if isinstance(value, str) and not is_url(value) else value
+
+
+class DataConfig(LoaderConfig):
+    """What is trained on, in batches of which size."""
+
+    name: Kind = Field(
+        "digits",
+        description="synthetic (random, no data needed); embedded: digits, stdlib (language), dtmf (audio), "
+        "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
+        "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
+        "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
+        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; own: what "
+        "a task in a file brings",
+    )
+    path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
+        None,
+        description="where the data lies: a folder, or for shards and pack s3://BUCKET/PATH or https://HOST/PATH",
+    )
+    cache: Path | None = Field(
+        None, description="folder on this machine with copies of what lies behind a URL; jobs may share it"
+    )
+    cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = Field(
+        None,
+        description="what copies of shards and packs may take, such as 200GB (default: no limit); where that "
+        "isn't all, the order shuffles within a few of them at a time",
+    )
+    on_corrupt: OnCorrupt = Field(
+        "fail",
+        description="a sample that can't be decoded: fail, skip (another, always the same, stands in) or "
+        "quarantine (that, and the run folder's quarantine.jsonl names it)",
+    )
+    corrupt_budget: float = Field(
+        0.001, ge=0, le=1, description="share of the samples that may be corrupt before the run fails"
+    )
+    check: Check = Field(
+        "fast",
+        description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
+        "and all pieces of shards and packs, are there), full (that, and each sample decodes) or none",
+    )
+    global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
+    micro_batch: int = Field(
+        64,
+        ge=1,
+        description="samples per forward pass on one rank; part of the arithmetic; auto: the most that fits",
+        json_schema_extra={"words": "int | auto"},
+    )
+    evaluation_batch: int = Field(
+        256, ge=1, description="samples per forward pass in evaluation, on one rank"
+    )
+    image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
+    classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
+    samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
+    augment: Literal["none", "flip", "crop", "affine"] = Field(
+        "none",
+        description="on the device: flip (left-right), crop (that, and shifted by up to an eighth) or affine "
+        "(rotation, scale, shift)",
+    )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="on the device: how far brightness, contrast and saturation of each image may change",
+    )
+    policy: Literal["none", "randaugment", "trivialaugment"] = Field(
+        "none", description="on the device: torchvision's policy, drawn for each group of policy_group images"
+    )
+    policy_group: int = Field(8, ge=1, description="images of a micro-batch that share what a policy draws")
+
+    def corrupt_samples(self, of: int) -> int:
+        """How many of so many samples may be corrupt: the budget, and one if it is above 0."""
+        return math.ceil(self.corrupt_budget * of)
+
+    @model_validator(mode="after")
+    def _path_belongs_to_images(self) -> "DataConfig":
+        if self.path is not None and self.name in EMBEDDED:
+            raise ValueError(
+                f"data.path is set but data.name={self.name} doesn't read it; "
+                "add data.name=folder, or table, shards, pack"
+            )
+        return self
+
+    @field_validator("micro_batch", mode="before")
+    @classmethod
+    def _auto_is_chosen_before(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError(
+                "a number is needed here; `trainer train` chooses one, and `trainer tune RECIPE` tells which"
+            )
+        return value
+
+    @field_validator("cache_limit")
+    @classmethod
+    def _limit_is_a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_size(value)
+        return value
+
+    @model_validator(mode="after")
+    def _urls_are_cached(self) -> "DataConfig":
+        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
+        if not isinstance(self.path, str):
+            if self.cache is not None or self.cache_limit is not None:
+                raise ValueError(
+                    "data.cache and data.cache_limit are for a data.path that is a URL; leave them out"
+                )
+            return self
+        try:
+            check_url(self.path)
+        except ValueError as error:
+            raise ValueError(f"data.path: {error}") from None
+        if self.name not in ("shards", "pack"):
+            raise ValueError(
+                f"data.path is a URL, and data.name={self.name} reads files of this machine; use "
+                "data.name=pack or shards, or copy the data here"
+            )
+        if self.cache is None:
+            raise ValueError(
+                "data.path is a URL, so data.cache is needed: --set data.cache=DIR, a folder for copies"
+            )
+        return self
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL; then it is a string."""
+    return isinstance(path, str) and "://" in path
+
+
+def check_url(url: str) -> None:
+    """Makes sure that a URL names a place that can be read, and holds no secret.
+
+    Raises:
+        ValueError: What is wrong; it doesn't repeat the URL.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.netloc, parts.port
+    except ValueError as error:
+        raise ValueError("not a URL: user, password and blanks don't belong there") from error
+    if "@" in host or (parts.scheme == "s3" and (":" in host or port)):
+        raise ValueError(
+            "a URL with user or password would be written down with the run; leave them out: S3 reads "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/.aws, https reads ~/.netrc"
+        )
+    if "?" in url or "#" in url:
+        raise ValueError("a URL with ? or # can't be the root of a data set; give what comes before")
+    if parts.scheme not in _SCHEMES or not host:
+        raise ValueError("this URL can't be read; give s3://BUCKET/PATH or https://HOST/PATH")

@@ -1,0 +1,130 @@
+"""The network, and what is done to it: number formats, activation checkpointing, compilation."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.config.section import Section
+
+Allocator = Literal["native", "expandable", "async", "managed"]
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = Field(
+        "auto",
+        description="small_resnet and vit_small (images), gpt (language), audio_cnn (audio), tiny_detector "
+        "(detection), or by name torchvision's models of images and of detection, and timm's as timm/NAME; "
+        "auto: the task's own",
+    )
+    width: int = Field(32, ge=1, description="channels of the first stage (convolutional models of our own)")
+    blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
+        (1, 1), min_length=1, description="residual blocks in each stage (the same)"
+    )
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
+    channels_last: bool = Field(False, description="NHWC memory format for convolutions")
+    init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
+    fresh: tuple[str, ...] = Field(
+        (), description='what is not taken from init_from and starts anew, by name: ["head.*"]'
+    )
+
+    @model_validator(mode="after")
+    def _fresh_belongs_to_a_file(self) -> "ModelConfig":
+        if self.fresh and self.init_from is None:
+            raise ValueError("model.fresh is set but there is no model.init_from that it could leave out of")
+        return self
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    mode: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
+        "fp32",
+        description="fp32, tf32 (Ampere or newer), fp16 (autocast and loss scaling) or bf16 (autocast)",
+    )
+    initial_scale: float = Field(65536.0, gt=0, description="first loss scale (fp16)")
+    growth_interval: int = Field(
+        2000, ge=1, description="updates without overflow before the scale doubles (fp16)"
+    )
+    keep_fp32: tuple[str, ...] = Field(
+        (), description='modules that compute in float32, by name: ["head", "*.norm*"] (fp16, bf16)'
+    )
+    debug: bool = Field(
+        False, description="name the first module whose output or gradient isn't finite; costs time"
+    )
+
+
+class MemoryConfig(Section):
+    """What is traded for memory."""
+
+    checkpointing: Literal["none", "blocks", "names", "budget"] = Field(
+        "none",
+        description="activation checkpointing (Chen et al., 2016): none, blocks (every n-th, see every), "
+        "names (modules by name), budget (the cheapest blocks that keep activations within budget_gib)",
+    )
+    every: int = Field(1, ge=1, description="checkpoint every n-th block (blocks)")
+    names: tuple[str, ...] = Field((), description='modules to checkpoint, such as ["blocks.0", "layer4.*"]')
+    budget_gib: float | None = Field(
+        None, gt=0, le=1e6, description="GiB that the activations of one micro-batch may take (budget)"
+    )
+    allocator: Allocator = Field(
+        "native",
+        description="who hands out GPU memory: native (PyTorch's), expandable (PyTorch's with segments that "
+        "grow: less is lost in pieces where sizes vary), async (CUDA's own, driver 470 on), managed (unified "
+        "memory through RMM, for what is larger than the card; driver 525 on, slower)",
+    )
+    empty_cache: Literal["never", "after_eval"] = Field(
+        "never",
+        description="give a GPU's cached memory back after each evaluation, whose batches have other sizes; "
+        "the log says what that freed and cost",
+    )
+    history: bool = Field(
+        False, description="record who allocates GPU memory, for memory_snapshot.pickle when it runs out"
+    )
+
+    @model_validator(mode="after")
+    def _what_the_choice_needs(self) -> "MemoryConfig":
+        if (self.checkpointing == "names") != bool(self.names):
+            raise ValueError("memory.checkpointing=names and memory.names=[…] belong together")
+        if (self.checkpointing == "budget") != (self.budget_gib is not None):
+            raise ValueError("memory.checkpointing=budget and memory.budget_gib=… belong together")
+        if self.history and self.allocator in ("async", "managed"):
+            raise ValueError(
+                f"memory.history is PyTorch's own allocator's: not with memory.allocator={self.allocator}"
+            )
+        if self.every > 1 and self.checkpointing != "blocks":
+            raise ValueError("memory.every needs memory.checkpointing=blocks")
+        return self
+
+
+class CompileConfig(Section):
+    """Compilation. Shapes are fixed here, so nothing is compiled twice."""
+
+    mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "none", description="torch.compile's mode; reduce-overhead and max-autotune use CUDA graphs on a GPU"
+    )
+    scope: Literal["model", "blocks"] = Field(
+        "model",
+        description="compile the model as one, or each block: compiled sooner, and DDP overlaps backward",
+    )
+
+    @model_validator(mode="after")
+    def _graphs_are_of_the_whole_model(self) -> "CompileConfig":
+        if self.mode == "reduce-overhead" and self.scope == "blocks":
+            raise ValueError(
+                "compile.mode=reduce-overhead records CUDA graphs of the whole model: use compile.scope=model"
+            )
+        return self
+
+    @property
+    def warm_up(self) -> int:
+        """Windows before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
+        return 3 if self.cuda_graphs else 1
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether torch replays CUDA graphs in this mode, on a GPU."""
+        return self.mode in ("reduce-overhead", "max-autotune") and self.scope == "model"
