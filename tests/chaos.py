@@ -29,7 +29,6 @@ import yaml
 
 from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
-from trainer.commands.report.write import leave_report
 from trainer.config.recipe import Recipe
 from trainer.errors import EXIT_REQUEUE
 from trainer.host.processes import children
@@ -126,7 +125,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
         original(*arguments)
 
     loop.__dict__["train"] = train
-    os._exit(train_rank(recipe, "digits", folder, report=leave_report))
+    os._exit(train_rank(recipe, "digits", folder))
 
 
 def ending(folder: Path) -> Ending:

@@ -1,6 +1,5 @@
 """A reference trainer for PyTorch: `trainer train RECIPE`, or `from trainer import fit` in a notebook."""
 
-from functools import partial, update_wrapper
 from typing import Any
 
 from trainer.version import __version__ as __version__
@@ -12,8 +11,7 @@ def __getattr__(name: str) -> Any:
         from trainer.host.threads import wait_passively
 
         wait_passively()
-        from trainer.commands.report.write import leave_report
         from trainer.train.from_python import fit
 
-        return update_wrapper(partial(fit, report=leave_report), fit)
+        return fit
     raise AttributeError(f"module 'trainer' has no attribute '{name}'")

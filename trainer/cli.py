@@ -353,10 +353,9 @@ def _train(options: argparse.Namespace) -> int:
         end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
         wait_passively()
         _check_recipe(options)
-    from trainer.commands.report.write import leave_report
     from trainer.commands.train import start
 
-    return start(options, report=leave_report)
+    return start(options)
 
 
 def _show_keys(options: argparse.Namespace) -> int:

@@ -131,7 +131,7 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
     monkeypatch.setattr(start, "run_rank", lambda rank: rank())
     monkeypatch.setattr(ranks, "register", lambda: None)  # this process is no rank
 
-    def train_rank(recipe: Any, *_: Any, **__: Any) -> int:
+    def train_rank(recipe: Any, *_: Any) -> int:
         trained.append(recipe.data.micro_batch)
         return 0
 

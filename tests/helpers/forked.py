@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.commands.report.write import leave_report
 from trainer.config.recipe import Recipe
 from trainer.launch import rank, signals as preempt
 from trainer.train import between_windows
@@ -111,9 +110,7 @@ def _attempt(
     replace(between_windows.BetweenWindows, "window_done", stopping)
     if before is not None:
         before()
-    outcome = rank._outcome(
-        lambda: train_rank(recipe, "small", folder, mode, stop_after, report=leave_report)
-    )
+    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode, stop_after))
     if outcome.traceback:
         print(outcome.traceback)
     told.with_suffix(".line").write_text(json.dumps(outcome.line))

@@ -25,7 +25,6 @@ from trainer.train.manifest import COMMAND_VARIABLE, command
 from trainer.train.resume import RUNS, Mode, Stored, check_resumable, ended, newest_run, read_stored
 from trainer.train.run import check_files, check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
-from trainer.train.summary import Report, no_report
 from trainer.train.tune.auto import chosen_setting, for_ranks, stored_setting
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.loader import for_ranks as loader_for_ranks
@@ -35,31 +34,27 @@ from trainer.version import __version__
 _FOLDER = "TRAINER_RUN_FOLDER"
 
 
-def start(options: argparse.Namespace, output: int | None = None, report: Report = no_report) -> int:
+def start(options: argparse.Namespace, output: int | None = None) -> int:
     """Does what `trainer train` was asked for; returns the exit code.
 
     Args:
         options: Of the command.
         output: A file descriptor that takes the standard output of the ranks, or None.
-        report: What this process, if it is a rank, writes about its run at the end.
     """
     if options.tuned is not None:  # its settings come first, so that --set wins
         tuned = settings_of(read_tuned(options.tuned))
         options = argparse.Namespace(**{**vars(options), "set": [*tuned, *options.set]})
     recipe, _ = provisional(options.recipe, options.set)
-    return (
-        run_rank(lambda: _rank(options, report)) if is_rank(os.environ) else _launch(options, recipe, output)
-    )
+    return run_rank(lambda: _rank(options)) if is_rank(os.environ) else _launch(options, recipe, output)
 
 
-def _rank(options: argparse.Namespace, report: Report) -> int:
+def _rank(options: argparse.Namespace) -> int:
     recipe, auto = provisional(options.recipe, options.set)
     if auto:
         recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))])
     _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
     folder = _folder_of_rank(options, recipe)
-    how = (options.resume, options.stop_after, options.profile)
-    return train_rank(recipe, options.recipe, folder, *how, report=report)
+    return train_rank(recipe, options.recipe, folder, options.resume, options.stop_after, options.profile)
 
 
 def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:

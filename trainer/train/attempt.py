@@ -14,6 +14,7 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers, set_foreign_aside
+from trainer.commands.report.write import leave_report
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.data.fit import Loading, bytes_needed
@@ -45,7 +46,7 @@ from trainer.train.run_folder import check_space, open_folder, set_status
 from trainer.train.run_lock import lock
 from trainer.train.state import load_tensors
 from trainer.train.step import Training, take_figures
-from trainer.train.summary import Report, finish, introduce, no_report
+from trainer.train.summary import finish, introduce
 
 _ROLLED_BACK = -1
 _SHOWN = 4
@@ -59,7 +60,6 @@ def train_rank(
     stop_after: int | None = None,
     profile: Kind | None = None,
     task: Task | None = None,
-    report: Report = no_report,
 ) -> int:
     """What each rank does.
 
@@ -71,7 +71,6 @@ def train_rank(
         stop_after: The window after which to stop with a checkpoint, or None.
         profile: Whether to look at some windows, and how.
         task: What is learned; None: what the recipe names.
-        report: What rank 0 calls once it is settled how the run ended, while the others still wait.
 
     Returns:
         0 done, 75 stopped, by a signal or as asked for, with a checkpoint to go on from.
@@ -93,7 +92,7 @@ def train_rank(
         and (code := _is_through(folder, stored, recipe, task, kind, data, mode)) is not None
     ):
         return code
-    request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile, report)
+    request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile)
     if kind == "cuda":
         set_up_allocator(recipe.memory.allocator, os.environ)
     with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
@@ -117,12 +116,11 @@ class _Request(NamedTuple):
     task: Task
     data: dict[str, str]
     profile: Kind | None
-    report: Report
 
 
 def _train(request: _Request, world: World, stored: Stored | None, watch: Watch) -> int:
     """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
-    recipe, recipe_name, folder, mode, stop_after, task, data, kind, report = request
+    recipe, recipe_name, folder, mode, stop_after, task, data, kind = request
     with contextlib.ExitStack() as stack:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
@@ -179,7 +177,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 with memory_explained(recipe, parts, world, folder if desk else None):
                     between.train()
             except Incident as incident:
-                _after_incident(incident, between, log, recipe, world, desk, folder, report)
+                _after_incident(incident, between, log, recipe, world, desk, folder)
                 return _ROLLED_BACK
         except Requeue as requeue:
             if desk:
@@ -191,9 +189,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             desk.writer.finish()
             if profile is not None:
                 desk.display.say(profile.close())
-            finish(
-                folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, report, advisor
-            )
+            finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
     return EXIT_DONE
 
 
@@ -239,7 +235,6 @@ def _after_incident(
     world: World,
     desk: "_Desk | None",
     folder: Path,
-    report: Report,
 ) -> None:
     """Writes down what happened, all of it, before any rank leaves; returns if the run is to be rolled back.
 
@@ -255,7 +250,7 @@ def _after_incident(
         desk.display.close()
         if end:
             set_status(folder, desk.manifest, "diverged", str(end))
-            report(folder)
+            leave_report(folder)
     # Where the ranks wait for each other until all is written.
     signals = torch.tensor([int(requested() or 0)])
     if world.group is not None:

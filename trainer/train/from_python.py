@@ -23,7 +23,6 @@ from trainer.train.attempt import train_rank
 from trainer.train.resume import RUNS, Mode
 from trainer.train.run import check_files, check_request, make_task
 from trainer.train.run_folder import new_folder
-from trainer.train.summary import Report, no_report
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ def fit(
     *,
     out: str | Path | None = None,
     resume: Mode = "auto",
-    report: Report = no_report,
 ) -> Fitted:
     """Trains here and now, on one GPU or on the CPU: what `trainer train` does, without its launcher.
 
@@ -71,7 +69,6 @@ def fit(
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
         out: Run folder; default: a new one below runs.
         resume: As for `trainer train`.
-        report: What writes a page about the run at its end.
 
     Raises:
         BadInputError: What is wrong, and the remedy.
@@ -98,7 +95,7 @@ def fit(
     threads = torch.get_num_threads()
     try:
         with _random_state_kept():
-            code = train_rank(recipe, name, folder, resume, task=opened, report=report)
+            code = train_rank(recipe, name, folder, resume, task=opened)
     finally:
         torch.set_num_threads(threads)
     if code != EXIT_DONE:

@@ -3,7 +3,7 @@
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
+from trainer.commands.report.write import NAME, leave_report
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, DivergedError
@@ -29,14 +30,6 @@ from trainer.train.step import Training
 
 _WORTH_A_WORD = 0.005  # of the time
 _PARTS = (*PHASES, "unexplained")
-
-
-# Writes a page about the run in a folder; returns its path, None if there is none. Never raises.
-Report = Callable[[Path], Path | None]
-
-
-def no_report(_: Path) -> None:
-    """Writes none."""
 
 
 def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
@@ -57,7 +50,6 @@ def finish(
     metric: str,
     figures: dict[str, float],
     display: Display,
-    report: Report,
     advisor: Advisor | None = None,
 ) -> None:
     """Writes the weights and the summary, and tells it.
@@ -79,7 +71,7 @@ def finish(
         write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
     except OSError as error:
         raise _unfinished(folder, "manifest.json", error) from error
-    page = report(folder)
+    leave_report(folder)
     if diverged:
         raise DivergedError(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
@@ -93,7 +85,7 @@ def finish(
         f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
-        f"{_report_line(page)}"
+        f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
         f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
         " (--help-config shows every key)"
@@ -158,8 +150,9 @@ def _explained(totals: Mapping[str, float], verdict: Verdict | None) -> str:
     return "".join(f"  {name:<12} {line}\n" for name, line in lines.items() if line)
 
 
-def _report_line(page: Path | None) -> str:
-    return f"  report       {shown(page)}\n" if page else ""
+def _report_line(folder: Path) -> str:
+    report = folder / NAME
+    return f"  report       {shown(report)}\n" if report.exists() else ""
 
 
 def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:

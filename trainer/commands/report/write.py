@@ -46,18 +46,16 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
         raise BadInputError(f"{out}: can't be written ({error.strerror}); give another --out") from error
 
 
-def leave_report(folder: Path) -> Path | None:
-    """Writes RUN/report.html at the end of a training and returns it; what goes wrong is told, not raised."""
+def leave_report(folder: Path) -> None:
+    """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
     try:
         rows = folder / "metrics.jsonl"
         if rows.exists() and rows.stat().st_size > _QUICK:
             raise BadInputError(f"metrics.jsonl is large: trainer report {folder} takes its time")
         write_report([folder], folder / NAME)
-        return folder / NAME
     except Exception as error:  # whatever it is, the training is done and worth more
         line = redact_text(" ".join(f"{error or type(error).__name__}".split()))
         print(f"trainer: no report was written ({plain(line)})", file=sys.stderr, flush=True)
-        return None
 
 
 def report(folders: Sequence[Path], out: Path | None) -> int:
