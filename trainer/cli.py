@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.bench.commands import add_parser as bench_commands
+from trainer.commands.bench import add_parser as bench_commands
 from trainer.commands.data import add_parser as data_commands
 from trainer.commands.submit.command import add_parser as launch_command
 from trainer.config.redact import redact_text
@@ -25,8 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: LC_ALL=C may be set
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments)
+    return run(make_parser(), sys.argv[1:] if arguments is None else arguments)
+
+
+def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
+    """Does what the words ask for; what they can't ask for is one line, and code 2."""
+    options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
         return code
@@ -38,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without secrets."""
+
     def error(self, message: str) -> None:  # type: ignore[override]
+        """Ends with code 2."""
         if message.startswith("unrecognized arguments") and message.endswith("]"):
             message += "; quote what holds blanks: --set 'KEY=[A, B]'"
         raise SystemExit(self._one_line(message))
@@ -50,11 +57,12 @@ class _Parser(argparse.ArgumentParser):
         return EXIT_BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(
         prog="trainer", description="Trains PyTorch models: fast, exact, explained.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
 
     train = commands.add_parser("train", help="train a recipe", allow_abbrev=False)
     train.add_argument(
@@ -151,10 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_export(commands)
     _add_predict(commands)
-    data_commands(commands, _Parser)
-    launch_command(commands, _Parser)
+    data_commands(commands, Parser)
+    launch_command(commands, Parser)
 
-    bench_commands(commands, _Parser)
+    bench_commands(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The points of the chart of `trainer bench scale`."""
+"""The points of the chart of `python -m benchmarks scale`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import Clock
-from trainer.cli import _parser
+from trainer.cli import make_parser
 from trainer.commands import train as starting
 from trainer.observe import phases as pulse, profile as profile_module
 from trainer.observe.phases import PULSE, Phase, mark
@@ -286,7 +286,7 @@ def test_the_flag_reaches_the_ranks(
 
     monkeypatch.setattr(starting, "launch", launch)
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
-    options: argparse.Namespace = _parser().parse_args([*words, *([flag] if flag else [])])
+    options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
     assert starting._launch(options, starting.load_recipe("digits", ["device=cpu"]), None) == 0
-    assert _parser().parse_args(passed[0]).profile == kind
+    assert make_parser().parse_args(passed[0]).profile == kind

@@ -8,10 +8,11 @@ with 95 % probability. Libraries that are timed beside it get the same steps, in
 documentation shows (`benchmarks.against`).
 """
 
+import argparse
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.progress import track
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.against import blamed, chosen, titled
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
@@ -215,51 +216,6 @@ def tiny_recipe(steps: int) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def interleaved(loops: Sequence[Callable[[], float]], rounds: int, shown: bool = True) -> list[list[float]]:
-    """Times loops in turn, each round starting with another one; a round before them is warm-up.
-
-    Args:
-        loops: Each returns its seconds.
-        rounds: That count.
-        shown: Whether a bar shows how far it is.
-
-    Returns:
-        For each loop its seconds, round by round.
-    """
-    times: list[list[float]] = [[] for _ in loops]
-    numbers = range(rounds + 1)
-    # The bar has a thread, beside which nothing can be forked.
-    for number in track(numbers, "measuring", transient=True) if shown else numbers:
-        for offset in range(len(loops)):
-            which = (number + offset) % len(loops)
-            times[which].append(loops[which]())
-    return [series[1:] for series in times]
-
-
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """Median, and the two values that enclose the true one with a probability of at least 95 %.
-
-    They are the innermost pair of order statistics of which that holds by the binomial distribution, whatever
-    the values' own is (Conover 1999). Below 6 values none does: then it is the smallest and the largest,
-    which enclose it with 1 - 2^(1 - n), 93.75 % at 5.
-    """
-    ordered = sorted(values)
-    outer = values_outside(len(ordered))
-    return float(np.median(ordered)), ordered[outer], ordered[-1 - outer]
-
-
-def values_outside(count: int) -> int:
-    """How many of so many values `median_interval` leaves out at each end.
-
-    With k left out, the true median lies outside if at most k values lie below it, or at most k above:
-    2 (C(n, 0) + … + C(n, k)) / 2^n, in whole numbers.
-    """
-    outer, tail = 0, 1
-    while 40 * (tail := tail + math.comb(count, outer + 1)) <= 1 << count:
-        outer += 1
-    return outer
-
-
 @dataclass(frozen=True)
 class HostTimes:
     """Microseconds per step of each loop, float64 (rounds,).
@@ -308,6 +264,21 @@ def measure_overhead(rounds: int, steps: int, libraries: Mapping[str, Callable[.
         torch.set_num_threads(threads)
     hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
     return HostTimes(steps, recipe.log.every, hand, lean, ours, dict(zip(libraries, theirs, strict=True)))
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)")
+    bench.add_argument("--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)")
+    bench.add_argument(
+        "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
+    )
+    bench.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,fabric,accelerate,ignite: which to time too"
+    )
+    bench.set_defaults(
+        run=lambda options: bench_overhead(options.rounds, options.steps, options.target, options.against)
+    )
 
 
 def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "") -> int:

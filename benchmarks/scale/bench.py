@@ -1,4 +1,4 @@
-"""`trainer bench scale`: what a job costs and loses on more GPUs than there are, computed and simulated."""
+"""`python -m benchmarks scale`: what a job on many GPUs costs and loses, computed and simulated."""
 
 import argparse
 import json
@@ -13,39 +13,34 @@ _MOST_SIMULATED = 1 << 13
 _SPREAD = 0.05
 
 
-def add_parser(benches: Any) -> None:
-    """Adds `scale` to what can be measured."""
-    scale = benches.add_parser(
-        "scale",
-        help="a job on many GPUs, from figures measured here: communication, failures, checkpoints, loading",
-        allow_abbrev=False,
-    )
-    scale.add_argument(
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument(
         "--gpus", default="8,64,512,4096", metavar="LIST", help="how many (default: 8,64,512,4096)"
     )
-    scale.add_argument(
+    bench.add_argument(
         "--figures",
         type=Path,
         metavar="FILE",
         help="figures with their sources, YAML or JSON",
     )
-    scale.add_argument(
+    bench.add_argument(
         "--comm", type=Path, metavar="FILE", help="what `trainer bench comm --json` printed: the links"
     )
-    scale.add_argument(
+    bench.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="replace a figure; repeatable"
     )
-    scale.add_argument(
+    bench.add_argument(
         "--simulate", action="store_true", help="simulate it too; code 1 where they differ by over 10 %%"
     )
-    scale.add_argument("--sources", action="store_true", help="only print the figures and their sources")
-    scale.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated failures")
-    scale.add_argument("--json", action="store_true", help="print JSON")
-    scale.add_argument("--plot", type=Path, metavar="FILE", help="draw it, with the simulation (.svg)")
-    scale.add_argument(
+    bench.add_argument("--sources", action="store_true", help="only print the figures and their sources")
+    bench.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated failures")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw it, with the simulation (.svg)")
+    bench.add_argument(
         "--measure", type=Path, metavar="RUN", help="print a file of figures from a run and from this machine"
     )
-    scale.set_defaults(run=_run)
+    bench.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -105,7 +100,7 @@ def bench_scale(
     if file is None:
         raise BadInputError(
             "--figures is missing: give docs/results/scale-measured.yaml or a file of your own, which "
-            "`trainer bench scale --measure RUN` begins"
+            "`python -m benchmarks scale --measure RUN` begins"
         )
     if plot is not None and plot.suffix != ".svg":
         raise BadInputError(f"--plot {plot}: give a file that ends in .svg")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
+from benchmarks.__main__ import main
 from benchmarks.scale import document, formulas, life, measure, messages, probes, simulate as simulation
 from benchmarks.scale.figures import DEFAULT_S, Estimate, Figures, difference, read_job, read_link
 from benchmarks.scale.life import best_interval, failure_times, live
@@ -28,7 +29,6 @@ from benchmarks.scale.messages import Fabric
 from benchmarks.scale.simulate import simulate
 from benchmarks.scale.table import TARGET, differences
 from trainer import checkpoint
-from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.train.resume import CheckpointConfig
 
@@ -293,13 +293,13 @@ def test_gloo_asks_the_store_as_often_as_is_said(
 def test_the_document_shows_what_its_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/scaling.md").read_text()
-    assert text.count("<!-- trainer bench scale") == text.count("<!-- end -->") == 4
+    assert text.count("<!-- python -m benchmarks scale") == text.count("<!-- end -->") == 4
     assert document.renewed(text) == text
 
 
 def test_the_drawing_is_the_examples(tmp_path: Path) -> None:
     plot = tmp_path / "scale.svg"
-    words = ["bench", "scale", "--figures", str(EXAMPLE), "--plot", str(plot)]
+    words = ["scale", "--figures", str(EXAMPLE), "--plot", str(plot)]
     assert main(words) == 0
     assert plot.read_text() == (ROOT / "docs/results/scaling.svg").read_text()
     shapes = Counter(one.tag.rpartition("}")[2] for one in ElementTree.parse(plot).getroot().iter())
@@ -308,7 +308,6 @@ def test_the_drawing_is_the_examples(tmp_path: Path) -> None:
 
 def test_the_answer_for_machines(capsys: Capsys) -> None:
     words = [
-        "bench",
         "scale",
         "--figures",
         str(EXAMPLE),
@@ -330,7 +329,7 @@ def test_the_answer_for_machines(capsys: Capsys) -> None:
 def test_code_1_where_they_part(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     right = formulas.lost_share
     monkeypatch.setattr(formulas, "lost_share", lambda *values: right(*values) / 2)
-    assert main(["bench", "scale", "--figures", str(EXAMPLE), "--gpus", "8", "--simulate"]) == 1
+    assert main(["scale", "--figures", str(EXAMPLE), "--gpus", "8", "--simulate"]) == 1
     assert "apart at most, target 10 %" in capsys.readouterr().out
 
 
@@ -367,7 +366,7 @@ def test_the_link_of_whole_all_reduces(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: Capsys) -> None:
-    assert main(["bench", "scale", *words]) == 2
+    assert main(["scale", *words]) == 2
     told = capsys.readouterr().err
     assert said in told and told.strip().count("\n") == 0
 
@@ -391,7 +390,7 @@ def test_figures_of_a_run_and_of_this_machine(
     comm.write_text(json.dumps({"alpha_s": 0.002, "bytes_per_s": 6e8, "ranks": 2}))
     # It trains in a process of its own: see the test below.
     monkeypatch.setattr(measure, "of_start", lambda _: {"start_s": (3.0, "measured: elsewhere")})
-    assert main(["bench", "scale", "--measure", str(run), "--comm", str(comm)]) == 0
+    assert main(["scale", "--measure", str(run), "--comm", str(comm)]) == 0
     (tmp_path / "figures.yaml").write_text(capsys.readouterr().out)
     job = read_job(tmp_path / "figures.yaml")
     figures = job.figures

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from benchmarks import accumulation, against
+from benchmarks.__main__ import main
 from benchmarks.accumulation import CASES, Case, Recorded, judge, windows_due
 from benchmarks.against import timm
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
-from trainer.cli import main
 from trainer.data.sampling import plan
 from trainer.train import step
 
 
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "accumulation"]) == 0
+    assert main(["accumulation"]) == 0
     table = table_rows(capsys.readouterr().out)
     assert len(table) == 2 * len(CASES)
     for row in table:
@@ -44,7 +44,7 @@ def test_a_wrong_step_fails_the_bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Any, what: str, mutant: Any
 ) -> None:
     monkeypatch.setattr(where, what, mutant)
-    assert main(["bench", "accumulation"]) == 1
+    assert main(["accumulation"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_no_update_is_nothing_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accumulation, "train_window", lambda *_: None)
-    assert main(["bench", "accumulation"]) == 3
+    assert main(["accumulation"]) == 3
     assert "nothing measured" in capsys.readouterr().out
 
 
@@ -189,7 +189,7 @@ def test_a_script_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     require("timm")
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('no such flag')")
-    assert main(["bench", "accumulation", "--against", "timm", "--timm-train", str(script)]) == 2
+    assert main(["accumulation", "--against", "timm", "--timm-train", str(script)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--against timm" in error
@@ -201,7 +201,7 @@ def test_a_script_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     require("timm")
-    assert main(["bench", "accumulation", "--against", "timm"]) == 0
+    assert main(["accumulation", "--against", "timm"]) == 0
     out = capsys.readouterr().out
     assert "not measured" in out
     assert "--timm-train FILE" in out
@@ -219,7 +219,7 @@ def test_without_the_script_timm_is_named_as_not_measured(capsys: pytest.Capture
 def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["bench", "accumulation", *arguments]) == 2
+    assert main(["accumulation", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert message in captured.err
@@ -228,7 +228,7 @@ def test_bad_input_is_one_line(
 
 def test_a_missing_script_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     require("timm")
-    assert main(["bench", "accumulation", "--against", "timm", "--timm-train", "/no/such.py"]) == 2
+    assert main(["accumulation", "--against", "timm", "--timm-train", "/no/such.py"]) == 2
     assert "/no/such.py" in capsys.readouterr().err
 
 
@@ -236,7 +236,7 @@ def test_a_library_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(against.LIBRARIES, "lightning", "no-such-distribution")
-    assert main(["bench", "accumulation", "--against", "lightning"]) == 2
+    assert main(["accumulation", "--against", "lightning"]) == 2
     assert "pip install .[bench]" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""`trainer bench claims`: the command line. Imports torch only when it runs."""
+"""`python -m benchmarks claims`: the command line. Imports torch only when it runs."""
 
 import argparse
 import importlib
@@ -6,26 +6,20 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from trainer.host.threads import wait_passively
 
 
-def add_parser(benches: Any) -> None:
-    """Adds `claims` to the benches."""
-    claims = benches.add_parser(
-        "claims",
-        help="what guides say that settings bring, each measured on this machine (10 minutes at most)",
-        allow_abbrev=False,
-    )
-    claims.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
-    claims.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
-    claims.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
-    claims.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
-    claims.add_argument(
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--quick", action="store_true", help="a minute at most; wider intervals")
+    bench.add_argument("--only", default="", metavar="LIST", help="claims or ablations by name")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
+    bench.add_argument(
         "--out", type=Path, metavar="DIR", help="write claims.md, claims.json and claims.svg there"
     )
-    claims.set_defaults(run=_claims)
+    bench.set_defaults(run=_claims)
 
 
 def _claims(options: argparse.Namespace) -> int:
@@ -70,7 +64,7 @@ def bench_claims(
     with tempfile.TemporaryDirectory(prefix="trainer-claims-") as scratch:
         rows = run_claims(claims, quick, Path(scratch), _say)
     here = conditions()
-    words = ["trainer bench claims", "--quick" * quick, f"--only {only}" * bool(only)]
+    words = ["python -m benchmarks claims", "--quick" * quick, f"--only {only}" * bool(only)]
     about = (
         f"{' '.join(filter(None, words))}: medians of {extent.rounds} interleaved rounds, all else equal; "
         "a claim holds if the whole interval lies at or below what was claimed"

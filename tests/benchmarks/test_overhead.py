@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
 from torch import nn
 
-from benchmarks import against
+from benchmarks import against, overhead
+from benchmarks.__main__ import main
 from tests.helpers.clock import Clock
 from tests.helpers.libraries import require
-from trainer.cli import main
-from trainer.commands.bench import overhead
 from trainer.optim.optimizers import Rates
 from trainer.rng import permuted
 
@@ -46,7 +44,7 @@ def test_a_slower_loop_misses_the_target(
     monkeypatch.setattr(overhead, "time", clock.time)
     monkeypatch.setattr(nn.functional, "cross_entropy", step)
     monkeypatch.setattr(Rates, "advance", update)
-    assert main(["bench", "overhead", "--rounds", "1", "--steps", "20"]) == code
+    assert main(["overhead", "--rounds", "1", "--steps", "20"]) == code
     out = capsys.readouterr().out
     assert f"trainer - by hand           {told}   95 % interval {told} to {told}\n" in out
     assert f"over by hand: {verdict}" in out
@@ -56,13 +54,13 @@ def test_a_target_within_the_interval_is_undecided(monkeypatch: pytest.MonkeyPat
     ours, none = np.array([10.0, 30.0] * 5), np.zeros(10)
     times = overhead.HostTimes(20, 50, none, none, ours, {})
     monkeypatch.setattr(overhead, "measure_overhead", lambda *_: times)
-    assert main(["bench", "overhead"]) == 3
+    assert main(["overhead"]) == 3
     assert "over by hand: undecided: more --rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--steps", "0"]])
 def test_nothing_measured_is_no_success(arguments: list[str]) -> None:
-    assert main(["bench", "overhead", *arguments]) == 3
+    assert main(["overhead", *arguments]) == 3
 
 
 class Kept(overhead.TinyTask):
@@ -133,9 +131,7 @@ def test_a_library_does_the_same_mathematics(monkeypatch: pytest.MonkeyPatch, li
 
 def test_a_library_gets_its_row(capsys: pytest.CaptureFixture[str]) -> None:
     require("ignite")
-    code = main(
-        ["bench", "overhead", "--rounds", "2", "--steps", "20", "--target", "1e6", "--against", "ignite"]
-    )
+    code = main(["overhead", "--rounds", "2", "--steps", "20", "--target", "1e6", "--against", "ignite"])
     assert code == 0
     out = capsys.readouterr().out
     assert re.search(r"^\| ignite \d\S+ \| \d+\.\d \| -?\d+\.\d \| -?\d+\.\d to -?\d+\.\d \|$", out, re.M)
@@ -143,20 +139,5 @@ def test_a_library_gets_its_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_library_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overhead", "--against", "timm"]) == 2
+    assert main(["overhead", "--against", "timm"]) == 2
     assert "it knows lightning, fabric, accelerate, ignite" in capsys.readouterr().err
-
-
-@given(st.lists(st.floats(-100, 100), min_size=1, max_size=60))
-def test_the_interval_encloses_the_median(values: list[float]) -> None:
-    middle, low, high = overhead.median_interval(values)
-    assert low <= middle <= high
-
-
-def test_the_interval_holds_the_true_median_in_95_percent() -> None:
-    random = np.random.default_rng(0)
-    hits = 0
-    for _ in range(2000):
-        _, low, high = overhead.median_interval(random.standard_normal(30).tolist())
-        hits += low <= 0 <= high
-    assert 0.93 <= hits / 2000 <= 0.99

@@ -19,13 +19,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from benchmarks import accumulation, against, loader, resume, tokens
+from benchmarks.__main__ import main
 from benchmarks.accumulation import CASES
 from benchmarks.against import LibraryFailed, NotMeasured, blamed
 from benchmarks.pipelines import Epoch
 from benchmarks.scoreboard import benches, quiet, timed as timed_parts
+from benchmarks.scoreboard.bench import bench_scoreboard, check_files, write_all
 from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
 from benchmarks.scoreboard.chart import chart
-from benchmarks.scoreboard.command import bench_scoreboard, check_files, write_all
 from benchmarks.scoreboard.common import Extent, libraries_for
 from benchmarks.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
 from benchmarks.scoreboard.figures import (
@@ -45,8 +46,7 @@ from benchmarks.scoreboard.figures import (
 from benchmarks.scoreboard.quiet import share_of_cpus
 from benchmarks.scoreboard.show import as_json, command_line, document, summary, text
 from benchmarks.scoreboard.timed import by_loader, by_overhead
-from trainer.cli import main
-from trainer.commands.bench.overhead import median_interval, values_outside
+from trainer.commands.bench.paired import median_interval, values_outside
 from trainer.errors import BadInputError
 from trainer.observe.text import DASH
 from trainer.train.step import train_window
@@ -132,7 +132,7 @@ def test_a_count_is_decided_by_any_difference() -> None:
 
 
 def test_a_loser_is_shown_as_a_loser() -> None:
-    page = document(PARTS, MACHINE, "trainer bench scoreboard --out a.md", "a")
+    page = document(PARTS, MACHINE, "python -m benchmarks scoreboard --out a.md", "a")
     table = rows(page, BENCHES["overhead"].title)
     assert [row[-1] for row in table] == ["trainer wins", "**trainer loses**", "undecided", "not installed"]
     assert table[1] == ["trainer 1", "quick 1.0", "100", "80", "1.250", "1.210 to 1.290", "**trainer loses**"]
@@ -167,7 +167,7 @@ def test_only_the_best_way_of_a_rival_counts() -> None:
 
 
 def test_nobody_is_left_out() -> None:
-    page = document(PARTS, MACHINE, "trainer bench scoreboard --out a.md", "a")
+    page = document(PARTS, MACHINE, "python -m benchmarks scoreboard --out a.md", "a")
     assert [DASH, "nowhere", DASH, DASH, DASH, DASH, "not installed"] in rows(page, BENCHES["overhead"].title)
     counted = rows(page, BENCHES["accumulation"].title)
     assert counted[0] == ["trainer 1", "8 of 8", DASH, ""]
@@ -208,8 +208,8 @@ def test_what_a_machine_cannot_measure_is_no_failure() -> None:
 
 
 def test_the_page_says_what_it_needs_to_be_refuted() -> None:
-    page = document(PARTS, MACHINE, "trainer bench scoreboard --out a.md", "a")
-    beside = ("`trainer bench scoreboard --out a.md`", "(a.svg)", "(a.json)")
+    page = document(PARTS, MACHINE, "python -m benchmarks scoreboard --out a.md", "a")
+    beside = ("`python -m benchmarks scoreboard --out a.md`", "(a.svg)", "(a.json)")
     for words in (MACHINE.conditions, MACHINE.libraries, *beside):
         assert words in page
     root = Path(__file__).parents[2]
@@ -504,7 +504,7 @@ def test_three_files_are_written_and_the_rest_of_what_fails(
     assert figures.read_text() == (tmp_path / "board.json").read_text()
     ElementTree.parse(tmp_path / "board.svg")
     written = page.read_text()
-    assert f"`trainer bench scoreboard --only {only} --out {page} --json {figures}`" in written
+    assert f"`python -m benchmarks scoreboard --only {only} --out {page} --json {figures}`" in written
     assert "**trainer loses**" in written
     assert FAILED.failed in written
     captured = capsys.readouterr()
@@ -585,7 +585,7 @@ def test_bad_input_is_one_line_before_anything_is_measured(
     original = os.access  # root may write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" and original(path, mode))
     monkeypatch.setattr(benches, "measured_apart", lambda *_: 1 / 0)
-    assert main(["bench", "scoreboard", *arguments]) == 2
+    assert main(["scoreboard", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert message in captured.err
@@ -669,4 +669,4 @@ def test_enough_rounds_to_decide() -> None:
 
 def test_the_command_is_what_was_asked() -> None:
     given = {"quick": True, "only": "", "out": Path("a b.md"), "json": None}
-    assert command_line(given) == "trainer bench scoreboard --quick --out 'a b.md'"
+    assert command_line(given) == "python -m benchmarks scoreboard --quick --out 'a b.md'"

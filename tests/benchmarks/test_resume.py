@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from benchmarks import against, resume
+from benchmarks.__main__ import main
 from benchmarks.cut_run import BATCH, BATCHES, EPOCHS, UPDATES, Resumed, Steps
 from benchmarks.resume import CUTS, judge
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
 from trainer.checkpoint import store
-from trainer.cli import main
 from trainer.train.state import load_tensors
 from trainer.train.step import Training
 
 
 def test_the_trainer_goes_on_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "resume"]) == 0
+    assert main(["resume"]) == 0
     table = table_rows(capsys.readouterr().out)
     assert [row[1:] for row in table] == [
         [str(cut), str(UPDATES - cut), "0", "0", "0", "same", "same"] for cut in CUTS
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_wrongly_fails_the_bench(
 ) -> None:
     monkeypatch.setattr(resume, what, mutant)
     monkeypatch.setattr(resume, "CUTS", (33,))
-    assert main(["bench", "resume"]) == 1
+    assert main(["resume"]) == 1
     (row,) = table_rows(capsys.readouterr().out)
     assert row[3] == other_samples
     assert row[-2:] == ["other", "DIFFERENT"]
@@ -91,7 +91,7 @@ def test_no_later_update_is_nothing_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resume, "CUTS", (UPDATES,))
-    assert main(["bench", "resume"]) == 3
+    assert main(["resume"]) == 3
     assert "nothing measured" in capsys.readouterr().out
 
 
@@ -133,7 +133,7 @@ def test_what_a_library_is_given_and_what_is_read(library: str) -> None:
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "resume", "--against", "timm"]) == 2
+    assert main(["resume", "--against", "timm"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "it knows lightning, accelerate" in captured.err

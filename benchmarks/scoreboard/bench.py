@@ -1,4 +1,4 @@
-"""`trainer bench scoreboard`: the command line. Imports torch only when it runs."""
+"""`python -m benchmarks scoreboard`: the command line. Imports torch only when it runs."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 
@@ -18,25 +18,20 @@ if TYPE_CHECKING:
     Measure = Callable[[str, Extent, Path | None], Part]
 
 
-def add_parser(benches: Any) -> None:
-    """Adds `scoreboard` to the benches."""
-    scoreboard = benches.add_parser(
-        "scoreboard",
-        help="the trainer against every library that is installed, on one page",
-        allow_abbrev=False,
-    )
-    scoreboard.add_argument("--quick", action="store_true", help="two minutes at most; wider intervals")
-    scoreboard.add_argument(
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--quick", action="store_true", help="two minutes at most; wider intervals")
+    bench.add_argument(
         "--only", default="", metavar="LIST", help="overhead,loader,tokens,accumulation,resume: which"
     )
-    scoreboard.add_argument(
+    bench.add_argument(
         "--out", type=Path, metavar="FILE.md", help="write the page there, its plot and figures beside it"
     )
-    scoreboard.add_argument("--json", type=Path, metavar="FILE", help="write all raw figures")
-    scoreboard.add_argument(
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all raw figures")
+    bench.add_argument(
         "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
     )
-    scoreboard.set_defaults(run=_scoreboard)
+    bench.set_defaults(run=_scoreboard)
 
 
 def _scoreboard(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import targets
+from benchmarks.__main__ import main, make_parser as bench_parser
 from benchmarks.claims import measuring, run as runs
 from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
 from benchmarks.claims.chart import chart
@@ -26,7 +27,7 @@ from benchmarks.claims.show import as_json, summary, table
 from benchmarks.claims.training import TRAINING
 from benchmarks.targets_parts import Traffic, make_parser
 from tests.helpers.clock import Clock
-from trainer.cli import _parser as trainer_parser, main
+from trainer.cli import make_parser as trainer_parser
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe, validated
 from trainer.data.dataset import ArrayDataset
@@ -222,7 +223,7 @@ def test_an_ablation_that_fails_or_hangs_has_a_row(tmp_path: Path) -> None:
 
 
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "claims", "--only", "bf61"]) == 2
+    assert main(["claims", "--only", "bf61"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "no claim is called 'bf61'; did you mean 'bf16'?" in line
 
@@ -245,7 +246,7 @@ def test_two_claims_from_end_to_end(
     monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
     plot, data = tmp_path / "plot.svg", tmp_path / "all.json"
     words = ["--quick", "--only", "managed-off,zero-grad", "--out", str(tmp_path / "out")]
-    assert main(["bench", "claims", *words, "--plot", str(plot), "--json", str(data)]) == 0
+    assert main(["claims", *words, "--plot", str(plot), "--json", str(data)]) == 0
     out = capsys.readouterr().out
     found = {one["name"]: one for one in json.loads(data.read_text())["claims"]}
     assert found["managed-off"]["verdict"] == "holds"
@@ -260,7 +261,7 @@ def test_nothing_that_can_be_measured_is_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "first_missing", lambda _: "no GPU")
-    assert main(["bench", "claims", "--quick", "--only", "tf32"]) == 3
+    assert main(["claims", "--quick", "--only", "tf32"]) == 3
     assert "not measured: no GPU" in capsys.readouterr().out
 
 
@@ -285,11 +286,11 @@ def test_the_targets_say_that_there_is_no_gpu(
     script = Path(__file__).parents[2] / "scripts" / "bench_gpu.sh"
     told = {**os.environ, "PYTHON": "/bin/echo"}  # in place of Python: what it would run
     done = subprocess.run([script, "--dry-run"], capture_output=True, text=True, check=True, env=told)
-    assert done.stdout == "-m benchmarks.targets --dry-run\n"
+    assert done.stdout == "-m benchmarks targets --dry-run\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert targets.main([]) == 3
+    assert main(["targets"]) == 3
     assert capsys.readouterr().out == "not measured: no GPU\n"
-    assert targets.main(["--dry-run"]) == 0
+    assert main(["targets", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert all(f"# {target.what}: {target.target}" in shown for target in targets.TARGETS)
 
@@ -303,13 +304,15 @@ def test_each_command_of_the_targets_parses(key: str, tmp_path: Path) -> None:
     if module == "benchmarks.targets_parts":
         assert callable(make_parser().parse_args(words).run)
         return
+    if module == "benchmarks":
+        options = bench_parser(words).parse_args(words)
+        assert words[0] != "claims" or select(options.only)
+        return
     assert module == "trainer"
-    options = trainer_parser().parse_args(words)
+    trainer_parser().parse_args(words)
     if words[0] == "train":
         values = override(read_recipe(words[1]), [one for flag, one in pairwise(words) if flag == "--set"])
         assert validated(Recipe, values, words[1]).max_windows
-    if words[1] == "claims":
-        assert select(options.only)
 
 
 def test_what_the_targets_conclude() -> None:

@@ -1,17 +1,13 @@
-"""Promise: what a setting or the tree costs is measured in turn and judged by its interval."""
+"""Promise: what a setting costs is measured in turn and judged by its interval."""
 
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import reduction
-from benchmarks.reduction import _measure, _Price, _ratio, bench_reduction
 from tests.helpers.clock import Clock
 from trainer.cli import main
 from trainer.commands.bench import setting
 from trainer.commands.bench.setting import bench_setting
-from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.train.step import Training, train_window
 
@@ -40,29 +36,8 @@ def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
     assert bench_setting("digits", ["optim.clip=0"], [], rounds=0, windows=1) == 3
-    assert bench_reduction(rounds=0, target=1.05) == 3
     for one in ("log.every=1", "parallel.threads=1"):
         with pytest.raises(BadInputError, match="windows alone are timed"):
             bench_setting("digits", [one], [], rounds=1, windows=1)
     assert main(["bench", "setting", "digits", "optim.clp=0"]) == 2
     assert "did you mean 'optim.clip'" in capsys.readouterr().err
-
-
-def test_the_tree_keeps_log2_of_the_shards_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "_WIDTH", 4)
-    monkeypatch.setattr(reduction, "_IMAGE", 8)
-    price = _measure(World(0, 1, 0, torch.device("cpu"), None), rounds=1)
-    assert price.peak == [0, 4 * price.gradients]
-    assert [len(seconds) for seconds in price.seconds] == [1, 1]
-
-
-@pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (2.0, 1)])
-def test_the_target_is_judged(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capsys, slower: float, code: int
-) -> None:
-    price = _Price([[1.0] * 9, [slower] * 9], [1.0, 1.0], [0, 4], 1)
-    assert _ratio(price) == (slower, slower, slower)
-    monkeypatch.setattr(reduction, "_measure", lambda *_: price)
-    monkeypatch.setattr(reduction, "_two_ranks", lambda _: price)
-    assert bench_reduction(rounds=9, target=1.05) == code
-    assert ("met" if code == 0 else "MISSED") in capsys.readouterr().out
