@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.scale.table import percent
-from trainer.commands.report.scale import Axis, make_axis
+from trainer.observe.charts.axis import Axis, make_axis
 from trainer.observe.text import count, duration, escaped
 
 Points = Sequence[tuple[float, float]]

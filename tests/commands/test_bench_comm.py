@@ -25,9 +25,9 @@ from tests.helpers.netns import hosts, in_host, on_each
 from trainer.cli import main
 from trainer.commands.bench import links, preflight as preflight_module
 from trainer.commands.bench.comm import bench_comm
-from trainer.commands.bench.comm_fit import MIB, SIZES, Timed, bus_factor, fitted, parsed_sizes
+from trainer.commands.bench.comm_fit import MIB, SIZES, Found, Timed, bus_factor, fitted, parsed_sizes
 from trainer.commands.bench.comm_rank import least_limit
-from trainer.commands.bench.comm_show import Found, as_json, as_text
+from trainer.commands.bench.comm_show import as_json, as_text
 from trainer.commands.bench.link_limit import (
     addresses,
     host_limit,

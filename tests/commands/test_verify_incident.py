@@ -12,10 +12,10 @@ from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
 from trainer.cli import main
-from trainer.commands.train import load_recipe
-from trainer.commands.verify import verify as module
+from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe
 from trainer.train.incidents import read_incidents
+from trainer.train.start import load_recipe
 
 Capsys = pytest.CaptureFixture[str]
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from tests.helpers.clock import Clock
 from trainer.cli import make_parser
-from trainer.commands import train as starting
 from trainer.observe import phases as pulse, profile as profile_module
 from trainer.observe.phases import PULSE, Phase, mark
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
+from trainer.train import start as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")

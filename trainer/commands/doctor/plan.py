@@ -62,7 +62,7 @@ def read_keys(recipe: str, settings: Sequence[str]) -> Read:
 
 def _check_all(recipe: str, settings: Sequence[str]) -> None:
     try:
-        from trainer.commands.train import load_recipe
+        from trainer.train.start import load_recipe
     except Exception:  # a torch that can't be imported is what the doctor is asked about
         return
     load_recipe(recipe, list(settings))

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.commands.report.charts import Line, line, line_chart
 from trainer.commands.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
 from trainer.commands.report.parts import grid, section, table
 from trainer.commands.report.phases import PHASES, phase_bar
 from trainer.commands.report.read import Run
 from trainer.commands.report.record import flat, gpus_of, hash_of, verdict
-from trainer.commands.report.scale import Kind as Scale
 from trainer.commands.report.sections import scale_of, title_of
-from trainer.commands.report.thin import thinned
+from trainer.observe.charts.axis import Kind as Scale
+from trainer.observe.charts.lines import Line, line, line_chart
+from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, escaped, plain
 
 _POINTS = 1600  # of a chart, over all runs

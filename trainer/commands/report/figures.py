@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from trainer.commands.report.phases import PHASES
 from trainer.commands.report.read import Run
-from trainer.commands.report.thin import Cell, Point
+from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, escaped, number, scaled, share, size
 
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from trainer.commands.report.charts import ACROSS, DOWN, STRETCHED, axes, figure_of, percent
-from trainer.commands.report.scale import make_axis, window_axis
-from trainer.commands.report.thin import Point, thinned
+from trainer.observe.charts.axis import make_axis, window_axis
+from trainer.observe.charts.lines import ACROSS, DOWN, STRETCHED, axes, figure_of, percent
+from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
 
 _BARS = 120

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import FOLDER
-from trainer.commands.report.thin import Point, Rows
 from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.host import strict_json
+from trainer.observe.charts.thin import Point, Rows
 
 _POINTS = 400
 _LINE = 1 << 20  # bytes of a row; a longer line is none

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.commands.export.interface import leaves
 from trainer.errors import BadInputError
-from trainer.train.run_folder import save_weights
+from trainer.models.export.interface import leaves
 
 Tensors = Sequence[torch.Tensor]
 
@@ -112,21 +111,6 @@ def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
         raise BadInputError(f"torch {torch.__version__} has no TorchScript any more: use --to torch-export")
     traced = torch.jit.trace(model, tuple(inputs), check_trace=False)
     return torch.jit.freeze(traced)  # type: ignore[no-any-return]
-
-
-def write_safetensors(model: nn.Module, _: Tensors, folder: Path) -> Path:
-    """The weights alone, under the names that the trainer's model has."""
-    file = folder / "model.safetensors"
-    save_weights(model, file)
-    return file
-
-
-WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
-    "torch-export": write_torch_export,
-    "onnx": write_onnx,
-    "torchscript": write_torchscript,
-    "safetensors": write_safetensors,
-}
 
 
 def missing_packages(*names: str) -> str:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import trainer
-from trainer.commands.train import load_recipe
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.launch.signals import Inbox
@@ -21,6 +20,7 @@ from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.run import check_request, device_kind, make_task
+from trainer.train.start import load_recipe
 from trainer.train.tune.auto import KEY, find, provisional, summary, used
 from trainer.train.tune.job import Interrupted, Job, run_probe
 from trainer.train.tune.loader import LoaderChoice, choose_loader

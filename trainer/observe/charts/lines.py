@@ -7,8 +7,8 @@ an SVG within it whose viewBox is stretched to the plot, with strokes that aren'
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.commands.report.scale import Axis, Kind, make_axis, window_axis
-from trainer.commands.report.thin import Cell, Point, thinned
+from trainer.observe.charts.axis import Axis, Kind, make_axis, window_axis
+from trainer.observe.charts.thin import Cell, Point, thinned
 from trainer.observe.text import count, escaped, number, scaled, share, size
 
 ACROSS, DOWN = 2000, 1000  # of the stretched viewBox
@@ -83,7 +83,7 @@ def line_chart(
         title: What is shown.
         lines: The curves.
         last: The last window of the axis.
-        kind: See `trainer.commands.report.scale.make_axis`, as for the next three.
+        kind: See `trainer.observe.charts.axis.make_axis`, as for the next three.
         unit: What is measured; the label of the axis.
         zero: Whether the axis starts at 0.
         may_log: Whether it may be logarithmic.

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 from trainer.errors import BadInputError
 from trainer.train.model_of_run import OpenedRun, open_run
@@ -53,17 +52,3 @@ def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
             "model says; add it and train again (a run's file stays as it was trained with)"
         )
     return lambda run, options: int(own(run.model, options) or 0)
-
-
-def check_picture(out: Path | None) -> None:
-    """Finds a name that no picture can be written to before anything is computed.
-
-    Raises:
-        BadInputError: If it is one.
-    """
-    if out is None:
-        return
-    if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-        raise BadInputError(f"--out {out}: give a file that ends in .png or .jpg")
-    if not out.parent.is_dir():
-        raise BadInputError(f"--out {out}: there is no folder {out.parent}; make it, or give another")

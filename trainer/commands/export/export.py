@@ -12,30 +12,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.commands.export.check import BATCHES, LIMITS, NotTheSame, in_fresh_process, relative_error
-from trainer.commands.export.fold import Folded, fold_batchnorm
-from trainer.commands.export.formats import (
-    INSTALL_ONNX,
-    WRITERS,
-    Tensors,
-    input_names,
-    missing_packages,
-    output_names,
-)
-from trainer.commands.export.interface import FromPixels, InLowPrecision, leaves
+from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.config.redact import redact_text
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
 from trainer.launch.signals import unwound
+from trainer.models.export.error import LIMITS, relative_error
+from trainer.models.export.fold import Folded, fold_batchnorm
+from trainer.models.export.formats import (
+    INSTALL_ONNX,
+    Tensors,
+    input_names,
+    missing_packages,
+    output_names,
+    write_onnx,
+    write_torch_export,
+    write_torchscript,
+)
+from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.observe.text import plain
 from trainer.observe.working import staged
 from trainer.train.manifest import file_hash
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
-from trainer.train.run_folder import shown, write_json
+from trainer.train.run_folder import save_weights, shown, write_json
 
 _ABOUT = "model.json"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
+
+
+def write_safetensors(model: nn.Module, _: Tensors, folder: Path) -> Path:
+    """The weights alone, under the names that the trainer's model has."""
+    file = folder / "model.safetensors"
+    save_weights(model, file)
+    return file
+
+
+WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
+    "torch-export": write_torch_export,
+    "onnx": write_onnx,
+    "torchscript": write_torchscript,
+    "safetensors": write_safetensors,
+}
 
 
 class Subject(NamedTuple):
