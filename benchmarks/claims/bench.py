@@ -52,6 +52,7 @@ def bench_claims(
     Raises:
         BadInputError: For a name that is no claim's.
     """
+    from benchmarks.charts import as_svg
     from benchmarks.claims.chart import chart
     from benchmarks.claims.run import FULL, QUICK, run_claims, select
     from benchmarks.claims.show import as_json, summary, table
@@ -71,7 +72,7 @@ def bench_claims(
     )
     text = f"{here}\n{about}\n\n{table(rows)}\n\n{summary(rows)}"
     print(text)
-    data, drawn = as_json(rows, here, about), chart(f"{here}; {summary(rows)}", rows)
+    data, drawn = as_json(rows, here, about), as_svg(chart(f"{here}; {summary(rows)}", rows))
     files = [(json, data), (plot, drawn)]
     if out is not None:
         document = _document(text, words)

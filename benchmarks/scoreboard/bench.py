@@ -65,6 +65,7 @@ def bench_scoreboard(
     """
     check_files(out, json, timm_train)
     from benchmarks.against import LIBRARIES, installed
+    from benchmarks.charts import as_svg
     from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart, select
     from benchmarks.scoreboard.chart import chart
     from benchmarks.scoreboard.figures import Machine, between
@@ -93,7 +94,7 @@ def bench_scoreboard(
     data, contents = as_json(parts, machine, command), dict[Path, str]()
     if out is not None:
         contents[out] = document(parts, machine, command, out.stem)
-        contents[out.with_suffix(".svg")] = chart(machine.conditions, parts)
+        contents[out.with_suffix(".svg")] = as_svg(chart(machine.conditions, parts))
         contents[out.with_suffix(".json")] = data
     if json is not None:
         contents[json] = data
