@@ -282,7 +282,9 @@ def test_the_plot_shows_all_of_it() -> None:
             assert any(row.against in word for word in shown)
     assert any("trainer loses" in word for word in shown)
     assert any("it fell" in word for word in shown)
-    dots = [line.get_xdata()[0] for line in drawn.axes[0].lines if line.get_marker() == "o"]
+    dots = [
+        float(np.asarray(line.get_xdata())[0]) for line in drawn.axes[0].lines if line.get_marker() == "o"
+    ]
     assert dots == [row.ratio for row in PARTS[0].rows if isinstance(row, Timed)]
     file = as_svg(drawn)
     assert file == as_svg(chart("title", PARTS))
