@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from trainer.commands.report.figures import joined, last_window, metrics, totals
-from trainer.commands.report.parts import grid, section, table
-from trainer.commands.report.phases import PHASES, phase_bar, phase_chart
-from trainer.commands.report.read import Run
 from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.charts.thin import Cell
 from trainer.observe.text import DASH, count, duration, escaped, share, size
+from trainer.train.report.figures import joined, last_window, metrics, totals
+from trainer.train.report.parts import grid, section, table
+from trainer.train.report.phases import PHASES, phase_bar, phase_chart
+from trainer.train.report.read import Run
 
 _MARKS = 30
 

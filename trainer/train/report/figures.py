@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.commands.report.phases import PHASES
-from trainer.commands.report.read import Run
 from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, escaped, number, scaled, share, size
+from trainer.train.report.phases import PHASES
+from trainer.train.report.read import Run
 
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainer.commands.report.figures import energy, is_number, kinds, money, money_per_thousand, status
-from trainer.commands.report.parts import section, table
-from trainer.commands.report.read import Run, Some
 from trainer.observe.text import DASH, count, escaped, number, plain, share, size
+from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
+from trainer.train.report.parts import section, table
+from trainer.train.report.read import Run, Some
 
 _ATTEMPTS = 20
 _KEYS = 400

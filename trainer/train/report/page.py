@@ -4,10 +4,10 @@ import time
 from collections.abc import Sequence
 from importlib.resources import files
 
-from trainer.commands.report import compare, record, sections
-from trainer.commands.report.figures import status
-from trainer.commands.report.read import Run
 from trainer.observe.text import count, escaped
+from trainer.train.report import compare, record, sections
+from trainer.train.report.figures import status
+from trainer.train.report.read import Run
 
 # By this a report is known for one: another file is never replaced by it.
 MARK = '<p class="over"><span>trainer report</span>'

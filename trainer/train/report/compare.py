@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.commands.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
-from trainer.commands.report.parts import grid, section, table
-from trainer.commands.report.phases import PHASES, phase_bar
-from trainer.commands.report.read import Run
-from trainer.commands.report.record import flat, gpus_of, hash_of, verdict
-from trainer.commands.report.sections import scale_of, title_of
 from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, escaped, plain
+from trainer.train.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
+from trainer.train.report.parts import grid, section, table
+from trainer.train.report.phases import PHASES, phase_bar
+from trainer.train.report.read import Run
+from trainer.train.report.record import flat, gpus_of, hash_of, verdict
+from trainer.train.report.sections import scale_of, title_of
 
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200
