@@ -59,7 +59,7 @@ def _several(runs: Sequence[Run]) -> str:
 
 
 def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequence[Run]) -> str:
-    style = files("trainer.commands.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("trainer.train.report").joinpath("style.css").read_text(encoding="utf-8")
     unreadable = sum(run.unreadable for run in runs)
     rows = f"{count(sum(run.rows for run in runs))} rows"
     odd = f"; {count(unreadable)} lines that can&rsquo;t be read were left out" if unreadable else ""
