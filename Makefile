@@ -125,9 +125,9 @@ lint: ## check style, types, what imports what, shell files and the Dockerfile
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
 	$(VENV)/bin/hadolint Dockerfile
 
-bench: ## measure here what guides claim (10 minutes; ARGS="--quick --only bf16,workers"); BENCH=overhead another
+bench: ## run BENCH of benchmarks/: claims, what guides say, measured here (10 minutes; ARGS="--quick"); BENCH=--help lists them
 	$(call bootstrap,--groups train bench)
-	$(VENV)/bin/trainer bench $(BENCH) $(ARGS)
+	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
 
 # Two tools can't listen to a GPU at once: under nsys the run leaves only ranges.
 profile: ## look at some windows of RECIPE: with Nsight Systems where nsys and a GPU are, else torch's profiler; OUT=folder

@@ -6,6 +6,7 @@ changes nothing. Each gradient is then compared with that of the mean loss over 
 from all of them at once.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -296,6 +297,17 @@ def with_script(
             raise BadInputError(f"--timm-train: there is no file {timm_train}")
     scripts = {"timm": partial(libraries["timm"], script=timm_train)} if "timm" in libraries else {}
     return {**libraries, **scripts}
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,accelerate,timm: which to measure too"
+    )
+    bench.add_argument(
+        "--timm-train", type=Path, metavar="FILE", help="timm's train.py, which its wheel doesn't hold"
+    )
+    bench.set_defaults(run=lambda options: bench_accumulation(options.against, options.timm_train))
 
 
 def bench_accumulation(against: str = "", timm_train: Path | None = None) -> int:

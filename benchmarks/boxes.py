@@ -1,5 +1,6 @@
 """What augmenting an image together with its boxes costs a loader worker, in milliseconds of one CPU."""
 
+import argparse
 import time
 
 import numpy as np
@@ -20,6 +21,12 @@ _KINDS = (
     ("mosaic", BoxAugment(mosaic=1.0)),
     ("all of them", BoxAugment(flip=0.5, scale=(0.5, 2.0), mosaic=1.0)),
 )
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--rounds", type=int, default=7, metavar="N", help="interleaved rounds (default: 7)")
+    bench.set_defaults(run=lambda options: bench_boxes(options.rounds))
 
 
 def bench_boxes(rounds: int) -> int:

@@ -6,6 +6,7 @@ stream behind all the modules that the model learns from, of which only what it 
 32 KiB, so for it the last would be the second.
 """
 
+import argparse
 import gzip
 import lzma
 import platform
@@ -48,6 +49,17 @@ def together(compress: Compress, documents: list[bytes], known: bytes = b"") -> 
 def stream(documents: list[bytes]) -> bytes:
     """Documents one after another, each with its end."""
     return b"".join(document + bytes([END]) for document in documents)
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument(
+        "run_folder", type=Path, nargs="?", metavar="RUN", help="folder of a finished run of gpt-stdlib"
+    )
+    bench.add_argument(
+        "--target", type=float, default=2.3, metavar="BITS", help="most bits per byte (default: 2.3)"
+    )
+    bench.set_defaults(run=lambda options: bench_compression(options.run_folder, options.target))
 
 
 def bench_compression(run: Path | None, target: float) -> int:

@@ -1,4 +1,4 @@
-"""The small run that `trainer bench resume` cuts: its samples, its model, and what is noted of it."""
+"""The small run that `python -m benchmarks resume` cuts: its samples, its model, and what is noted of it."""
 
 from typing import NamedTuple
 

@@ -4,6 +4,7 @@ A filter gives the energy at one frequency in one window. The start and the leng
 all of them here, as they are to the model, so windows slide over the recording and the best one counts.
 """
 
+import argparse
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,6 +76,11 @@ def bank(sound: _Floats) -> npt.NDArray[np.int64]:
         both = (low[:, :, :, None] + high[:, :, None, :]).max(1).reshape(len(sound), 16)
         best = np.maximum(best, both)
     return np.asarray(best.argmax(1))
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.set_defaults(run=lambda _: bench_goertzel())
 
 
 def bench_goertzel() -> int:

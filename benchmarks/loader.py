@@ -4,6 +4,7 @@ Every pipeline lives in a process of its own, its workers idle, and they take tu
 for a while slows all of them, and none sees another's memory.
 """
 
+import argparse
 import multiprocessing
 import os
 import statistics
@@ -73,6 +74,21 @@ class LoadTimes:
         """CPU time per image of what the device does for ours, flip and normalise: median of all rounds."""
         own = (self.pipelines[name] for name in TARGETS)
         return statistics.median(epoch.device_us for pipeline in own for epoch in pipeline.epochs)
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="images by class (default: photographs made here)"
+    )
+    bench.add_argument(
+        "--against", default="", metavar="LIST", help="torchvision,timm,webdataset: which to measure too"
+    )
+    bench.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    bench.add_argument("--workers", type=int, default=2, metavar="N", help="of each (default: 2)")
+    bench.set_defaults(
+        run=lambda options: bench_loader(options.folder, options.against, options.rounds, options.workers)
+    )
 
 
 def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -> int:

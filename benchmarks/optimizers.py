@@ -7,6 +7,7 @@ The second model is a transformer of patches. It is a small problem with short r
 apart here, and is a hint at most of how they do elsewhere.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,7 +25,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import RegularizationConfig
@@ -216,6 +217,12 @@ def step_ratios(setting: Setting, names: Sequence[str], rounds: int) -> dict[str
     return {
         name: median_interval((np.array(series) / times["adamw"]).tolist()) for name, series in times.items()
     }
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
+    bench.set_defaults(run=lambda options: bench_optimizers(options.quick))
 
 
 def bench_optimizers(quick: bool) -> int:

@@ -1,4 +1,4 @@
-"""What `trainer bench loader` runs in processes of their own: one pipeline each, or one check."""
+"""What `python -m benchmarks loader` runs in processes of their own: one pipeline each, or one check."""
 
 import gc
 import multiprocessing

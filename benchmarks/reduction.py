@@ -4,6 +4,7 @@ Both do the same windows of the same model in the same process, in turn, so that
 does falls on both. With two ranks these are real processes over gloo on this host.
 """
 
+import argparse
 import multiprocessing
 import os
 import socket
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.commands.bench.setting import timed_windows
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, joined_world
@@ -38,6 +39,15 @@ class _Price(NamedTuple):
     received: list[float]
     peak: list[int]
     gradients: int
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)")
+    bench.add_argument(
+        "--target", type=float, default=1.05, metavar="X", help="largest ratio on one rank (default: 1.05)"
+    )
+    bench.set_defaults(run=lambda options: bench_reduction(options.rounds, options.target))
 
 
 def bench_reduction(rounds: int, target: float) -> int:

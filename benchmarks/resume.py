@@ -5,6 +5,7 @@ random augmentation, AdamW and a schedule. A checkpoint is taken on the way, in 
 everything new as in a new process, goes on from them; each of its steps is compared with the first run's.
 """
 
+import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -169,6 +170,14 @@ def measure_cuts(
             found = measure(cut)
         for resumed in found:
             yield Judged(name, resumed.variant, cut, judge(resumed, cut), resumed.way)
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,accelerate: which to measure too"
+    )
+    bench.set_defaults(run=lambda options: bench_resume(options.against))
 
 
 def bench_resume(against: str = "") -> int:

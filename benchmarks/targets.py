@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def part(key: str, *words: str) -> Step:
 
 def bench(key: str, *words: str) -> Step:
     """A bench, whose table is shown and whose exit code is kept."""
-    return Step(key, ("-m", "trainer", "bench", *words), "code")
+    return Step(key, ("-m", *words), "code")
 
 
 _LARGE = ("data.global_batch=256", "data.micro_batch=256", "model.channels_last=true", "compile.mode=default")
@@ -232,7 +232,7 @@ TARGETS = (
     Target(
         "overhead over a hand-written loop",
         "at most 20 us a step",
-        (bench("overhead", "overhead", "--rounds", "20"),),
+        (bench("overhead", "benchmarks", "overhead", "--rounds", "20"),),
         _code("overhead"),
     ),
     Target(
@@ -255,7 +255,11 @@ TARGETS = (
     Target(
         "AMP, activation checkpointing, accumulation",
         "the claims' table, measured",
-        (bench("claims", "claims", "--quick", "--only", "precision,checkpointing,accumulation"),),
+        (
+            bench(
+                "claims", "benchmarks", "claims", "--quick", "--only", "precision,checkpointing,accumulation"
+            ),
+        ),
         _claims,
     ),
     Target("deterministic: bitwise resume", "20 of 20 cuts", (part("cuts", "cuts"),), _resumed),
@@ -264,7 +268,16 @@ TARGETS = (
         "known",
         (
             bench(
-                *("price", "setting", "resnet50-synthetic", "deterministic=true", "--rounds", "7"),
+                *(
+                    "price",
+                    "trainer",
+                    "bench",
+                    "setting",
+                    "resnet50-synthetic",
+                    "deterministic=true",
+                    "--rounds",
+                    "7",
+                ),
                 *("--windows", "5", "--set", "data.micro_batch=256"),
             ),
         ),
@@ -274,16 +287,22 @@ TARGETS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--dry-run", action="store_true", help="show the commands")
+    bench.set_defaults(run=lambda options: bench_targets(options.dry_run))
+
+
+def bench_targets(dry_run: bool = False) -> int:
     """Measures all that there is time for, and prints a table.
+
+    Args:
+        dry_run: Whether only to show the commands.
 
     Returns:
         0 if every target was met, 1 if one was missed, 3 if one could not be judged or there is no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench_gpu.sh", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="show the commands")
-    options = parser.parse_args(arguments)
-    if options.dry_run:
+    if dry_run:
         for target in TARGETS:
             print(f"# {target.what}: {target.target}")
             for step in target.steps:
@@ -342,7 +361,3 @@ def _done(step: Step, work: Path, within: float) -> Any:
     if step.keeps == "json":
         return json.loads(done.stdout.splitlines()[-1])
     return [json.loads(line) for line in (work / step.key / "metrics.jsonl").read_text().splitlines()]
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

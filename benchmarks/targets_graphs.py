@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.commands.bench.setting import now
 from trainer.config.recipe import Recipe
 from trainer.data.dataset import ArrayDataset, Dataset

@@ -7,6 +7,7 @@ without workers: the order of the epoch is computed, not drawn with repetition, 
 once on its way into x and y. Rounds are interleaved.
 """
 
+import argparse
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trainer.commands.bench.overhead import Series, interleaved, median_interval
+from benchmarks.overhead import Series
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.data import LoaderConfig
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
 from trainer.data.loader import RingLoader, Source
@@ -97,6 +99,13 @@ def measure_tokens(rounds: int, batches: int, megabytes: int) -> TokenTimes:
     finally:
         torch.set_num_threads(threads)
     return TokenTimes(theirs / (batches // 10), ours / batches)
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--rounds", type=int, default=20, metavar="N", help="interleaved rounds (default: 20)")
+    bench.add_argument("--target", type=float, default=8.0, metavar="X", help="smallest ratio (default: 8)")
+    bench.set_defaults(run=lambda options: bench_tokens(rounds=options.rounds, target=options.target))
 
 
 def bench_tokens(rounds: int = 20, batches: int = 1000, megabytes: int = 100, target: float = 8.0) -> int:

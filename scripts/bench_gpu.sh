@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m benchmarks.targets "$@"
+exec "$python" -m benchmarks targets "$@"

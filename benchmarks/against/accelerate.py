@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.accumulation import Case, Recorded, Recorder
 from benchmarks.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, optimised, shuffled, small_model
-from trainer.commands.bench.overhead import TinySteps
+from benchmarks.overhead import TinySteps
 
 
 def accumulate(case: Case) -> list[Recorded]:

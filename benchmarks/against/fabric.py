@@ -3,7 +3,7 @@
 import time
 
 from benchmarks.against import quiet
-from trainer.commands.bench.overhead import TinySteps
+from benchmarks.overhead import TinySteps
 
 
 def train_tiny(tiny: TinySteps) -> float:

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from trainer.commands.bench.overhead import TinySteps
+from benchmarks.overhead import TinySteps
 
 
 def train_tiny(tiny: TinySteps) -> float:

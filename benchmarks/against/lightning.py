@@ -23,7 +23,7 @@ from benchmarks.cut_run import (
     shuffled,
     small_model,
 )
-from trainer.commands.bench.overhead import TinySteps
+from benchmarks.overhead import TinySteps
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
 

@@ -1,1 +1,1 @@
-"""`trainer bench claims`: what guides say that settings bring, each measured on this machine."""
+"""`python -m benchmarks claims`: what guides say that settings bring, each measured on this machine."""

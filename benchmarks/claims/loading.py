@@ -24,7 +24,7 @@ from benchmarks.claims.measuring import (
     measure_windows as windows_of,
 )
 from benchmarks.photographs import write_photographs
-from trainer.commands.bench.overhead import interleaved
+from trainer.commands.bench.paired import interleaved
 from trainer.commands.bench.setting import now
 from trainer.commands.bench.workers import grid_speeds
 from trainer.config.recipe import Recipe

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from benchmarks.claims.claim import Series
-from trainer.commands.bench.overhead import interleaved
+from trainer.commands.bench.paired import interleaved
 from trainer.commands.bench.setting import now
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe

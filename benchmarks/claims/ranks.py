@@ -27,7 +27,7 @@ from benchmarks.claims.measuring import (
     windows_in,
 )
 from benchmarks.reduction import received
-from trainer.commands.bench.overhead import interleaved
+from trainer.commands.bench.paired import interleaved
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 

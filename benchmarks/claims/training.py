@@ -18,7 +18,8 @@ from benchmarks.claims.measuring import (
     chosen,
     measure_windows,
 )
-from trainer.commands.bench.overhead import TinyTask, by_trainer, interleaved, tiny_recipe
+from benchmarks.overhead import TinyTask, by_trainer, tiny_recipe
+from trainer.commands.bench.paired import interleaved
 from trainer.config.recipe_file import override, read_recipe
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.train.run import Parts
@@ -110,7 +111,9 @@ def _logging(wanted: Sequence[str], size: Size) -> Measurement:
         seconds = interleaved(loops, size.rounds, shown=False)
     per_window = [[s / _LOG_WINDOWS * 1e6 for s in series] for series in seconds]
     series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "us a window")
-    return Measurement("the smallest step there is, of `trainer bench overhead`, on a CPU", {"time": series})
+    return Measurement(
+        "the smallest step there is, of `python -m benchmarks overhead`, on a CPU", {"time": series}
+    )
 
 
 _PRECISIONS = _settings(

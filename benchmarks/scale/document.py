@@ -1,6 +1,6 @@
 """Keeps what a document shows of commands: `python -m benchmarks.scale.document docs/scaling.md`.
 
-What stands between `<!-- trainer … -->` and `<!-- end -->` is replaced by what the command prints.
+What stands between `<!-- python -m benchmarks … -->` and `<!-- end -->` is replaced by what that prints.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.cli import main
+from benchmarks.__main__ import main
 from trainer.errors import EXIT_DONE, BadInputError
 
-_BLOCK = re.compile(r"<!-- trainer (?P<words>.+?) -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- python -m benchmarks (?P<words>.+?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def renewed(text: str) -> str:
@@ -31,8 +31,8 @@ def _printed(block: re.Match[str]) -> str:
     with contextlib.redirect_stdout(printed):
         code = main(shlex.split(words))
     if code != EXIT_DONE:
-        raise BadInputError(f"trainer {words} ended with code {code}")
-    return f"<!-- trainer {words} -->\n{printed.getvalue().strip()}\n<!-- end -->"
+        raise BadInputError(f"python -m benchmarks {words} ended with code {code}")
+    return f"<!-- python -m benchmarks {words} -->\n{printed.getvalue().strip()}\n<!-- end -->"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The points of the chart of `trainer bench scale`."""
+"""The points of the chart of `python -m benchmarks scale`."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.charts import as_svg
 from benchmarks.scale import formulas
 from benchmarks.scale.chart import Curve, chart, spaced
 from benchmarks.scale.figures import Figures, Job
@@ -26,10 +27,10 @@ def draw(plot: Path, job: Job, gpus: Sequence[int], seed: int) -> None:
         for one in gpus
     ]
     line = [(float(one), formulas.estimate(figures, one).goodput) for one in _between(figures, gpus)]
-    text = chart(job.about, Curve("", line, dots), [_losses(figures, one, seed) for one in gpus])
+    figure = chart(job.about, Curve("", line, dots), [_losses(figures, one, seed) for one in gpus])
     try:
         with written_whole(plot) as beside:
-            beside.write_text(text, encoding="utf-8")
+            beside.write_text(as_svg(figure), encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"--plot {plot}: can't be written ({error.strerror}); give another") from error
 

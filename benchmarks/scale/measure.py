@@ -1,4 +1,4 @@
-"""The figures of `trainer bench scale`, from a run's own rows and from this machine."""
+"""The figures of `python -m benchmarks scale`, from a run's own rows and from this machine."""
 
 import statistics
 from collections.abc import Mapping

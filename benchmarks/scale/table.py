@@ -1,4 +1,4 @@
-"""The table of `trainer bench scale`, its advice, and where its figures come from."""
+"""The table of `python -m benchmarks scale`, its advice, and where its figures come from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""`trainer bench scoreboard`: the benches against other libraries, on one page."""
+"""`python -m benchmarks scoreboard`: the benches against other libraries, on one page."""

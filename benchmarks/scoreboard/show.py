@@ -34,9 +34,9 @@ _REFUTE = """\
 A library is used as its own documentation says, with the fastest settings that we know. Its loop is a
 function of a few lines (below); what is the same for all sides, the trainer's too, stands in
 `benchmarks/{overhead,loader,tokens,accumulation,resume}.py`, with the two loops by hand and nanoGPT's.
-If you know better settings, change the function and run `trainer bench scoreboard --only BENCH`, or
-`trainer bench BENCH --against LIBRARY` for that bench's own table. A time here is refuted if on a quiet
-machine the interval lies on the other side of 1, a count if it differs at all."""
+If you know better settings, change the function and run `python -m benchmarks scoreboard --only BENCH`,
+or `python -m benchmarks BENCH --against LIBRARY` for that bench's own table. A time here is refuted if on a
+quiet machine the interval lies on the other side of 1, a count if it differs at all."""
 _WORDS: dict[Outcome, str] = {
     "trainer wins": "",  # too many to name
     "trainer loses": "The trainer loses",
@@ -140,7 +140,7 @@ def as_json(parts: Sequence[Part], machine: Machine, command: str) -> str:
 
 def command_line(options: Mapping[str, Any]) -> str:
     """The command with those options that were given."""
-    words = ["trainer", "bench", "scoreboard"]
+    words = ["python", "-m", "benchmarks", "scoreboard"]
     for name, value in options.items():
         if value:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]

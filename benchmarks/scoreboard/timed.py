@@ -3,12 +3,11 @@
 import tempfile
 from pathlib import Path
 
-from benchmarks import loader, tokens
+from benchmarks import loader, overhead, tokens
 from benchmarks.against import LibraryFailed, titled
 from benchmarks.photographs import write_photographs
 from benchmarks.scoreboard.common import Extent, failed_rows, libraries_for
 from benchmarks.scoreboard.figures import Part, timed, without_the_failing
-from trainer.commands.bench import overhead
 
 _WORKERS = 2
 _US = 1e6

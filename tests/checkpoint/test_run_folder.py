@@ -27,7 +27,6 @@ from tests.helpers.forked import attempt, replace, small
 from tests.helpers.rows import read_rows
 from trainer import cli
 from trainer.checkpoint import store
-from trainer.commands import train as start
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
 from trainer.data import dataset
@@ -38,7 +37,7 @@ from trainer.host import files
 from trainer.host.disks import Mount
 from trainer.models.images import build_model
 from trainer.observe.sinks import keep_rows
-from trainer.train import between_windows, summary
+from trainer.train import between_windows, start, summary
 from trainer.train.resume import read_stored
 from trainer.train.run import make_task
 from trainer.train.run_folder import check_space, claim_folder, new_folder, remove_unused, write_json

@@ -16,8 +16,8 @@ from stack_table import TABLE, table
 
 from tests.helpers.doctor_box import ABSENT, DISK, PROVOKED, card, folder, healthy
 from trainer.cli import main
-from trainer.commands.doctor import command
-from trainer.commands.doctor.command import CHECKS, judge
+from trainer.commands.doctor import doctor as examine
+from trainer.commands.doctor.doctor import CHECKS, judge
 from trainer.commands.doctor.facts import Finding, Gpus, Software, fine
 from trainer.commands.doctor.show import plain, remedies, show, summary, surroundings
 from trainer.commands.doctor.stacks import fitting, read_stacks
@@ -85,7 +85,7 @@ def test_a_check_that_fails_does_not_take_the_others_with_it(monkeypatch: pytest
     def broken(_: Any) -> Finding:
         raise ValueError("what?")
 
-    monkeypatch.setattr(command, "CHECKS", (("a.b", broken), ("c.d", lambda _: fine("well"))))
+    monkeypatch.setattr(examine, "CHECKS", (("a.b", broken), ("c.d", lambda _: fine("well"))))
     found = judge(healthy())
     assert found["a.b"].status == "not available"
     assert "ValueError: what?" in found["a.b"].finding
@@ -263,7 +263,7 @@ def test_secrets_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = judge(healthy(data=Data("/data/x?token=hunter2secret", "No such file", DISK)))
     show(found, {}, 1.0)
     assert "hunter2secret" not in capsys.readouterr().out
-    assert "hunter2secret" not in json.dumps([command._for_machines(*one) for one in found.items()])
+    assert "hunter2secret" not in json.dumps([examine._for_machines(*one) for one in found.items()])
 
 
 def test_any_variable_is_told_in_one_line() -> None:
@@ -310,7 +310,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "read_box", lambda *_: healthy(limits__pids=50))
+    monkeypatch.setattr(examine, "read_box", lambda *_: healthy(limits__pids=50))
     code, out, _ = doctor(capsys, "--json")
     rows = json.loads(out)
     assert code == 1
@@ -326,7 +326,7 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 def test_exit_codes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], code: int
 ) -> None:
-    monkeypatch.setattr(command, "read_box", lambda *_: healthy(**changes))
+    monkeypatch.setattr(examine, "read_box", lambda *_: healthy(**changes))
     assert doctor(capsys)[0] == code
 
 

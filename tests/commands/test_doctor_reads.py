@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers.doctor_box import GIB, MIB, healthy
 from trainer.commands.doctor import network, session
-from trainer.commands.doctor.command import judge, read_box
+from trainer.commands.doctor.doctor import judge, read_box
 from trainer.commands.doctor.facts import Gpus
 from trainer.commands.doctor.gpu import read_gpus
 from trainer.commands.doctor.helpers import size
@@ -250,7 +250,7 @@ def test_as_a_user_without_a_name_under_tight_limits() -> None:
     """The whole command, as a container with any UID would run it."""
     imports = (
         "from trainer.cli import main\n"
-        "import trainer.commands.doctor.command, pynvml, sysconfig, encodings.ascii"
+        "import trainer.commands.doctor.doctor, pynvml, sysconfig, encodings.ascii"
     )
     imports += "\nsysconfig.get_config_vars()"
     said = as_nobody(imports, "main(['doctor', '--json'])", resource.RLIMIT_NOFILE, 200)

@@ -20,12 +20,13 @@ from torch import nn
 from tests.helpers import preloaded
 from tests.helpers.trained import train_digits
 from trainer.cli import main
-from trainer.commands.export import check, command, fold as fold_module, reload
-from trainer.commands.export.check import relative_error
-from trainer.commands.export.fold import fold_batchnorm
-from trainer.commands.export.formats import WRITERS
+from trainer.commands.export import check, export as export_module, reload
+from trainer.commands.export.export import WRITERS
 from trainer.data.sources import IMAGE
 from trainer.errors import BadInputError
+from trainer.models.export import fold as fold_module
+from trainer.models.export.error import relative_error
+from trainer.models.export.fold import fold_batchnorm
 from trainer.train.manifest import file_hash
 from trainer.train.model_of_run import inputs_of, open_run, read_samples, some_samples
 
@@ -335,7 +336,7 @@ def test_what_cant_be_asked_for_is_one_line(
 def test_without_onnx_it_says_how_to_get_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "missing_packages", lambda *_: "onnxruntime")
+    monkeypatch.setattr(export_module, "missing_packages", lambda *_: "onnxruntime")
     export(run, "--to", "onnx", code=2)
     assert "pip install onnx onnxscript onnxruntime" in one_line(capsys)
 

@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.commands.submit import carried, command, submit
+from trainer.commands.submit import CONTAINERS, KUBEFLOW, PLACES, add_parser, carried, submit
 from trainer.commands.submit.launching import job_fields
 from trainer.commands.submit.places import ENDINGS
 from trainer.commands.submit.spec import JobSpec, Place, Site
@@ -470,7 +470,7 @@ def test_every_option_reaches_the_specification() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(), argparse.ArgumentParser)
+    add_parser(parser.add_subparsers())
     words = (
         "launch digits --on slurm --set seed=1 --name mine --image x:y --nodes 2:3 --gpus-per-node 2 "
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
@@ -481,16 +481,14 @@ def _options() -> argparse.Namespace:
 
 
 def test_choices_are_those_of_the_specification() -> None:
-    assert get_args(Place) == command.PLACES == tuple(ENDINGS) == tuple(submit._TOOLS)
-    for name, choices in (("container", command.CONTAINERS), ("kubeflow", command.KUBEFLOW)):
+    assert get_args(Place) == PLACES == tuple(ENDINGS) == tuple(submit._TOOLS)
+    for name, choices in (("container", CONTAINERS), ("kubeflow", KUBEFLOW)):
         kinds: Any = Site.model_fields[name].annotation
         assert set(get_args(kinds)) == set(choices)
 
 
 def test_the_other_commands_pay_nothing_for_it() -> None:
-    code = (
-        "import sys, trainer.commands.submit.command\nsys.exit(bool({'pydantic', 'yaml'} & {*sys.modules}))"
-    )
+    code = "import sys, trainer.commands.submit\nsys.exit(bool({'pydantic', 'yaml'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -16,16 +16,16 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.report_runs import manifest, train_row, write_run
 from trainer.cli import main
-from trainer.commands.report import charts, figures, page as page_of, write
-from trainer.commands.report.charts import Line, line_chart
-from trainer.commands.report.phases import PHASES
-from trainer.commands.report.read import read_run
-from trainer.commands.report.scale import make_axis, window_axis
-from trainer.commands.report.thin import Cell, Rows, thinned
-from trainer.commands.report.write import leave_report, write_report
 from trainer.errors import BadInputError
 from trainer.observe import phases as pulse
+from trainer.observe.charts.axis import make_axis, window_axis
+from trainer.observe.charts.lines import Line, line, line_chart
+from trainer.observe.charts.thin import Cell, Rows, thinned
 from trainer.observe.text import count, duration, escaped, number, plain, scaled, share, size
+from trainer.train.report import figures, page as page_of, write
+from trainer.train.report.phases import PHASES
+from trainer.train.report.read import read_run
+from trainer.train.report.write import leave_report, write_report
 
 _VOID = {"meta", "link", "br"}
 _TAGS = {
@@ -308,7 +308,7 @@ def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert len(found.train) <= 801
     assert max(point.cells["loss"].high for point in found.train) == max(losses)
-    drawn = charts.line("loss", found.train, "loss")
+    drawn = line("loss", found.train, "loss")
     assert len(drawn.points) <= 200 and max(cell.high for _, cell in drawn.points) == max(losses)
     html, _ = _report(tmp_path)
     assert 'class="band"' in html and len(html) < 60_000
@@ -541,7 +541,7 @@ def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:
 
 
 def test_the_report_needs_no_torch() -> None:
-    code = "import sys, trainer.commands.report.write; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    code = "import sys, trainer.train.report.write; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.browser import Page, chromium, find_chromium
 from tests.helpers.report_runs import write_run
-from trainer.commands.report.write import write_report
+from trainer.train.report.write import write_report
 
 _PATH = find_chromium()
 pytestmark = pytest.mark.skipif(

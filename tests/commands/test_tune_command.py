@@ -17,9 +17,10 @@ import yaml
 from tests.helpers import preloaded
 from tests.helpers.waiting import until
 from trainer.cli import main
-from trainer.commands import train as start, tune as command
+from trainer.commands.tune import tune as command
 from trainer.config.recipe_file import load_recipe
 from trainer.launch import rank as ranks
+from trainer.train import start
 from trainer.train.tune import auto
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.loader import LoaderChoice

@@ -19,7 +19,7 @@ from tests.helpers import preloaded
 from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from trainer.cli import main
-from trainer.commands.verify import verify as module
+from trainer.commands.verify import replay as replaying, verify as module
 from trainer.commands.verify.verdict import differences_here
 from trainer.config.recipe_file import load_recipe
 from trainer.train.recorded import Part, last_window, parts_of, read_run
@@ -60,7 +60,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
         recipe = load_recipe(request.recipe, request.set)
         return attempt(request.out, recipe, request.resume, stop_after=request.stop_after).code
 
-    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(replaying, "start", start)
     return asked
 
 
@@ -243,13 +243,13 @@ def test_a_replay_that_is_stopped_proves_nothing(
         recipe = load_recipe(request.recipe, request.set)
         return attempt(request.out, recipe, request.resume, stop_at=3).code
 
-    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(replaying, "start", start)
     for words in ([], ["--steps", "6"]):
         assert main(["verify", str(whole), *words]) == 1
         told = capsys.readouterr()
         assert "nothing is proved" in told.err and "identical" not in told.out
     for code in (1, 2, 76):
-        monkeypatch.setattr(module, "start", lambda *_, code=code: code)
+        monkeypatch.setattr(replaying, "start", lambda *_, code=code: code)
         assert main(["verify", str(whole)]) == code
 
 

@@ -12,7 +12,7 @@ from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from tests.helpers.poison import SEED, poison
 from trainer.cli import main
-from trainer.commands.verify import verify as module
+from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
 from trainer.train.incidents import read_incidents

@@ -15,12 +15,11 @@ import torch
 
 from tests.helpers.few_pictures import write_pictures
 from trainer.cli import main
-from trainer.commands import train as start
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.errors import BadInputError
 from trainer.models.compiling import CACHE_VARIABLE, prepare_cache
-from trainer.train import local_ranks
+from trainer.train import local_ranks, start
 from trainer.version import __version__
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Runs the loops of `trainer bench overhead` under callgrind: `counted_steps.py LIBRARY FROM TO`.
+"""Runs the loops of `python -m benchmarks overhead` under callgrind: `counted_steps.py LIBRARY FROM TO`.
 
 LIBRARY is `callgrind_marks.c`, compiled: it tells valgrind from which step to which it should count.
 """
@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 
+from benchmarks import overhead
 from tests.helpers.counting import tiny_windows
-from trainer.commands.bench import overhead
 from trainer.train import explain
 
 

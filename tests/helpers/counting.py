@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.commands.bench import overhead
+from benchmarks import overhead
 from trainer.observe.machine import Machine
 
 # Of torch, whose operators' own work is part of what is counted: exact counts hold for this one.
@@ -86,7 +86,7 @@ def skip_with_another_torch() -> None:
 
 
 def tiny_windows(folder: Path, windows: int, done: Callable[[int], None], log_every: int = 50) -> None:
-    """Trains the task of `trainer bench overhead` by the trainer's whole loop.
+    """Trains the task of `python -m benchmarks overhead` by the trainer's whole loop.
 
     Args:
         folder: For its files.

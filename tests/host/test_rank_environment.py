@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.commands.train
 import trainer.train.local_ranks
+import trainer.train.start
 from tests.helpers import preloaded
 from trainer.cli import main
 from trainer.config.recipe import Recipe
@@ -34,8 +34,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         seen.update(options, arguments=arguments)
         return 0
 
-    monkeypatch.setattr(trainer.commands.train, "launch", launch)
-    for module in (trainer.train.local_ranks, trainer.commands.train):
+    monkeypatch.setattr(trainer.train.start, "launch", launch)
+    for module in (trainer.train.local_ranks, trainer.train.start):
         monkeypatch.setattr(module, "read_limits", lambda: Limits(12.0, 1 << 34, 1 << 30, None, {}))
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:
@@ -93,10 +93,10 @@ def test_a_run_goes_on_on_a_smaller_machine(
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
     stored = None if begun is None else Stored.model_validate({**STORED, "threads": begun})
-    assert bool(trainer.commands.train._threads_line(recipe, stored, mode)) == told
+    assert bool(trainer.train.start._threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
-            trainer.commands.train._threads_line(recipe, None, mode)
+            trainer.train.start._threads_line(recipe, None, mode)
 
 
 def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from tests.helpers.clock import Clock
-from trainer.cli import _parser
-from trainer.commands import train as starting
+from trainer.cli import make_parser
 from trainer.config.recipe_file import load_recipe
 from trainer.observe import phases as pulse, profile as profile_module
 from trainer.observe.phases import PULSE, Phase, mark
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
+from trainer.train import start as starting
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_the_flag_reaches_the_ranks(
 
     monkeypatch.setattr(starting, "launch", launch)
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
-    options: argparse.Namespace = _parser().parse_args([*words, *([flag] if flag else [])])
+    options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
     assert starting._launch(options, load_recipe("digits", ["device=cpu"]), None) == 0
-    assert _parser().parse_args(passed[0]).profile == kind
+    assert make_parser().parse_args(passed[0]).profile == kind

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 import trainer
 from tests.helpers import forked, preloaded
 from trainer.cli import main
-from trainer.commands import train as start
-from trainer.commands.predict.command import _show
+from trainer.commands.predict.predict import _show
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
@@ -30,6 +29,7 @@ from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
 from trainer.tasks.example import Spirals
 from trainer.tasks.own import OwnTask
+from trainer.train import start
 from trainer.train.resume import differences
 
 WALK = Path(__file__).parents[2] / "docs" / "your-own-task.md"

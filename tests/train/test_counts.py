@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import overhead
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
-from trainer.commands.bench import overhead
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"

@@ -1,19 +1,30 @@
 """`trainer checkpoints RUN`: what a run could be resumed from."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import quietly
-from trainer.checkpoint.store import Entry, listing
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.store import Entry
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `checkpoints` to the commands."""
+    checkpoints = commands.add_parser(
+        "checkpoints", help="list and verify the checkpoints of a run", allow_abbrev=False
+    )
+    checkpoints.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    checkpoints.add_argument("--json", action="store_true", help="print JSON")
+    checkpoints.set_defaults(run=lambda options: show_checkpoints(options.folder, options.json))
 
 
 def show_checkpoints(run: Path, as_json: bool) -> int:
@@ -29,6 +40,8 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
     Raises:
         BadInputError: If it isn't a run folder or can't be read.
     """
+    from trainer.checkpoint.store import listing
+
     folder = run / FOLDER
     try:
         if not folder.is_dir() and not (run / "manifest.json").is_file():
@@ -49,6 +62,11 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
 @contextlib.contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], object]]:
     """A bar over bytes that goes away again, for somebody who watches."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from trainer.checkpoint.folder import quietly
+
     if not sys.stderr.isatty():
         yield quietly
         return

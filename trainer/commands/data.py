@@ -14,10 +14,10 @@ _SPLITS = ("train", "val")
 _SHOWN = 20
 
 
-def add_parser(commands: Any, parser_class: type[argparse.ArgumentParser]) -> None:
-    """Adds `data` and what is below it."""
+def add_parser(commands: Any) -> None:
+    """Adds `data`, and what is below it, to the commands."""
     data = commands.add_parser("data", help="pack, index, verify and describe data sets", allow_abbrev=False)
-    kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=parser_class)
+    kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     pack = kinds.add_parser(
         "pack",

@@ -3,8 +3,16 @@
 import argparse
 import importlib.resources
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import EXIT_DONE, BadInputError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `new` to the commands."""
+    parser = commands.add_parser("new", help="begin a file with a task of one's own", allow_abbrev=False)
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="what to write; it trains as it is")
+    parser.set_defaults(run=new)
 
 
 def new(options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.background import BackgroundWriter
 from trainer.checkpoint.folder import Checkpoint, Unreadable
 from trainer.checkpoint.store import newest_good, remove_leftovers, set_foreign_aside
-from trainer.commands.report.write import leave_report
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.data.fit import Loading, bytes_needed
@@ -40,6 +39,7 @@ from trainer.train.loading import forked, settle, sizes
 from trainer.train.manifest import make_manifest
 from trainer.train.prepare import memory_to_come, too_much
 from trainer.train.progress import Progress, from_state
+from trainer.train.report.write import leave_report
 from trainer.train.resume import Mode, Stored, check_resumable, ended, read_stored
 from trainer.train.run import Parts, assemble, check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import check_space, open_folder, set_status

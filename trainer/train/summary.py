@@ -13,7 +13,6 @@ from torch import nn
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
-from trainer.commands.report.write import NAME, leave_report
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, DivergedError
@@ -24,6 +23,7 @@ from trainer.observe.log import Meter
 from trainer.observe.phases import PHASES
 from trainer.train.manifest import file_hash, outcome
 from trainer.train.progress import finite
+from trainer.train.report.write import NAME, leave_report
 from trainer.train.run import Parts
 from trainer.train.run_folder import save_weights, shown, write_json
 from trainer.train.step import Training

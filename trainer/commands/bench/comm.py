@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import trainer
 from trainer.commands.bench.comm_fit import parsed_sizes
 from trainer.commands.bench.comm_rank import RESULT, of_rank
 from trainer.commands.bench.comm_show import ALONE, show
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.launch.nodes.discover import Nodes, find_nodes, rank_variables
 from trainer.launch.rank import is_rank, run_rank
+from trainer.version import __version__
 
 _RANK = "trainer.commands.bench.comm_rank"
 _GRACE_SECONDS = 5.0
@@ -72,7 +72,7 @@ def bench_comm(options: argparse.Namespace) -> int:
                 words,
                 nodes=nodes,
                 folder=None,
-                same={"trainer": trainer.__version__},
+                same={"trainer": __version__},
                 processes=ranks,
                 threads=threads,
                 environment=environment,

@@ -1,16 +1,12 @@
 """The figures of `trainer bench comm` as curves in one SVG file, which nothing else is needed to see."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from trainer.commands.bench.comm_fit import Timed, bus_factor
-from trainer.commands.report.charts import HEIGHT, STRETCHED, Line, axes, curve
-from trainer.commands.report.scale import Axis, make_axis
-from trainer.commands.report.thin import Cell
+from trainer.commands.bench.comm_fit import Found, Timed, bus_factor
+from trainer.observe.charts.axis import Axis, make_axis
+from trainer.observe.charts.lines import HEIGHT, STRETCHED, Line, axes, curve
+from trainer.observe.charts.thin import Cell
 from trainer.observe.text import escaped, scaled, size
-
-if TYPE_CHECKING:
-    from trainer.commands.bench.comm_show import Found
 
 _LEFT, _TOP, _WIDE, _BELOW, _RIGHT = 70, 66, 620, 70, 30  # CSS pixels
 _STYLE = (
@@ -23,7 +19,7 @@ _STYLE = (
 _COLOURS = ("#0064a2", "#bd4a00", "#767676")
 
 
-def chart(found: "Found") -> str:
+def chart(found: Found) -> str:
     """Bus bandwidth over the size of the message, by dtype, with the fitted line and the link's limit."""
     timed, fit, limit, factor = found.timed, found.fit, found.limit, bus_factor(found.ranks)
     title = f"bus bandwidth of an all-reduce over {found.ranks} ranks, {found.backend}"

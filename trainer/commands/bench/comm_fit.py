@@ -1,7 +1,7 @@
 """What all-reduces of several sizes say: bandwidths, and the two numbers that a plan needs."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.errors import BadInputError
@@ -63,6 +63,38 @@ def bus_factor(ranks: int) -> float:
     any number of ranks. See "AllReduce" in doc/PERFORMANCE.md of NVIDIA's nccl-tests.
     """
     return 2 * (ranks - 1) / ranks
+
+
+class Found(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        ranks: How many.
+        hosts: That they are on.
+        backend: That was used.
+        conditions: Versions, processor, date.
+        timed: Of each dtype its sizes, in order.
+        fit: Of the first dtype.
+        limit: Of the link in bytes per second, None if it isn't known, and what it is of or why not.
+    """
+
+    ranks: int
+    hosts: int
+    backend: str
+    conditions: str
+    timed: Mapping[str, Sequence[Timed]]
+    fit: Fit | None
+    limit: tuple[float | None, str]
+
+    @property
+    def best(self) -> float:
+        """The largest bus bandwidth, in bytes per second."""
+        return bus_factor(self.ranks) * max(one.algorithm for series in self.timed.values() for one in series)
+
+    @property
+    def latency(self) -> Timed:
+        """The smallest size."""
+        return next(iter(self.timed.values()))[0]
 
 
 def parsed_sizes(text: str, cpu: bool) -> list[int]:

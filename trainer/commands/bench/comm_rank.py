@@ -55,7 +55,7 @@ def _all_reduces(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from trainer.commands.bench.comm_fit import parsed_sizes
-    from trainer.commands.bench.overhead import interleaved, median_interval
+    from trainer.commands.bench.paired import interleaved, median_interval
     from trainer.distributed.parallel import gather_rows, joined_world
     from trainer.observe.conditions import conditions
 

@@ -3,10 +3,10 @@
 import argparse
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from trainer.commands.bench.comm_fit import Fit, Timed, bus_factor, fitted
+from trainer.commands.bench.comm_fit import Found, Timed, bus_factor, fitted
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.text import duration, number, size
 
@@ -14,38 +14,6 @@ ALONE = {
     "nccl": "one GPU has nobody to talk to; --backend gloo --ranks 2 measures this host's loopback",
     "gloo": "one rank has nobody to talk to: give --ranks 2",
 }
-
-
-class Found(NamedTuple):
-    """What was measured.
-
-    Attributes:
-        ranks: How many.
-        hosts: That they are on.
-        backend: That was used.
-        conditions: Versions, processor, date.
-        timed: Of each dtype its sizes, in order.
-        fit: Of the first dtype.
-        limit: Of the link in bytes per second, None if it isn't known, and what it is of or why not.
-    """
-
-    ranks: int
-    hosts: int
-    backend: str
-    conditions: str
-    timed: Mapping[str, Sequence[Timed]]
-    fit: Fit | None
-    limit: tuple[float | None, str]
-
-    @property
-    def best(self) -> float:
-        """The largest bus bandwidth, in bytes per second."""
-        return bus_factor(self.ranks) * max(one.algorithm for series in self.timed.values() for one in series)
-
-    @property
-    def latency(self) -> Timed:
-        """The smallest size."""
-        return next(iter(self.timed.values()))[0]
 
 
 def show(told: Mapping[str, Any], options: argparse.Namespace, backend: str, shown: bool) -> int:

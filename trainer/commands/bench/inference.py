@@ -6,48 +6,24 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import track
 
 from trainer.commands.bench.inference_chart import chart
-from trainer.commands.bench.inference_ways import WAYS, Call, Unavailable, chosen_ways, make_way
-from trainer.commands.export.check import LIMITS, relative_error
-from trainer.commands.export.formats import Tensors
-from trainer.commands.export.interface import leaves
+from trainer.commands.bench.inference_ways import WAYS, Call, Figure, Unavailable, chosen_ways, make_way
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
+from trainer.models.export.error import LIMITS, relative_error
+from trainer.models.export.formats import Tensors
+from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.train.run import device_kind
 from trainer.train.run_folder import shown, written_whole
 
 _ROUNDS = 5
-
-
-class Figure(NamedTuple):
-    """What was measured of one way at one batch size.
-
-    Attributes:
-        way: Its name.
-        batch: Samples of a call.
-        why: Why nothing was measured; "" where something was.
-        calls: How many were timed.
-        p50: Median latency in seconds.
-        p99: The latency that 99 % of the calls stay below, in seconds.
-        samples_per_s: Samples over the sum of the latencies: one call after another.
-        error: Relative error against eager.
-    """
-
-    way: str
-    batch: int
-    why: str = ""
-    calls: int = 0
-    p50: float = 0.0
-    p99: float = 0.0
-    samples_per_s: float = 0.0
-    error: float = 0.0
 
 
 def bench_inference(

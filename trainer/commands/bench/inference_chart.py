@@ -1,12 +1,9 @@
 """The figures of `trainer bench inference` as bars in one SVG file, which nothing else is needed to see."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from trainer.commands.bench.inference_ways import Figure
 from trainer.observe.text import escaped, number, scaled
-
-if TYPE_CHECKING:
-    from trainer.commands.bench.inference import Figure
 
 _NAMES, _BARS, _ROW, _HEAD = 130, 320, 18, 54  # CSS pixels
 _WIDTH = 2 * _NAMES + 2 * _BARS + 160
@@ -16,7 +13,7 @@ _STYLE = (
 )
 
 
-def chart(title: str, figures: Sequence["Figure"]) -> str:
+def chart(title: str, figures: Sequence[Figure]) -> str:
     """Samples/s on the left, p50 and p99 on the right; each batch size has a scale of its own."""
     parts, y = list[str](), 44
     for batch in dict.fromkeys(figure.batch for figure in figures):
@@ -42,7 +39,7 @@ def _right() -> int:
     return _NAMES + _BARS + 80
 
 
-def _row(figure: "Figure", y: int, fastest: float, slowest: float) -> str:
+def _row(figure: Figure, y: int, fastest: float, slowest: float) -> str:
     look = "eager" if figure.way == "eager" else "bar"
     speed = _BARS * figure.samples_per_s / fastest
     p50, p99 = (_right() + _BARS * value / slowest for value in (figure.p50, figure.p99))

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.commands.export.fold import fold_batchnorm
-from trainer.commands.export.formats import (
+from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
+from trainer.models.compiling import missing_for_compiling
+from trainer.models.export.fold import fold_batchnorm
+from trainer.models.export.formats import (
     INSTALL_ONNX,
     Tensors,
     exported_program,
@@ -20,9 +23,6 @@ from trainer.commands.export.formats import (
     quiet,
     write_onnx,
 )
-from trainer.config.suggest import nearest
-from trainer.errors import BadInputError
-from trainer.models.compiling import missing_for_compiling
 
 Call = Callable[..., Any]
 
@@ -44,6 +44,30 @@ class Way(NamedTuple):
     make: Callable[[nn.Module, Tensors], Call]
     fused: bool = False
     low: bool = False
+
+
+class Figure(NamedTuple):
+    """What was measured of one way at one batch size.
+
+    Attributes:
+        way: Its name.
+        batch: Samples of a call.
+        why: Why nothing was measured; "" where something was.
+        calls: How many were timed.
+        p50: Median latency in seconds.
+        p99: The latency that 99 % of the calls stay below, in seconds.
+        samples_per_s: Samples over the sum of the latencies: one call after another.
+        error: Relative error against eager.
+    """
+
+    way: str
+    batch: int
+    why: str = ""
+    calls: int = 0
+    p50: float = 0.0
+    p99: float = 0.0
+    samples_per_s: float = 0.0
+    error: float = 0.0
 
 
 def _eager(model: nn.Module, _: Tensors) -> Call:
@@ -139,7 +163,7 @@ def _onnx(model: nn.Module, inputs: Tensors) -> Call:
         raise Unavailable("only on CPUs here")
     if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):
         raise Unavailable(f"needs {missing}: {INSTALL_ONNX}")
-    from trainer.commands.export.reload import onnx_session
+    from trainer.models.export.onnx import onnx_session
 
     with tempfile.TemporaryDirectory(prefix="trainer-bench-") as folder:
         run = onnx_session(write_onnx(model, inputs, Path(folder)), torch.get_num_threads())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.commands.bench.overhead import interleaved, median_interval
+from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.commands.bench.overhead import median_interval
+from trainer.commands.bench.paired import median_interval
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
 

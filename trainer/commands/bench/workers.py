@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from trainer.commands.bench.overhead import median_interval
+from trainer.commands.bench.paired import median_interval
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated

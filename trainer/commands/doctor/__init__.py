@@ -1,1 +1,34 @@
-"""What is wrong with the box, said before it hurts. It never imports torch, which may be what is broken."""
+"""`trainer doctor`: what is wrong with the box, said before it hurts.
+
+It never imports torch, which may be what is broken. `doctor` reads the box as `facts`, and asks the checks:
+`gpu`, `software`, `limits`, `storage`, `network`, `session`. `plan` is what a recipe asks of the box,
+`stacks` what torch may be beside which driver, `show` tells what was found.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `doctor` to the commands."""
+    doctor = commands.add_parser(
+        "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
+    )
+    doctor.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether its plan fits"
+    )
+    doctor.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
+    doctor.add_argument(
+        "--json", action="store_true", help="print every check as JSON, with the lines for every place"
+    )
+    doctor.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.commands.doctor.doctor import doctor
+
+    return doctor(options)

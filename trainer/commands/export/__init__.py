@@ -1,1 +1,51 @@
-"""A run's model for use elsewhere: written in another format, read again in a fresh process, compared."""
+"""`trainer export RUN`: a run's model for use elsewhere, in another format.
+
+- `export`: writes it, in one move, with what its user must know
+- `check`: whether the file computes what the model does; `reload` is the fresh process that says it
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `export` to the commands."""
+    export = commands.add_parser(
+        "export",
+        help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it differs",
+        allow_abbrev=False,
+    )
+    export.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=("torch-export", "onnx", "torchscript", "safetensors"),
+        help="the format; safetensors holds weights only",
+    )
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
+    export.add_argument(
+        "--with-normalisation",
+        action="store_true",
+        help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",
+    )
+    export.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: RUN/export/FORMAT-DTYPE)"
+    )
+    export.add_argument("--force", action="store_true", help="replace an export that is there")
+    export.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where the data lies now, such as data.path; repeatable",
+    )
+    export.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.commands.export.export import export
+
+    return export(options)

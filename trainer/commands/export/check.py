@@ -1,6 +1,5 @@
 """Whether an exported file computes what the trained model does: in a fresh process, on real samples."""
 
-import math
 import os
 import subprocess
 import sys
@@ -12,40 +11,15 @@ import safetensors.torch
 import torch
 
 from trainer.commands.export.reload import ONLY_WEIGHTS, slot
+from trainer.models.export.error import Outputs
 
-LIMITS = {"fp32": 1e-4, "bf16": 2e-2}
 # Together 32 samples; a batch of one, and sizes that no example had.
 BATCHES = (1, 2, 7, 22)
 _SECONDS = 900
 
-Outputs = Sequence[torch.Tensor]
-
 
 class NotTheSame(Exception):  # noqa: N818  (the outcome of a check)
     """The file isn't what was asked for; the text says how."""
-
-
-def relative_error(wanted: Outputs, given: Outputs) -> float:
-    """The largest difference over the largest value wanted, of the worst output.
-
-    Args:
-        wanted: What the trained model gives.
-        given: What the file gives.
-
-    Returns:
-        Infinity if the two can't be compared: other shapes, a NaN on either side, or nothing at all.
-    """
-    if [one.shape for one in wanted] != [one.shape for one in given]:
-        return math.inf
-    pairs = zip(wanted, given, strict=True)
-    return max((_error(one.double(), other.double()) for one, other in pairs), default=math.inf)
-
-
-def _error(wanted: torch.Tensor, given: torch.Tensor) -> float:
-    if torch.equal(wanted, given):
-        return 0.0
-    difference, largest = float((wanted - given).abs().max()), float(wanted.abs().max())
-    return difference / largest if difference < math.inf and 0 < largest < math.inf else math.inf
 
 
 def in_fresh_process(

@@ -39,37 +39,17 @@ def _by_onnxruntime(file: Path, inputs: Path, outputs: Path) -> None:
     """Without torch, as where it will be used."""
     from safetensors.numpy import load_file, save_file
 
+    from trainer.models.export.onnx import onnx_session
+
     run = onnx_session(file)
     save_file(_each(load_file(inputs), run), outputs)
-
-
-def onnx_session(file: Path, threads: int = 0) -> Callable[..., Outputs]:
-    """A model in ONNX Runtime on the CPU: arrays in, arrays out.
-
-    Args:
-        file: The model.
-        threads: For one operation; 0: as many as there are cores.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-
-    def run(*values: Any) -> Outputs:
-        outputs: Outputs = session.run(None, dict(zip(names, values, strict=True)))
-        return outputs
-
-    return run
 
 
 def _by_torch(file: Path, inputs: Path, outputs: Path, run: Sequence[str]) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from trainer.commands.export.interface import leaves
+    from trainer.models.export.interface import leaves
 
     model = load_model(file, run)
 
@@ -97,7 +77,7 @@ def load_model(file: Path, run: Sequence[str] = ()) -> Callable[..., Any]:
         return script
     from safetensors.torch import load_file
 
-    from trainer.commands.export.interface import InLowPrecision
+    from trainer.models.export.interface import InLowPrecision
     from trainer.train.model_of_run import open_run
 
     model_of_run = open_run(Path(run[0]), run[1:]).model

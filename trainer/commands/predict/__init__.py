@@ -1,1 +1,61 @@
-"""What a run's model says of files, or of its evaluation data: for people."""
+"""`trainer predict RUN FILES…`: what a run's model says of files, or of its evaluation data: for people.
+
+- `predict`: which kind of files it is, by the run's task
+- `images`, `sounds`: classes, told by `classes`; `boxes`: what is found in images; `text`: goes on with it
+- `grid`: pictures side by side
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `predict` to the commands."""
+    predict = commands.add_parser(
+        "predict",
+        help="what a run's model says of files; without any, of its evaluation data",
+        allow_abbrev=False,
+    )
+    predict.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
+    predict.add_argument("--out", type=Path, metavar="FILE", help="write a grid of pictures (.png)")
+    predict.add_argument(
+        "--top", type=int, default=3, metavar="N", help="classes or boxes named (default: 3)"
+    )
+    predict.add_argument(
+        "--score", type=float, default=0.3, metavar="S", help="of the boxes to draw, at least (default: 0.3)"
+    )
+    _add_text(predict)
+    predict.add_argument(
+        "--samples", type=int, default=25, metavar="N", help="of the evaluation data to show (default: 25)"
+    )
+    predict.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where the data lies now, such as data.path; repeatable",
+    )
+    predict.set_defaults(run=_run)
+
+
+def _add_text(predict: argparse.ArgumentParser) -> None:
+    """What a language model is asked for."""
+    predict.add_argument("--prompt", metavar="TEXT", help="text to go on with (default: a new document)")
+    predict.add_argument("--tokens", type=int, default=200, metavar="N", help="to add (default: 200)")
+    predict.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest (default: 0.8)",
+    )
+    predict.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    predict.add_argument("--tokenizer", metavar="bpe:FILE", help="the tokenizer.json of tokens that need one")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.commands.predict.predict import predict
+
+    return predict(options)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.commands.predict.classes import say_unread, show_rows
-from trainer.commands.predict.command import check_picture
-from trainer.commands.predict.grid import Caption, fitted, write_grid
+from trainer.commands.predict.grid import Caption, check_picture, fitted, write_grid
 from trainer.commands.predict.images import content, whole
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread

@@ -22,6 +22,20 @@ _INK, _FAINT, _BAD = (17, 17, 17), (110, 110, 110), (190, 40, 40)
 Caption = tuple[str, str, bool]
 
 
+def check_picture(out: Path | None) -> None:
+    """Finds a name that no picture can be written to before anything is computed.
+
+    Raises:
+        BadInputError: If it is one.
+    """
+    if out is None:
+        return
+    if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise BadInputError(f"--out {out}: give a file that ends in .png or .jpg")
+    if not out.parent.is_dir():
+        raise BadInputError(f"--out {out}: there is no folder {out.parent}; make it, or give another")
+
+
 def write_grid(
     out: Path, images: Sequence[npt.NDArray[np.uint8]], captions: Sequence[Caption], side: int = SIDE
 ) -> None:

@@ -16,8 +16,7 @@ from trainer.commands.predict.classes import (
     say_unread,
     show_table,
 )
-from trainer.commands.predict.command import check_picture
-from trainer.commands.predict.grid import write_grid
+from trainer.commands.predict.grid import check_picture, write_grid
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_cut
 from trainer.data.formats.images import ImageDataset

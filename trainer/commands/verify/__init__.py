@@ -1,1 +1,44 @@
-"""Room."""
+"""`trainer verify RUN`: trains a run again, elsewhere, and compares the bits.
+
+- `verify`: the whole run; `incident`: up to an incident: does it come again?
+- `replay`: trains it, in a folder of its own, as it was trained
+- `verdict`: says what is the same, and what differs first
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `verify` to the commands."""
+    verify = commands.add_parser(
+        "verify", help="train a run again and compare the bits; exit code 1: they differ", allow_abbrev=False
+    )
+    verify.add_argument("folder", type=Path, metavar="RUN", help="run folder; nothing in it is changed")
+    verify.add_argument(
+        "--steps", type=int, metavar="N", help="only the first N windows (default: up to the last row)"
+    )
+    verify.add_argument(
+        "--incident", type=int, metavar="N", help="only up to incident N: does it come again?"
+    )
+    verify.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key that changes nothing that is computed, such as data.path; repeatable",
+    )
+    verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
+    verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
+    verify.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.incident is not None:
+        from trainer.commands.verify.incident import verify_incident
+
+        return verify_incident(options)
+    from trainer.commands.verify.verify import verify
+
+    return verify(options)

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Damaged, Unreadable, read
 from trainer.checkpoint.store import listing
-from trainer.commands.verify.verify import begin, ranks_wanted, replay, replay_config, say
+from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.train.incidents import read_incidents
 from trainer.train.recorded import Recorded, parts_of, read_run

@@ -2,45 +2,21 @@
 
 import argparse
 import json
-import os
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import folder_name as step_name
-from trainer.commands.train import start
+from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override
-from trainer.config.redact import REDACTED, redact_text
-from trainer.config.section import validated
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
-from trainer.observe.console import warn
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.trace import first_difference, read_trace
-from trainer.train.incidents import read_incidents, write_incidents
-from trainer.train.recorded import Part, Recorded, contradictions, last_window, parts_of, read_run, was_traced
-from trainer.train.resume import FREE, flat
-from trainer.train.run import data_of, make_task
-from trainer.train.run_folder import write_json
-
-# What a replay may take from elsewhere: where things lie, and how they come.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from", "task"]
+from trainer.train.incidents import read_incidents
+from trainer.train.recorded import Recorded, contradictions, last_window, parts_of, read_run, was_traced
 
 
 def verify(options: argparse.Namespace) -> int:
     """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
-    if options.incident is not None:
-        from trainer.commands.verify.incident import verify_incident  # it is made of what is in here
-
-        return verify_incident(options)
     run = read_run(options.folder)
     incidents = read_incidents(run.folder)
     odd = contradictions(run)
@@ -88,133 +64,3 @@ def before_its_stop(run: Recorded, incidents: list[dict[str, Any]]) -> Recorded:
                 )
             return replace(run, rows=rows)
     return run
-
-
-def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
-    """Makes the folder of a replay, which leaves out the windows that the run was rolled back for."""
-    folder.mkdir()
-    # As if it had been stopped: the replay goes on with it, at its start.
-    write_json(folder / "manifest.json", {**run.facts, "status": "stopped"})
-    write_incidents(folder, refused)
-
-
-def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
-    """The configuration of the replay: that of the run, on the same kind of device, and nothing besides it.
-
-    Raises:
-        BadInputError: If a setting would change what is computed, a value was redacted, or the data is gone
-            or another.
-    """
-    path = run.folder / "manifest.json"
-    config: dict[str, Any] = dict(run.manifest.config)
-    for setting in settings:
-        name = setting.partition("=")[0].strip()
-        if name not in _ELSEWHERE:
-            raise BadInputError(
-                f"--set {setting}: would change what is computed; verify takes data.path, data.cache, "
-                "data.workers, model.init_from and the like"
-            )
-    config = override(config, settings)
-    for name, value in flat(config).items():
-        if REDACTED in str(value):
-            remedy = (
-                f"; give it with --set {name}=…" if name in _ELSEWHERE else ", so that it can't be replayed"
-            )
-            raise BadInputError(f"{path}: {name} was redacted{remedy}")
-    config = override(
-        config,
-        [
-            f"device={run.manifest.device.kind}",
-            "log.fingerprints=true",
-            "log.sinks=[]",
-            "checkpoint={every: 0, minutes: 0, best: false}",
-        ],
-    )
-    recipe = validated(Recipe, config, str(path))
-    there, here = run.manifest.fingerprint, data_of(make_task(recipe))
-    other = [
-        f"{name}: {there.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-    if other:
-        raise BadInputError(
-            f"{run.folder}: its data isn't here ({other[0]}); say where it lies with --set data.path=…"
-        )
-    return config
-
-
-def replay(
-    config: Mapping[str, Any], parts: Sequence[Part], windows: int, folder: Path, gpus: str | None
-) -> int:
-    """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
-    recipe = folder.with_name("replay.yaml")
-    recipe.write_text(yaml.safe_dump(dict(config)))
-    cuda = config["device"] == "cuda"
-    for part in parts:
-        ends = part.until == windows
-        # Where one part ends there is a checkpoint for the next, also if the run was to end there.
-        settings = [] if ends else [f"checkpoint.every={part.until}"]
-        request = argparse.Namespace(
-            recipe=str(recipe),
-            set=[*part.settings, f"parallel.threads={part.threads}", f"log.every={part.every}", *settings],
-            out=folder,
-            resume="force",  # another number of threads is another configuration
-            max_restarts=0,
-            grace=25.0,
-            gpus=(gpus or str(part.ranks)) if cuda else None,
-            ranks=None if cuda else part.ranks,
-            stop_after=None if ends else part.until,
-            profile=None,
-            tuned=None,
-            nodes="1",  # all of its ranks here, however many nodes it had
-            node_rank=None,
-            master=None,
-            join_timeout=600.0,
-        )
-        with _progress() as output:
-            code = start(request, output)
-        done = code == EXIT_DONE if ends else (folder / FOLDER / step_name(part.until)).exists()
-        if code not in (EXIT_DONE, EXIT_REQUEUE):
-            return code
-        if not done:
-            warn("the replay was stopped before it was through: nothing is proved")
-            return EXIT_FAILED
-    return EXIT_DONE
-
-
-def ranks_wanted(options: argparse.Namespace) -> int | None:
-    """How many ranks were asked for; None where the run says it."""
-    if options.ranks is not None:
-        return int(options.ranks)
-    if options.gpus is None:
-        return None
-    return int(options.gpus) if options.gpus.isdecimal() else len(options.gpus.split(","))
-
-
-def say(text: str) -> None:
-    """Tells it on standard output."""
-    try:
-        print(redact_text(text), flush=True)
-    except OSError:  # the reader is gone (`| head`): the exit code still counts
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _progress() -> Iterator[int]:
-    """A file descriptor for what the replay prints, of which only its progress is shown."""
-    reading, writing = os.pipe()
-
-    def pass_on() -> None:
-        with os.fdopen(reading, errors="replace") as lines:
-            for line in lines:
-                if line.startswith(("  window ", "  epoch ")):
-                    say(line.rstrip())
-
-    thread = threading.Thread(target=pass_on)
-    thread.start()
-    try:
-        yield writing
-    finally:
-        os.close(writing)
-        thread.join()

@@ -1,7 +1,7 @@
 """tuned.yaml: what `trainer tune` chose for a recipe on a machine, and why."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,15 @@ def read_tuned(path: Path) -> Tuned:
     if hash_of(tuned.differs) != tuned.recipe_hash:
         raise BadInputError(f"--tuned {path}: 'differs' was changed by hand; run trainer tune again")
     return tuned
+
+
+def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
+    """All settings of a command: those of a tuned.yaml come first, so that --set wins.
+
+    Raises:
+        BadInputError: As `read_tuned`.
+    """
+    return [*(settings_of(read_tuned(path)) if path is not None else ()), *settings]
 
 
 def settings_of(tuned: Tuned) -> list[str]:

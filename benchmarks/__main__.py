@@ -1,0 +1,63 @@
+"""`python -m benchmarks BENCH …`: what proves the claims of the README, against other libraries too.
+
+Each prints what it measured; code 1 means that a target was missed, 3 that nothing was measured. Run it from
+the root of the repository: benches are not part of the package. `make bench BENCH=…` makes their environment.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from trainer.cli import Parser, run
+
+# A bench's module has add_arguments(parser), which says what it takes and what runs it. Only the one that is
+# asked for is imported.
+BENCHES = {
+    "overhead": ("overhead", "host time per step over a hand-written loop"),
+    "accumulation": ("accumulation", "gradient of every window against its samples concatenated"),
+    "loader": ("loader", "CPU time, speed and memory of loading images"),
+    "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
+    "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
+    "resume": ("resume", "a run gone on with against the one that wasn't cut"),
+    "optimizers": ("optimizers", "what each optimiser learns in the same updates"),
+    "claims": (
+        "claims.bench",
+        "what guides say that settings bring, each measured on this machine (10 minutes at most)",
+    ),
+    "scoreboard": (
+        "scoreboard.bench",
+        "the trainer against every library that is installed, on one page",
+    ),
+    "dtmf": ("goertzel", "Goertzel's filters on the test set of the recipe dtmf"),
+    "boxes": ("boxes", "what augmenting an image with its boxes costs a worker"),
+    "compression": (
+        "compression",
+        "gzip and xz on the text that gpt-stdlib is measured on, and a run beside them",
+    ),
+    "scale": (
+        "scale.bench",
+        "a job on many GPUs, from figures measured here: communication, failures, checkpoints, loading",
+    ),
+    "targets": ("targets", "the targets on one H200 with 16 CPU cores, 8 minutes at most"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a bench; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run(make_parser(words), words)
+
+
+def make_parser(words: Sequence[str]) -> Parser:
+    """The parser of all benches, which knows what the one takes that these words ask for."""
+    parser = Parser(prog="python -m benchmarks", description="Proves what is claimed.", allow_abbrev=False)
+    benches = parser.add_subparsers(required=True, metavar="BENCH")
+    for name, (module, about) in BENCHES.items():
+        bench = benches.add_parser(name, help=about, description=about, allow_abbrev=False)
+        if words[:1] == [name]:
+            importlib.import_module(f"benchmarks.{module}").add_arguments(bench)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Host time that the trainer costs per step, over a loop written by hand for one model.
+
+Claim: at most 20 us per step on one CPU thread, with default logging, for a model whose step takes about
+100 us. Both loops do the same: a shuffled batch of a resident data set, loss, clipping, AdamW with a
+cosine schedule, moving average. Rounds are interleaved, so that whatever else the machine does falls on
+both; the figure is the median of the paired differences, with the interval that holds the true median
+with 95 % probability. Libraries that are timed beside it get the same steps, in the loop that their
+documentation shows (`benchmarks.against`).
+"""
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.against import blamed, chosen, titled
+from trainer.commands.bench.paired import interleaved, median_interval
+from trainer.config.recipe import Recipe
+from trainer.config.training import OptimConfig
+from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.loader import Batch
+from trainer.distributed.parallel import World
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.observe.conditions import conditions
+from trainer.observe.log import Meter
+from trainer.observe.sinks import jsonl_sink, tensorboard_sink
+from trainer.observe.trace import Trace, fingerprints_of, trace_to
+from trainer.optim.optimizers import clip_gradients
+from trainer.tasks import Task
+from trainer.train.between_windows import BetweenWindows
+from trainer.train.explain import explain
+from trainer.train.guard import Guard
+from trainer.train.loop import train
+from trainer.train.progress import Progress
+from trainer.train.run import assemble
+from trainer.train.step import take_figures
+
+Series = npt.NDArray[np.float64]
+
+_BATCH, _FEATURES, _CLASSES, _SAMPLES = 8, 8, 4, 4096
+_EMA_DECAY = 0.99
+
+
+class TinyTask:
+    """A linear classifier of random vectors: the smallest step that is still a training step."""
+
+    uniforms = 0
+    metric = "loss"
+    lower_is_better = True
+
+    def __init__(self) -> None:
+        random = np.random.Generator(np.random.Philox(0))
+        self.x = random.standard_normal((_SAMPLES, _FEATURES), dtype=np.float32)
+        self.y = random.integers(0, _CLASSES, _SAMPLES)
+        self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
+        self.evaluation_data: Dataset = self.train_data
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing that anybody must know."""
+        return {}
+
+    def model(self) -> nn.Module:
+        """One matrix."""
+        return nn.Linear(_FEATURES, _CLASSES, bias=False)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Cross entropy, summed."""
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """The loss."""
+        return {"loss": self.loss(model, batch)}
+
+
+def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) -> float:
+    """The loop that one would write for this model and nothing else; returns seconds.
+
+    With `lean` it also leaves out what torch's own functions for clipping and for clearing gradients
+    spend on cases that don't occur here, as the trainer does.
+    """
+    model = task.model()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=optim.lr, weight_decay=optim.weight_decay, fused=True)
+    average = [p.detach().clone() for p in params]
+    weights = [p.detach() for p in params]
+    x, y = torch.from_numpy(task.x), torch.from_numpy(task.y)
+    per_epoch = _SAMPLES // _BATCH
+    start = time.perf_counter()
+    for step in range(steps):
+        if step % per_epoch == 0:
+            order = torch.randperm(_SAMPLES).split(_BATCH)
+        picked = order[step % per_epoch]
+        logits = model(torch.index_select(x, 0, picked))
+        loss = F.cross_entropy(logits, torch.index_select(y, 0, picked), reduction="sum") / _BATCH
+        loss.backward()
+        if lean:
+            clip_gradients([p.grad for p in params if p.grad is not None], optim.clip)
+        else:
+            nn.utils.clip_grad_norm_(params, optim.clip, foreach=True)
+        optimizer.param_groups[0]["lr"] = optim.lr * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.step()
+        if lean:
+            params[0].grad = None
+        else:
+            optimizer.zero_grad(set_to_none=True)
+        torch._foreach_lerp_(average, weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
+    return time.perf_counter() - start
+
+
+class TinySteps:
+    """What the loop of a library is given: it does the forward pass, clipping and the update itself.
+
+    Whatever a library needn't do itself is the same plain line as in `by_hand`, so that none is charged for
+    it: batches by index_select, the learning rate and the moving average.
+
+    Attributes:
+        model: New.
+        optimizer: Its own.
+        clip: Largest gradient norm.
+        steps: How many to do.
+    """
+
+    def __init__(self, task: TinyTask, optim: OptimConfig, steps: int) -> None:
+        self.model = task.model()
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=optim.lr, weight_decay=optim.weight_decay, fused=True
+        )
+        self.clip = optim.clip
+        self.steps = steps
+        self._task, self._optim = task, optim
+        self._average = [p.detach().clone() for p in parameters]
+        self._weights = [p.detach() for p in parameters]
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """One batch for each step: float32 (8, 8) and int64 (8,), shuffled anew in each epoch."""
+        x, y = torch.from_numpy(self._task.x), torch.from_numpy(self._task.y)
+        per_epoch = _SAMPLES // _BATCH
+        for step in range(self.steps):
+            if step % per_epoch == 0:
+                order = torch.randperm(_SAMPLES).split(_BATCH)
+            picked = order[step % per_epoch]
+            yield torch.index_select(x, 0, picked), torch.index_select(y, 0, picked)
+
+    def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy; `model` is the model as the library wraps it."""
+        return F.cross_entropy(model(x), y, reduction="sum") / _BATCH
+
+    def before(self, step: int) -> None:
+        """To be called before the update: sets the learning rate."""
+        # Looked up anew: accelerate's prepare() replaces the groups.
+        self.optimizer.param_groups[0]["lr"] = (
+            self._optim.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
+        )
+
+    def after(self, step: int) -> None:
+        """To be called after the update: moves the average."""
+        torch._foreach_lerp_(self._average, self._weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
+
+
+def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
+    """The trainer's own loop, with its default logging to files; returns seconds."""
+    world = World(0, 1, 0, torch.device("cpu"), None)
+    parts = assemble(recipe, task, world, workers=0)
+    training = parts.training
+    plan = training.share.plan
+    with ExitStack() as stack:
+        to_board, close = tensorboard_sink(folder)
+        stack.callback(close)
+        file = stack.enter_context((folder / "metrics.jsonl").open("w"))
+        kept = stack.enter_context((folder / "trace.jsonl").open("w"))
+        trace = Trace(
+            fingerprints_of(training.model), trace_to(kept, list(training.model.state_dict()), [], 0)
+        )
+        sinks = [jsonl_sink(file), to_board]
+        meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), trace)
+        assert training.ring is not None
+        explain(stack, recipe, parts, world, 1, meter)
+        guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
+        between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+        start = time.perf_counter()
+        train(
+            parts.training,
+            parts.loader(parts.training.share.batches()),
+            range(plan.windows),
+            meter,
+            recipe.log.every,
+            evaluation_due=lambda _: False,
+            evaluate=lambda _: None,
+            window_done=between.window_done,
+        )
+        return time.perf_counter() - start
+
+
+def tiny_recipe(steps: int) -> Recipe:
+    """The recipe of `TinyTask`."""
+    values: dict[str, Any] = {
+        "epochs": -(-steps * _BATCH // _SAMPLES),
+        "max_windows": steps,
+        "data": {"global_batch": _BATCH, "micro_batch": _BATCH},
+        "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "ema": {"decay": _EMA_DECAY},
+        "parallel": {"threads": 1},
+    }
+    return Recipe.model_validate(values)
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Microseconds per step of each loop, float64 (rounds,).
+
+    Attributes:
+        steps: Of a round.
+        log_every: Windows between the trainer's rows of figures.
+        hand: By hand, with torch's own functions for clipping and for clearing gradients.
+        lean: By hand, without these two.
+        ours: The trainer's.
+        theirs: Of each library, by name.
+    """
+
+    steps: int
+    log_every: int
+    hand: Series
+    lean: Series
+    ours: Series
+    theirs: Mapping[str, Series]
+
+
+def measure_overhead(rounds: int, steps: int, libraries: Mapping[str, Callable[..., float]]) -> HostTimes:
+    """Times the loops in turn, on one thread.
+
+    Args:
+        rounds: Of all loops.
+        steps: Steps of a round.
+        libraries: `train_tiny` of each, by name.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    task, recipe = TinyTask(), tiny_recipe(steps)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            loops: list[Callable[[], float]] = [
+                lambda: by_hand(task, recipe.optim, steps),
+                lambda: by_hand(task, recipe.optim, steps, lean=True),
+                lambda: by_trainer(task, recipe, Path(folder)),
+                *(
+                    partial(_by_library, name, libraries[name], task, recipe.optim, steps)
+                    for name in libraries
+                ),
+            ]
+            times = interleaved(loops, rounds)
+    finally:
+        torch.set_num_threads(threads)
+    hand, lean, ours, *theirs = (np.array(series) * 1e6 / steps for series in times)
+    return HostTimes(steps, recipe.log.every, hand, lean, ours, dict(zip(libraries, theirs, strict=True)))
+
+
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """What it takes on the command line."""
+    bench.add_argument("--rounds", type=int, default=40, metavar="N", help="interleaved rounds (default: 40)")
+    bench.add_argument("--steps", type=int, default=500, metavar="N", help="steps per round (default: 500)")
+    bench.add_argument(
+        "--target", type=float, default=20.0, metavar="US", help="largest overhead, us per step"
+    )
+    bench.add_argument(
+        "--against", default="", metavar="LIST", help="lightning,fabric,accelerate,ignite: which to time too"
+    )
+    bench.set_defaults(
+        run=lambda options: bench_overhead(options.rounds, options.steps, options.target, options.against)
+    )
+
+
+def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "") -> int:
+    """Measures, prints and judges.
+
+    Args:
+        rounds: Pairs of runs.
+        steps: Steps of a run.
+        target_us: Largest median overhead of the trainer, in microseconds per step.
+        against: Libraries to time beside it, separated by commas.
+
+    Returns:
+        0 if the trainer meets the target (whatever the others cost), 1 if not, 3 if nothing was measured or
+        the target lies within the interval.
+
+    Raises:
+        BadInputError: If a library isn't known or isn't there.
+    """
+    libraries = chosen(against, "train_tiny")
+    if rounds < 1 or steps < 1:
+        print("nothing measured: --rounds and --steps must be at least 1")
+        return EXIT_NOT_MEASURED
+    times = measure_overhead(rounds, steps, libraries)
+    more, low, high = median_interval((times.ours - times.hand).tolist())
+    over_lean, lean_low, lean_high = median_interval((times.ours - times.lean).tolist())
+    verdict = "met" if high <= target_us else "MISSED" if low > target_us else "undecided: more --rounds"
+    print(
+        f"{conditions()}\n"
+        f"median of {rounds} interleaved rounds of {steps} steps, 1 thread, us per step\n"
+        "(a difference is the median of the differences of each round):\n"
+        f"  by hand      {np.median(times.hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
+        f"  by hand, lean{np.median(times.lean):8.1f}   neither: what they do, inlined for this model\n"
+        f"  trainer      {np.median(times.ours):8.1f}   "
+        f"with a row of figures every {times.log_every} windows\n"
+        f"  trainer - by hand       {more:8.1f}   95 % interval {low:.1f} to {high:.1f}\n"
+        f"  trainer - by hand, lean {over_lean:8.1f}   95 % interval {lean_low:.1f} to {lean_high:.1f}\n"
+        f"  target       {target_us:8.1f}   over by hand: {verdict}"
+    )
+    if libraries:
+        print(_table(times))
+    return {"met": EXIT_DONE, "MISSED": EXIT_FAILED}.get(verdict, EXIT_NOT_MEASURED)
+
+
+def _by_library(
+    name: str, measure: Callable[[TinySteps], float], task: TinyTask, optim: OptimConfig, steps: int
+) -> float:
+    with blamed(name):
+        return measure(TinySteps(task, optim, steps))
+
+
+def _table(times: HostTimes) -> str:
+    rows = ["", "| loop | us per step | over by hand | 95 % interval |", "|---|---|---|---|"]
+    rows.append(f"| by hand | {np.median(times.hand):.1f} | | |")
+    for name, series in {"trainer": times.ours, **times.theirs}.items():
+        more, low, high = median_interval((series - times.hand).tolist())
+        rows.append(f"| {titled(name)} | {np.median(series):.1f} | {more:.1f} | {low:.1f} to {high:.1f} |")
+    return "\n".join(rows)

@@ -1,0 +1,287 @@
+"""`trainer export RUN`: writes a run's model in another format, and proves that it computes the same."""
+
+import argparse
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
+from trainer.config.redact import redact_text
+from trainer.data.loader import Batch
+from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.host import strict_json
+from trainer.launch.signals import unwound
+from trainer.models.export.error import LIMITS, relative_error
+from trainer.models.export.fold import Folded, fold_batchnorm
+from trainer.models.export.formats import (
+    INSTALL_ONNX,
+    Tensors,
+    input_names,
+    missing_packages,
+    output_names,
+    write_onnx,
+    write_torch_export,
+    write_torchscript,
+)
+from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
+from trainer.observe.text import plain
+from trainer.observe.working import staged
+from trainer.train.manifest import file_hash
+from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
+from trainer.train.run_folder import save_weights, shown, write_json
+
+_ABOUT = "model.json"
+_EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
+
+
+def write_safetensors(model: nn.Module, _: Tensors, folder: Path) -> Path:
+    """The weights alone, under the names that the trainer's model has."""
+    file = folder / "model.safetensors"
+    save_weights(model, file)
+    return file
+
+
+WRITERS: dict[str, Callable[[nn.Module, Tensors, Path], Path]] = {
+    "torch-export": write_torch_export,
+    "onnx": write_onnx,
+    "torchscript": write_torchscript,
+    "safetensors": write_safetensors,
+}
+
+
+class Subject(NamedTuple):
+    """What is exported, and what it is compared with.
+
+    Attributes:
+        model: What is written.
+        fold: Its BatchNorms.
+        inputs: What it takes, of each batch to check.
+        wanted: What the trained model gives for these.
+    """
+
+    model: nn.Module
+    fold: Folded
+    inputs: Sequence[Tensors]
+    wanted: list[list[torch.Tensor]]
+
+
+@unwound()
+def export(options: argparse.Namespace) -> int:
+    """Does what `trainer export` was asked for; returns the exit code: 1 if the file isn't what it should be.
+
+    Raises:
+        BadInputError: If the run can't be opened, the target is taken, or what the format needs isn't here.
+    """
+    name: str = options.to
+    _check_request(options)
+    target = _target(options)
+    run = open_run(options.folder, options.set)
+    subject = _subject(run, options)
+    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        try:
+            with staged() as say:
+                beside.mkdir(parents=True)
+                file, error = _write(name, subject, run, beside, options, say)
+                write_json(beside / _ABOUT, about(file, error, subject, run, options))
+                _publish(beside, target)
+        except OSError as problem:
+            raise BadInputError(
+                f"{target}: can't be written ({problem.strerror}); give another --out"
+            ) from problem
+        except NotTheSame as problem:
+            line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
+            print(f"trainer: {plain(redact_text(line), 1000)}", file=sys.stderr)
+            return EXIT_FAILED
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    _tell(target, file.name, error, subject, run, options)
+    return EXIT_DONE
+
+
+def _check_request(options: argparse.Namespace) -> None:
+    if options.to == "onnx" and options.dtype == "bf16":
+        raise BadInputError(
+            "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
+            "be checked; use fp32, and convert it where it will run"
+        )
+    if options.to == "safetensors" and options.with_normalisation:
+        raise BadInputError("--with-normalisation: safetensors holds weights only; use another format")
+    if options.to == "onnx" and (missing := missing_packages("onnx", "onnxscript", "onnxruntime")):
+        raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
+
+
+def _target(options: argparse.Namespace) -> Path:
+    """The folder to write, which is free, or an export that may be replaced."""
+    default: Path = options.folder / "export" / f"{options.to}-{options.dtype}"
+    target = Path(os.path.realpath(options.out or default))
+    if not target.exists():
+        return target
+    if not target.is_dir() or (any(target.iterdir()) and not (target / _ABOUT).is_file()):
+        raise BadInputError(f"--out {target}: is there already and no export; give another folder")
+    if any(target.iterdir()) and (others := _others(target)):
+        raise BadInputError(f"--out {target}: holds other things too ({others[0]}); give another folder")
+    if not options.force and any(target.iterdir()):
+        raise BadInputError(f"--out {target}: holds an export already; give another folder, or --force")
+    return target
+
+
+def _others(target: Path) -> list[str]:
+    """What lies in a folder that isn't of an export of ours."""
+    try:
+        about = strict_json.parse((target / _ABOUT).read_bytes())
+        ours = {_ABOUT, *about["sha256"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return [_ABOUT]
+    return sorted({path.name for path in target.iterdir()} - ours)
+
+
+def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
+    """The model as it will be written, real samples, and what the trained model gives for them."""
+    dataset = run.task.evaluation_data
+    batches = list[Batch]()
+    samples = some_samples(dataset, sum(BATCHES))
+    for size in BATCHES:
+        batches.append(read_samples(dataset, samples[:size]))
+        samples = samples[size:]
+    reference: nn.Module = run.model
+    model_inputs = [inputs_of(run, batch) for batch in batches]
+    inputs = model_inputs
+    if options.with_normalisation:
+        reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
+    with torch.no_grad():
+        wanted = [leaves(reference(*values)) for values in inputs]
+    only_weights = options.to == "safetensors"  # with the names of the trainer's model, so all of them
+    fold = Folded(run.model, (), 0) if only_weights else fold_batchnorm(run.model, model_inputs[1])
+    model = fold.model
+    if options.dtype == "bf16":
+        model = model.to(torch.bfloat16)
+        model = model if only_weights else InLowPrecision(model)
+    if options.with_normalisation:
+        model = _from_pixels(run, model)
+    return Subject(model.eval(), fold, inputs, wanted)
+
+
+def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
+    said = run.task.describe()
+    if run.recipe.task != "classification":
+        raise BadInputError(f"--with-normalisation: is for images to classes, not for task={run.recipe.task}")
+    return FromPixels(model, said["mean"], said["std"])
+
+
+def _write(
+    name: str,
+    subject: Subject,
+    run: OpenedRun,
+    folder: Path,
+    options: argparse.Namespace,
+    say: Callable[[str], object],
+) -> tuple[Path, float]:
+    """Writes and checks; returns the file and its relative error."""
+    example = tuple(value[:_EXAMPLES].clone() for value in subject.inputs[-1])
+    say(f"export: writing {name} ({options.dtype})")
+    try:
+        with torch.no_grad():
+            file = WRITERS[name](subject.model, example, folder)
+    except (BadInputError, OSError):
+        raise
+    except Exception as error:  # the exporters raise whatever the model's code leads them to
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotTheSame(f"torch {torch.__version__} can't export this model ({first})") from error
+    weights_of = [str(run.folder), *options.set] if name == "safetensors" else []
+    say("export: checking it in a fresh process")
+    given = in_fresh_process(file, subject.inputs, weights_of)
+    error_of = max(relative_error(one, other) for one, other in zip(subject.wanted, given, strict=True))
+    limit = LIMITS[options.dtype]
+    if not error_of <= limit:
+        remedy = "; --dtype fp32 is exact" if options.dtype == "bf16" else ""
+        raise NotTheSame(
+            f"its outputs differ from the trained model's by {error_of:.1e} of the largest, more than "
+            f"{limit:g}{remedy}"
+        )
+    return file, error_of
+
+
+def about(
+    file: Path, error: float, subject: Subject, run: OpenedRun, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What somebody who uses the file must know, as JSON."""
+    inputs, outputs = subject.inputs[-1], subject.wanted[-1]
+    files = [path for path in sorted(file.parent.iterdir()) if path.name != _ABOUT]
+    return {
+        "format": options.to,
+        "file": file.name,
+        "dtype": options.dtype,
+        "inputs": _described(input_names(inputs), inputs),
+        "outputs": _described(output_names(outputs), outputs),
+        "normalisation": "inside: uint8 (batch, height, width, channels) to probabilities"
+        if options.with_normalisation
+        else "outside, see data",
+        "data": run.task.describe(),
+        "task": run.recipe.task,
+        "run": run.folder.resolve().name,
+        "config_hash": run.facts["config_hash"],
+        "weights": run.weights,
+        "folded": list(subject.fold.names),
+        "versions": {"torch": torch.__version__},
+        "sha256": {path.name: file_hash(path) for path in files},
+        "checked": {
+            "samples": sum(BATCHES),
+            "batches": list(BATCHES),
+            "relative_error": error,
+            "limit": LIMITS[options.dtype],
+        },
+    }
+
+
+def _described(names: Sequence[str], tensors: Tensors) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "shape": ["batch", *tensor.shape[1:]],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+
+
+def _publish(beside: Path, target: Path) -> None:
+    """Gives a finished folder its name; an older export goes first."""
+    if target.exists():
+        gone = beside.with_name(f"{beside.name}.gone")
+        target.rename(gone)
+        try:
+            beside.rename(target)
+        except OSError:
+            gone.rename(target)
+            raise
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        beside.rename(target)
+
+
+def _tell(
+    target: Path, name: str, error: float, subject: Subject, run: OpenedRun, options: argparse.Namespace
+) -> None:
+    file, fold = target / name, subject.fold
+    print(f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {run.weights}")
+    if fold.names or fold.kept:
+        kept = f", {fold.kept} stay: no layer of their own comes before" * bool(fold.kept)
+        print(f"  BatchNorm   {fold.why or f'{len(fold.names)} folded into the layer before{kept}'}")
+    inputs = ", ".join(
+        f"{one['name']} {one['dtype']} {tuple(one['shape'])}".replace("'", "")
+        for one in _described(input_names(subject.inputs[-1]), subject.inputs[-1])
+    )
+    print(
+        f"  takes       {inputs}\n"
+        f"  checked     in a fresh process on {sum(BATCHES)} samples in batches of "
+        f"{', '.join(map(str, BATCHES))}: relative error {error:.1e} (limit {LIMITS[options.dtype]:g})\n"
+        f"  described   {shown(target / _ABOUT)}"
+    )

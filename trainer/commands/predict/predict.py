@@ -1,0 +1,54 @@
+"""`trainer predict RUN FILES…`: what a run's model says; the kind of files is the task's."""
+
+import argparse
+from collections.abc import Callable
+
+from trainer.errors import BadInputError
+from trainer.train.model_of_run import OpenedRun, open_run
+
+
+def predict(options: argparse.Namespace) -> int:
+    """Does what `trainer predict` was asked for.
+
+    A task in a file of one's own may have a method `predict(model, options)`, with the model in evaluation
+    mode and the options of the command line, that prints and returns the exit code.
+
+    Returns:
+        0, 1 if some of the files couldn't be read, 2 if none could.
+
+    Raises:
+        BadInputError: If the run can't be opened, an option is wrong, or its task has nothing to show.
+    """
+    if options.samples < 1 or options.top < 1:
+        raise BadInputError("--samples and --top: give a number from 1 on")
+    run = open_run(options.folder, options.set)
+    if options.prompt is not None and run.recipe.task != "language":
+        raise BadInputError(f"--prompt: {run.folder} is of task={run.recipe.task}, which takes no text")
+    return _show(run)(run, options)
+
+
+def _show(run: OpenedRun) -> Callable[[OpenedRun, argparse.Namespace], int]:
+    task = run.recipe.task
+    if task == "classification":
+        from trainer.commands.predict.images import show_images
+
+        return show_images
+    if task == "audio":
+        from trainer.commands.predict.sounds import show_sounds
+
+        return show_sounds
+    if task == "detection":
+        from trainer.commands.predict.boxes import show_boxes
+
+        return show_boxes
+    if task == "language":
+        from trainer.commands.predict.text import show_text
+
+        return show_text
+    own = getattr(run.task, "predict", None)
+    if own is None:
+        raise BadInputError(
+            f"{run.folder}: the class in {task} has no method predict(model, options), which prints what the "
+            "model says; add it and train again (a run's file stays as it was trained with)"
+        )
+    return lambda run, options: int(own(run.model, options) or 0)

@@ -1,0 +1,65 @@
+"""`trainer report RUN …`: writes the page of a run, or of several side by side."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import EXIT_DONE, BadInputError
+from trainer.observe.text import plain
+
+_HEAD = 1 << 18  # bytes of a report that its style and its mark are in
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `report` to the commands."""
+    report = commands.add_parser(
+        "report", help="write what a run did as one HTML file; several runs side by side", allow_abbrev=False
+    )
+    report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="replaced if it is a report, and never if it is anything else (default: RUN/report.html; for "
+        "several runs ./report.html, if there is none yet)",
+    )
+    report.set_defaults(run=lambda options: report_of(options.folders, options.out))
+
+
+def report_of(folders: Sequence[Path], out: Path | None) -> int:
+    """Writes a report and says where: by default in the run folder, for several runs here.
+
+    Raises:
+        BadInputError: As `write_report`; for a run given twice, or a file that stays.
+    """
+    from trainer.train.report.write import NAME, write_report
+
+    for number, folder in enumerate(folders):
+        if any(os.path.realpath(folder) == os.path.realpath(other) for other in folders[:number]):
+            raise BadInputError(f"{folder}: given twice; leave one out")
+    if out is None and len(folders) > 1 and Path(NAME).exists():
+        raise BadInputError(f"{NAME}: is there already, of other runs perhaps; give --out FILE")
+    out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    if out.is_dir():
+        raise BadInputError(f"--out {out}: is a folder; give a file")
+    if out.exists() and not _is_report(out):
+        raise BadInputError(f"{out}: is there already, and isn't a report; give another --out")
+    started = time.monotonic()
+    write_report(folders, out)
+    seconds = time.monotonic() - started
+    print(f"{plain(str(out), 4096)} ({out.stat().st_size / 1000:,.0f} kB, {seconds:.1f} s)")
+    return EXIT_DONE
+
+
+def _is_report(path: Path) -> bool:
+    from trainer.train.report.page import MARK
+
+    try:
+        if not path.is_file():  # opening a pipe would wait
+            return False
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(_HEAD)
+    except OSError:
+        return False

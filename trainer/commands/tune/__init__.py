@@ -1,0 +1,48 @@
+"""`trainer tune RECIPE`: the largest micro-batch that fits, found by trying; see `trainer.train.tune`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `tune` to the commands."""
+    tune = commands.add_parser(
+        "tune",
+        help="find the largest micro-batch that fits, keeping the global batch; exit code 1 (--check): the "
+        "recipe's own doesn't",
+        allow_abbrev=False,
+    )
+    tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    tune.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+    )
+    tune.add_argument("--gpus", metavar="N|LIST", help="as of trainer train")
+    tune.add_argument("--ranks", type=int, metavar="N", help="as of trainer train")
+    tune.add_argument(
+        "--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="(default: tuned.yaml)"
+    )
+    tune.add_argument(
+        "--check",
+        action="store_true",
+        help="only tell whether the recipe's own micro-batch fits, in one probe; writes nothing",
+    )
+    tune.add_argument("--tuned", type=Path, metavar="FILE", help="for --check: as of trainer train")
+    tune.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="after so long no larger one is tried (default: 600)",
+    )
+    tune.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from trainer.config.recipe_file import provisional
+    from trainer.train.tune.tuned import with_tuned
+
+    provisional(options.recipe, with_tuned(options.tuned, options.set))  # before torch is imported
+    from trainer.commands.tune.tune import tune
+
+    return tune(options)

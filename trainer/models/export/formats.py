@@ -1,0 +1,131 @@
+"""The formats: each writer takes a model and example inputs, and leaves its file or files in a folder."""
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import BadInputError
+from trainer.models.export.interface import leaves
+
+Tensors = Sequence[torch.Tensor]
+
+INSTALL_ONNX = "pip install onnx onnxscript onnxruntime, or make venv GROUPS='train dev'"
+# Protocol buffers end at 2 GiB.
+_LARGEST_ONNX = (1 << 31) - (64 << 20)
+
+
+def input_names(inputs: Tensors) -> list[str]:
+    """Names of the model's inputs in files that know names."""
+    return ["input"] if len(inputs) == 1 else [f"input_{number}" for number in range(len(inputs))]
+
+
+def output_names(outputs: Tensors) -> list[str]:
+    """Names of the model's outputs likewise."""
+    return ["output"] if len(outputs) == 1 else [f"output_{number}" for number in range(len(outputs))]
+
+
+def exported_program(model: nn.Module, inputs: Tensors) -> Any:
+    """torch.export of a model whose inputs share their first dimension, which stays open."""
+    batch = torch.export.Dim("batch", min=1, max=1 << 20)
+    if len(inputs[0]) == 1:  # which would be taken for a constant
+        inputs = [torch.cat([value, value]) for value in inputs]
+    # Not strict: torch reads no bytecode then, which takes longer and fails more often.
+    return torch.export.export(
+        model, tuple(inputs), dynamic_shapes=_shapes(model, inputs, {0: batch}), strict=False
+    )
+
+
+def _shapes(model: nn.Module, inputs: Tensors, shape: dict[int, Any]) -> Any:
+    """The same for each input; a forward(*values) takes them as one."""
+    import inspect
+
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    each = tuple(dict(shape) for _ in inputs)
+    return (each,) if inspect.Parameter.VAR_POSITIONAL in kinds else each
+
+
+def write_torch_export(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+    """torch.export's archive; needs no Python code of the model."""
+    file = folder / "model.pt2"
+    with quiet():
+        torch.export.save(exported_program(model, inputs), file)
+    return file
+
+
+def write_onnx(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+    """ONNX, by way of torch.export, or of TorchScript before torch 2.6.
+
+    Raises:
+        BadInputError: If the packages for it aren't here, or torch is too old for them.
+    """
+    if missing := missing_packages("onnx", "onnxscript", "onnxruntime"):
+        raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
+    file = folder / "model.onnx"
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with torch.no_grad():
+        outputs = leaves(model(*inputs))
+    takes, gives = input_names(inputs), output_names(outputs)
+    new: dict[str, Any] = {"dynamo": True, "external_data": size > _LARGEST_ONNX}
+    # Before 2.6 torch.export's way goes with the onnxscript of its day only.
+    old = {"dynamo": False, "dynamic_axes": {name: {0: "batch"} for name in (*takes, *gives)}}
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+    with quiet():
+        torch.onnx.export(
+            exported_program(model, inputs) if is_new else model,
+            tuple(inputs),
+            str(file),
+            verbose=False,
+            input_names=takes,
+            output_names=gives,
+            **(new if is_new else old),
+        )
+    return file
+
+
+def write_torchscript(model: nn.Module, inputs: Tensors, folder: Path) -> Path:
+    """A frozen trace, for C++ and for what can't load torch.export's archives.
+
+    Raises:
+        BadInputError: If this torch has no TorchScript any more.
+    """
+    file = folder / "model.ts"
+    with quiet():
+        torch.jit.save(frozen_trace(model, inputs), str(file))
+    return file
+
+
+def frozen_trace(model: nn.Module, inputs: Tensors) -> torch.jit.ScriptModule:
+    """A trace with its weights as constants; freezing folds BatchNorm, too.
+
+    Raises:
+        BadInputError: If this torch has no TorchScript any more.
+    """
+    if not hasattr(torch, "jit") or not hasattr(torch.jit, "freeze"):
+        raise BadInputError(f"torch {torch.__version__} has no TorchScript any more: use --to torch-export")
+    traced = torch.jit.trace(model, tuple(inputs), check_trace=False)
+    return torch.jit.freeze(traced)  # type: ignore[no-any-return]
+
+
+def missing_packages(*names: str) -> str:
+    """Those that aren't installed, as words."""
+    return ", ".join(name for name in names if importlib.util.find_spec(name) is None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what exporters say of their own insides from the user: deprecations, and passes that ran."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

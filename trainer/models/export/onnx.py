@@ -1,0 +1,29 @@
+"""ONNX Runtime, without torch, as where a model will be used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Outputs = list[Any]
+
+
+def onnx_session(file: Path, threads: int = 0) -> Callable[..., Outputs]:
+    """A model in ONNX Runtime on the CPU: arrays in, arrays out.
+
+    Args:
+        file: The model.
+        threads: For one operation; 0: as many as there are cores.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(*values: Any) -> Outputs:
+        outputs: Outputs = session.run(None, dict(zip(names, values, strict=True)))
+        return outputs
+
+    return run

@@ -1,0 +1,232 @@
+"""Charts as inline SVG, without a script.
+
+A plot has no viewBox: it is as wide as its column, so that text has one size on every screen. Curves lie in
+an SVG within it whose viewBox is stretched to the plot, with strokes that aren't.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from trainer.observe.charts.axis import Axis, Kind, make_axis, window_axis
+from trainer.observe.charts.thin import Cell, Point, thinned
+from trainer.observe.text import count, escaped, number, scaled, share, size
+
+ACROSS, DOWN = 2000, 1000  # of the stretched viewBox
+STRETCHED = f'<svg viewBox="0 0 {ACROSS} {DOWN}" preserveAspectRatio="none" width="100%" height="100%">'
+HEIGHT = 150  # CSS pixels of a plot
+_APART = 13  # CSS pixels between two labels
+_ENDS = 6  # labels beside the ends of curves
+_RIGHT = 0.97  # from here on a curve ends on the right
+_DOTS = 24  # up to so many points each is shown
+_POINTS = 200  # of a curve
+
+
+class Line(NamedTuple):
+    """A curve.
+
+    Attributes:
+        name: What it shows, or of which run.
+        points: Windows and figures; a figure of 0 rows is a gap.
+        look: Number of its colour; -1: grey and dashed, for limits.
+    """
+
+    name: str
+    points: list[tuple[int, Cell]]
+    look: int = 0
+
+    @property
+    def drawn(self) -> list[tuple[int, Cell]]:
+        """Without the gaps."""
+        return [(window, cell) for window, cell in self.points if cell.rows]
+
+
+class Mark(NamedTuple):
+    """A window at which something happened: a short label, what it was, and whether that was bad."""
+
+    window: int
+    label: str
+    what: str
+    bad: bool
+
+
+def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
+    """A curve of one figure of the rows."""
+    found = thinned([point for point in points if figure in point.cells], _POINTS)
+    return Line(name, [(point.window, point.cells[figure]) for point in found], look)
+
+
+def written(value: float, kind: Kind, unit: str) -> str:
+    """A value as it is written beside a curve."""
+    texts: dict[str, Callable[[], str]] = {
+        "share": lambda: share(value),
+        "bytes": lambda: size(value) + unit,
+        "si": lambda: scaled(value, unit),
+        "count": lambda: count(value) if 100 <= abs(value) < 1e6 else scaled(value),
+    }
+    return texts.get(kind, lambda: number(value))()
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    last: int,
+    kind: Kind = "number",
+    unit: str = "",
+    zero: bool = False,
+    may_log: bool = False,
+    marks: Sequence[Mark] = (),
+    keyed: bool = True,
+) -> str:
+    """A figure with curves over the windows of a run; nothing if there is nothing to draw.
+
+    Args:
+        title: What is shown.
+        lines: The curves.
+        last: The last window of the axis.
+        kind: See `trainer.observe.charts.axis.make_axis`, as for the next three.
+        unit: What is measured; the label of the axis.
+        zero: Whether the axis starts at 0.
+        may_log: Whether it may be logarithmic.
+        marks: Windows to mark.
+        keyed: Whether the names of several curves are told with it.
+    """
+    lines = [one for one in lines if one.drawn]
+    if not any(one.look >= 0 for one in lines):
+        return ""
+    cells = [cell for one in lines for _, cell in one.drawn]
+    low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
+    up, along = make_axis(low, high, kind, unit, zero, may_log), window_axis(last)
+    named = [one for one in lines if one.look >= 0]
+    told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
+    parts = [
+        axes(up, along),
+        STRETCHED,
+        *(curve(one, up, along) for one in lines),
+        "</svg>",
+        *(_mark(mark, along) for mark in marks),
+        _ends(named, up, along) if len(named) <= _ENDS else "",
+    ]
+    key = _key(lines) if keyed and len(lines) > 1 else ""
+    return figure_of(title, parts, "logarithmic" * up.log, key, f"{title}. {told}")
+
+
+def _told(one: Line, kind: Kind, unit: str) -> str:
+    drawn = one.drawn
+    first, end = drawn[0], drawn[-1]
+    low, high = min(cell.low for _, cell in drawn), max(cell.high for _, cell in drawn)
+    return (
+        f"{written(first[1].mean, kind, unit)} at window {count(first[0])}, "
+        f"{written(end[1].mean, kind, unit)} at window {count(end[0])}, "
+        f"from {written(low, kind, unit)} to {written(high, kind, unit)}"
+    )
+
+
+def figure_of(title: str, parts: Iterable[str], note: str, key: str, told: str, wide: bool = False) -> str:
+    """A plot with its title, a note, a key (HTML), and what to tell those who don't see it."""
+    noted, wide_ = f"<span>{note}</span>" * bool(note), ' class="wide"' * wide
+    return (
+        f"<figure{wide_}><figcaption><b>{escaped(title)}</b>{noted}{key}</figcaption>"
+        f'<svg class="plot" height="{HEIGHT}" role="img" aria-label="{escaped(told, 1000)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+def _key(lines: Sequence[Line]) -> str:
+    items = "".join(f'<li><i class="{_look(one)}"></i>{escaped(one.name, 60)}</li>' for one in lines)
+    return f'<ul class="key">{items}</ul>'
+
+
+def _look(one: Line) -> str:
+    """Seven colours; from the eighth curve on they come again, dashed."""
+    return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
+
+
+def axes(up: Axis, along: Axis, across: str = "window") -> str:
+    """Lines and figures beside a plot, and what they mean; `across` is what lies along the bottom."""
+    parts = []
+    for value, text in up.ticks:
+        y = percent(1 - up.at(value))
+        parts.append(f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="-8" y="{y}" dy=".35em" text-anchor="end">{text}</text>')
+    parts.append('<line class="base" x2="100%" y1="100%" y2="100%"/>')
+    for value, text in along.ticks:
+        x = percent(along.at(value))
+        parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="100%" y2="{HEIGHT + 4}"/>')
+        parts.append(f'<text class="tick" x="{x}" y="100%" dy="17" text-anchor="middle">{text}</text>')
+    parts.append(f'<text class="axis y" x="-44" y="-12">{escaped(up.unit, 60)}</text>')
+    parts.append(
+        f'<text class="axis x" x="100%" y="100%" dy="32" text-anchor="end">{escaped(across, 60)}</text>'
+    )
+    return "".join(parts)
+
+
+def percent(part: float) -> str:
+    """A place in a plot, from 0 to 1, as SVG takes it."""
+    return f"{100 * part:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def curve(one: Line, up: Axis, along: Axis) -> str:
+    """Means as a line, with the range around it where rows were joined; a single point is a dot."""
+
+    def place(window: int, value: float) -> tuple[int, int]:
+        return round(ACROSS * along.at(window)), round(DOWN * (1 - up.at(value)))
+
+    pieces = list[list[tuple[int, Cell]]]([[]])
+    for window, cell in one.points:
+        if cell.rows:
+            pieces[-1].append((window, cell))
+        elif pieces[-1]:
+            pieces.append([])
+    paths = list[str]()
+    means = [[place(window, cell.mean) for window, cell in piece] for piece in pieces if piece]
+    for piece in pieces:
+        if any(cell.rows > 1 for _, cell in piece):
+            above = [place(window, cell.high) for window, cell in piece]
+            below = [place(window, cell.low) for window, cell in reversed(piece)]
+            paths.append(f'<path class="band" d="{_path([*above, *below])}z"/>')
+    paths += [f'<path d="{_path(piece)}"/>' for piece in means if len(piece) > 1]
+    every = [point for piece in means for point in piece]
+    dots = every if len(every) <= _DOTS and one.look >= 0 else [every[-1]]
+    if one.look >= 0:
+        paths.append(f'<path class="dot" d="{"".join(f"M{x},{y}h.01" for x, y in dots)}"/>')
+    return f'<g class="{_look(one)}">{"".join(paths)}</g>'
+
+
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    """Steps from point to point: half as long as their places."""
+    (x, y), *rest = points
+    parts = [f"M{x},{y}"]
+    if rest:
+        parts.append("l")
+    for there_x, there_y in rest:
+        step = f"{there_x - x},{there_y - y}"
+        parts.append(step if parts[-1] == "l" else f" {step}")
+        x, y = there_x, there_y
+    return "".join(parts)
+
+
+def _mark(mark: Mark, along: Axis) -> str:
+    x = percent(along.at(mark.window))
+    return (
+        f'<g class="mark{" bad" * mark.bad}"><title>{escaped(mark.what)}</title>'
+        f'<line x1="{x}" x2="{x}" y2="100%"/>'
+        f'<text class="tick" x="{x}" y="-2" text-anchor="middle">{escaped(mark.label, 12)}</text></g>'
+    )
+
+
+def _ends(lines: Sequence[Line], up: Axis, along: Axis) -> str:
+    """The last value beside each curve that ends on the right, apart from each other."""
+    ended = [one for one in lines if along.at(one.drawn[-1][0]) > _RIGHT]
+    ends = [(HEIGHT * (1 - up.at(one.drawn[-1][1].mean)), one) for one in ended]
+    ends.sort(key=lambda end: end[0])
+    floor, places = 0.0, list[float]()
+    for y, _ in ends:
+        places.append(max(y, floor + _APART if places else y))
+        floor = places[-1]
+    for n in range(len(places) - 1, -1, -1):
+        places[n] = min(places[n], HEIGHT - _APART * (len(places) - 1 - n))
+    return "".join(
+        f'<text class="end" x="{percent(along.at(one.drawn[-1][0]))}" dx="8" y="{y:.1f}" dy=".35em">'
+        f"{up.text(one.drawn[-1][1].mean)}</text>"
+        for y, (_, one) in zip(places, ends, strict=True)
+    )

@@ -1,0 +1,253 @@
+"""Figures of a whole run, each as a number and as text; None where the run doesn't say."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple, TypeGuard
+
+from trainer.observe.charts.thin import Cell, Point
+from trainer.observe.text import count, duration, escaped, number, scaled, share, size
+from trainer.train.report.phases import PHASES
+from trainer.train.report.read import Run
+
+_WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
+
+
+class Figure(NamedTuple):
+    """A figure of a run.
+
+    Attributes:
+        value: To compare.
+        text: As HTML.
+        note: What to say below it, as HTML.
+    """
+
+    value: float
+    text: str
+    note: str = ""
+
+
+class Kind(NamedTuple):
+    """A figure that runs have: its name, how to find it, and which is better: 1 more, -1 less, 0 neither."""
+
+    name: str
+    of: Callable[[Run], Figure | None]
+    better: int = 0
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a figure that can be shown."""
+    return type(value) in (int, float) and -1e200 < value < 1e200
+
+
+def joined(points: Iterable[Point], name: str) -> Cell | None:
+    """A figure over all rows, as one."""
+    cells = [cell for point in points if (cell := point.cells.get(name)) and cell.rows]
+    if not cells:
+        return None
+    low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
+    return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
+
+
+def last_window(run: Run) -> int:
+    """The last window of which a row tells, or an end; at least 1."""
+    ends = [points[-1].window for points in (run.train, run.evaluation) if points]
+    if not ends and is_number(run.manifest.get("windows")):
+        ends = [int(run.manifest["windows"])]
+    return max([1, *(end for end in ends if end < 10**15)])
+
+
+def metrics(run: Run) -> list[str]:
+    """Names of what the evaluations measured, but the loss."""
+    names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
+    return [name for name in names if name != "loss" and "/" not in name]
+
+
+def more_is_better(metric: str) -> bool:
+    """By its name: losses and errors are better the less they are."""
+    return not any(word in metric.lower() for word in _WORSE)
+
+
+def totals(run: Run) -> list[tuple[str, float]]:
+    """Seconds by phase, in the order of `PHASES`; [] without timings.
+
+    Of the row at the end, which knows what came after the last row of figures; after restarts it doesn't know
+    what came before, and the sum of all rows is taken.
+    """
+    found = {phase: run.end.get(f"time/{phase}") for phase in PHASES}
+    if attempts(run) > 1 or not is_number(run.end.get("time/wall")):
+        cells = {phase: joined(run.train, f"time/{phase}") for phase in PHASES}
+        found = {phase: cell.total if cell else None for phase, cell in cells.items()}
+    timed = {phase: float(seconds) for phase, seconds in found.items() if is_number(seconds)}
+    if sum(max(0.0, seconds) for seconds in timed.values()) <= 0:
+        return []
+    # What is unexplained is told although it be nothing.
+    return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
+
+
+def attempts(run: Run) -> int:
+    """How often it was started."""
+    listed = run.manifest.get("attempts")
+    return max(1, len(listed)) if isinstance(listed, list) else 1
+
+
+def _seconds_between(one: Any, other: Any) -> float | None:
+    try:
+        started, ended = (datetime.strptime(str(at), "%Y-%m-%dT%H:%M:%S%z") for at in (one, other))
+    except ValueError:
+        return None
+    return (ended - started).total_seconds()
+
+
+def _wall(run: Run) -> Figure | None:
+    seconds = _seconds_between(run.manifest.get("started"), run.manifest.get("ended"))
+    if seconds is None or seconds < 0:
+        timed = totals(run)
+        seconds = sum(part for _, part in timed) if timed else None
+    if seconds is None:
+        return None
+    tries = attempts(run)
+    return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
+
+
+def _end_or_mean(name: str) -> Callable[[Run], float | None]:
+    def of(run: Run) -> float | None:
+        if is_number(run.end.get(name)):
+            return float(run.end[name])
+        cell = joined(run.train, name)
+        return cell.mean if cell else None
+
+    return of
+
+
+def _rate(name: str, unit: str) -> Callable[[Run], Figure | None]:
+    def of(run: Run) -> Figure | None:
+        value = _end_or_mean(name)(run)
+        return (
+            None
+            if value is None
+            else Figure(value, count(value) if 100 <= value < 1e7 else scaled(value), unit)
+        )
+
+    return of
+
+
+def _mean(name: str, text: Callable[[float], str], note: str = "mean") -> Callable[[Run], Figure | None]:
+    def of(run: Run) -> Figure | None:
+        cell = joined(run.train, name)
+        return None if cell is None else Figure(cell.mean, text(cell.mean), note)
+
+    return of
+
+
+def _most(notes: Mapping[str, str]) -> Callable[[Run], Figure | None]:
+    """The largest value of the first of these figures that there is; with what it is."""
+
+    def of(run: Run) -> Figure | None:
+        for name, note in notes.items():
+            if cell := joined(run.train, name):
+                return Figure(cell.high, size(cell.high), note)
+        return None
+
+    return of
+
+
+def _loss(run: Run) -> Figure | None:
+    cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
+    return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
+
+
+def metric_figure(metric: str) -> Callable[[Run], Figure | None]:
+    """The last value of a metric, with the best one below it."""
+
+    def of(run: Run) -> Figure | None:
+        cells = [
+            (p.window, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
+        ]
+        if not cells:
+            return None
+        last = float(run.end[metric]) if is_number(run.end.get(metric)) else cells[-1][1].mean
+        up = more_is_better(metric)
+        window, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
+        best = cell.high if up else cell.low
+        note = "its best" if math.isclose(best, last) else f"best {number(best)} at window {count(window)}"
+        return Figure(last, number(last), note)
+
+    return of
+
+
+def _share_of(phases: Iterable[str]) -> Callable[[Run], Figure | None]:
+    def of(run: Run) -> Figure | None:
+        timed = dict(totals(run))
+        wall = sum(timed.values())
+        if not wall:
+            return None
+        part = sum(timed.get(phase, 0.0) for phase in phases) / wall
+        return Figure(part, share(part), "of the wall time")
+
+    return of
+
+
+def energy(run: Run) -> Figure | None:
+    """Joules of the run."""
+    joules = run.end.get("energy/joules") if attempts(run) == 1 else None
+    if not is_number(joules):
+        cell = joined(run.train, "energy/joules")
+        joules = cell.total if cell else None
+    if joules is None or joules <= 0:
+        return None
+    kwh = joules / 3.6e6
+    return Figure(float(joules), scaled(float(joules), "J"), f"{number(kwh, 3)}\u00a0kWh")
+
+
+def money(run: Run) -> Figure | None:
+    """What the run cost, in the currency of its prices."""
+    cost = run.end.get("cost/money")
+    return (
+        Figure(float(cost), number(float(cost)), "in the currency of its price") if is_number(cost) else None
+    )
+
+
+def money_per_thousand(run: Run) -> Figure | None:
+    """What a thousand samples cost."""
+    cost = run.end.get("cost/per_thousand_samples")
+    return Figure(float(cost), number(float(cost), 3), "in the same currency") if is_number(cost) else None
+
+
+_COMPUTE = ("forward", "backward", "update")
+
+KINDS = (
+    Kind("Training loss", _loss, -1),
+    Kind("Wall time", _wall, -1),
+    Kind("Throughput", _rate("samples_per_s", "samples/s"), 1),
+    Kind("Tokens", _rate("tokens_per_s", "tokens/s"), 1),
+    Kind("Arithmetic", _mean("flops_per_s", lambda v: scaled(v, "FLOP/s")), 1),
+    Kind("MFU", _mean("mfu", share, "mean, of the peak"), 1),
+    Kind("Computing", _share_of(_COMPUTE), 1),
+    Kind("Waiting for data", _share_of(["data"]), -1),
+    Kind("GPU busy", _mean("gpu/utilisation", share), 1),
+    Kind("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
+    Kind(
+        "Device memory",
+        _most({"memory/peak_bytes": "peak, allocated", "gpu/memory_bytes": "most, as nvidia-smi shows it"}),
+        -1,
+    ),
+    Kind("Memory", _most({"memory/rss_bytes": "most, host, rank 0", "memory_bytes": "most, rank 0"}), -1),
+    Kind("Energy", energy, -1),
+    Kind("Cost", money, -1),
+    Kind("Cost of 1,000 samples", money_per_thousand, -1),
+)
+
+
+def kinds(runs: Iterable[Run]) -> list[Kind]:
+    """Figures of these runs: their metrics first."""
+    names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
+    own = [Kind(name, metric_figure(name), 1 if more_is_better(name) else -1) for name in names]
+    return [*own, *KINDS]
+
+
+def status(run: Run) -> tuple[str, str]:
+    """How the run stands, as HTML, and why."""
+    return escaped(run.manifest.get("status") or "unknown", 40), escaped(
+        run.manifest.get("reason") or "", 600
+    )

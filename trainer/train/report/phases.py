@@ -1,0 +1,92 @@
+"""Charts of where the time went: one bar over all, and a stack over the run."""
+
+from collections.abc import Sequence
+
+from trainer.observe.charts.axis import make_axis, window_axis
+from trainer.observe.charts.lines import ACROSS, DOWN, STRETCHED, axes, figure_of, percent
+from trainer.observe.charts.thin import Point, thinned
+from trainer.observe.text import count, escaped, share
+
+_BARS = 120
+_FEW = 48  # up to so many bars stand apart
+
+# Of the time, in the order in which it is stacked: what a GPU is bought for first.
+PHASES = {
+    "forward": "the model's forward pass",
+    "backward": "its gradients",
+    "update": "the optimiser's step, with clipping and loss scaling",
+    "communication": "gradients between ranks, as far as computing doesn't hide it",
+    "copy": "batches on their way to the device",
+    "data": "waiting for the next batch",
+    "host": "Python between the others",
+    "evaluation": "evaluating the model",
+    "checkpoint": "training stood still for a checkpoint",
+    "logging": "figures read and written",
+    "start": "until the first window: late imports, loader workers, a rollback",
+    "end": "after the last window",
+    "unexplained": "what no timer covers",
+}
+
+
+def phase_chart(points: Sequence[Point], last: int) -> str:
+    """Shares of the wall by phase, over the windows of a run; nothing if no row has timings."""
+    rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
+    rows = [row for row in rows if row.cells["time/wall"].total > 0]
+    if not rows:
+        return ""
+    along = window_axis(last)
+    bars, hatched = dict[str, list[str]](), list[str]()
+    before = 0
+    for row in rows:
+        x, right = round(ACROSS * along.at(before)), round(ACROSS * along.at(row.window))
+        before, low, wall = row.window, 0.0, row.cells["time/wall"].total
+        for phase in PHASES:
+            cell = row.cells.get(f"time/{phase}")
+            part = max(0.0, cell.total / wall) if cell else 0.0
+            y, low = round(DOWN * (1 - low)), min(1.0, low + part)
+            top = round(DOWN * (1 - low))
+            if y <= top or right <= x:
+                continue
+            bars.setdefault(phase, []).append(f"M{x},{y}H{right}V{top}H{x}z")
+            if phase == "unexplained":
+                hatched.append(
+                    f'<rect x="{percent(x / ACROSS)}" y="{percent(top / DOWN)}" '
+                    f'width="{percent((right - x) / ACROSS)}" height="{percent((y - top) / DOWN)}"/>'
+                )
+    few = ' class="few"' if len(rows) <= _FEW else ""
+    paths = "".join(f'<path class="p-{phase}" d="{"".join(paths)}"/>' for phase, paths in bars.items())
+    parts = [
+        axes(make_axis(0, 1, "share", " of the wall time", zero=True), along),
+        f"{STRETCHED}<g{few}>{paths}</g></svg>",
+        f'<g class="hatched">{"".join(hatched)}</g>',
+    ]
+    told = "Share of the wall time by phase over the run"
+    return figure_of(
+        "Over the run", parts, f"a bar for {count(last / len(rows))} windows, on average", "", told, wide=True
+    )
+
+
+def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) -> str:
+    """One bar over all: seconds by phase, in the order of `PHASES`.
+
+    Args:
+        totals: Phases and their seconds.
+        what: What it is, for those who don't see it.
+        labelled: Whether large parts are named above it.
+    """
+    every = sum(seconds for _, seconds in totals)
+    left, parts = 0.0, list[str]()
+    for phase, seconds in totals:
+        x, width = percent(left / every), percent(seconds / every)
+        parts.append(f'<rect class="p-{phase}" x="{x}" width="{width}" height="100%"/>')
+        if phase == "unexplained":
+            parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
+        if labelled and seconds >= 0.1 * every:
+            small = " small" * (seconds < 0.3 * every)
+            parts.append(f'<text class="name{small}" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
+        left += seconds
+    told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
+    return (
+        f'<svg class="bar{" labelled" if labelled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
+        f"{''.join(parts)}</svg>"
+    )

@@ -1,0 +1,258 @@
+"""A run folder as plain data. Torn, odd and missing parts are left out; nothing here is trusted."""
+
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.checkpoint import FOLDER
+from trainer.config.redact import redact
+from trainer.errors import BadInputError
+from trainer.host import strict_json
+from trainer.observe.charts.thin import Point, Rows
+
+_POINTS = 400
+_LINE = 1 << 20  # bytes of a row; a longer line is none
+_LATEST = 10**15  # windows
+_TEXTS = 100  # verdicts, incidents: so many of the first and of the last are kept
+_FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
+
+_CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+_TRAIN = {"loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
+_TRAIN |= {"samples_per_s", "tokens_per_s", "flops_per_s", "mfu"}
+_SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
+_NO_FIGURE = {"kind", "window", "epoch", "applied", "slow_rank", "slow_phase", "at", "text", "cause"}
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
+
+    step: int
+    size: int
+    written: float
+    best: bool
+
+
+@dataclass
+class Some:
+    """The first and the last of a list that may be long, and how many there are in it.
+
+    Attributes:
+        first: The first ones.
+        last: The last ones.
+        count: Of all.
+    """
+
+    first: list[dict[str, Any]] = field(default_factory=list)
+    last: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_TEXTS))
+    count: int = 0
+
+    def add(self, item: dict[str, Any]) -> None:
+        """Takes one more."""
+        self.count += 1
+        (self.first if len(self.first) < _TEXTS else self.last).append(item)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Those that are kept, in their order."""
+        return [*self.first, *self.last]
+
+
+@dataclass
+class Slow:
+    """How often a rank was the slow one in a phase, and what that cost, as shares of the wall."""
+
+    rows: int = 0
+    total: float = 0.0
+    most: float = 0.0
+    window: int = 0
+
+
+@dataclass
+class Run:
+    """What a run folder says.
+
+    Attributes:
+        folder: The folder.
+        name: What tells it from others.
+        manifest: The manifest, without secrets.
+        train: Rows of kind "train", thinned.
+        evaluation: Rows of kind "evaluation", thinned.
+        epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
+        epoch_end: The same at its end.
+        freed: The same after an evaluation, where the allocator gave memory back.
+        end: The last row of kind "end", or {}.
+        verdicts: Rows of kind "verdict" but the last word.
+        verdict: The last word, or None.
+        slow: By rank and phase.
+        throttled: Rows by reason for which the GPU was throttled.
+        incidents: Of incidents.jsonl.
+        checkpoints: Newest first.
+        rows: Lines of metrics.jsonl that were rows.
+        unreadable: Those that weren't.
+    """
+
+    folder: Path
+    name: str
+    manifest: dict[str, Any]
+    train: list[Point] = field(default_factory=list)
+    evaluation: list[Point] = field(default_factory=list)
+    epoch_start: list[Point] = field(default_factory=list)
+    epoch_end: list[Point] = field(default_factory=list)
+    freed: list[Point] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+    verdicts: Some = field(default_factory=Some)
+    verdict: dict[str, Any] | None = None
+    slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
+    throttled: Counter[str] = field(default_factory=Counter)
+    incidents: Some = field(default_factory=Some)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    rows: int = 0
+    unreadable: int = 0
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run folder, in one pass and in bounded memory.
+
+    Raises:
+        BadInputError: If there is no manifest in it that can be read.
+    """
+    path = folder / "manifest.json"
+    try:
+        with path.open("rb") as file:
+            manifest = redact(strict_json.parse(file.read(strict_json.LARGEST + 1)))
+        if not isinstance(manifest, dict):
+            raise ValueError("not a JSON object")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BadInputError(
+            f"{folder}: not a run folder (it holds no manifest.json); give one that trainer train made"
+        ) from error
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be read ({error.strerror}); mend that") from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise BadInputError(f"{path}: can't be read as a manifest ({why}); bring it back") from error
+    run = Run(folder, folder.resolve().name or str(folder), manifest)
+    _read_rows(run)
+    for line in _lines(folder / "incidents.jsonl"):
+        incident = _parsed(line)
+        if incident is None:
+            run.unreadable += 1
+        else:
+            run.incidents.add(incident)
+    run.checkpoints = _checkpoints(folder / FOLDER)
+    return run
+
+
+def _read_rows(run: Run) -> None:
+    rows = {
+        "train": Rows(_POINTS, _known(_TRAIN)),
+        "evaluation": Rows(_POINTS, _known(set())),
+        "memory start": Rows(_POINTS, _known(set())),
+        "memory end": Rows(_POINTS, _known(set())),
+        "memory evaluation": Rows(_POINTS, _known(set())),
+    }
+    for line in _lines(run.folder / "metrics.jsonl"):
+        row = _parsed(line)
+        window = row.get("window") if row else None
+        if row is None or type(window) is not int or not 0 <= window <= _LATEST:
+            run.unreadable += 1
+            continue
+        run.rows += 1
+        kind = row.get("kind")
+        if kind == "memory":
+            kind = f"memory {row.get('at')}"
+        if kind == "train":
+            _tally(run, window, row)
+        if kind in rows:
+            rows[kind].add(window, row)
+        elif kind == "verdict":
+            run.verdicts.add(row)
+            if row.get("final"):
+                run.verdict = row
+        elif kind == "end":
+            run.end = row
+    run.train, run.evaluation = rows["train"].points(), rows["evaluation"].points()
+    run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
+    run.freed = rows["memory evaluation"].points()
+
+
+def _tally(run: Run, window: int, row: Mapping[str, Any]) -> None:
+    """Counts what is told in words."""
+    rank, excess = row.get("slow_rank"), row.get("slow_excess")
+    if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
+        slow = run.slow.setdefault((rank, str(row.get("slow_phase"))[:80]), Slow())
+        slow.rows += 1
+        slow.total += excess
+        if excess > slow.most:
+            slow.most, slow.window = excess, window
+    reason = row.get("gpu/throttle_reason")
+    if isinstance(reason, str) and reason and len(run.throttled) < 100:
+        run.throttled[reason[:200]] += 1
+
+
+def _known(names: set[str]) -> Callable[[str], bool]:
+    """Whether a figure is kept: a known one, or one of the first few that a task adds."""
+    others = 0
+
+    def wanted(name: str) -> bool:
+        nonlocal others
+        if name in names or name.startswith(_SECTIONS):
+            return True
+        if "/" in name or name in _NO_FIGURE or others >= _FIGURES:
+            return False
+        others += 1
+        return True
+
+    return wanted
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as a JSON object; None for anything else. Quicker than strict_json, for many rows."""
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; a last one that was cut off doesn't count, and no file has none."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LINE):
+                if line.endswith(b"\n"):
+                    yield line
+                elif len(line) == _LINE:
+                    while (rest := file.readline(_LINE)) and not rest.endswith(b"\n"):
+                        pass
+                    yield b""
+    except OSError:
+        return
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
+    found = list[tuple[int, int, float, Path]]()
+    try:
+        for path in folder.iterdir():
+            if match := _CHECKPOINT.fullmatch(path.name):
+                stats = [file.stat() for file in path.iterdir() if file.is_file()]
+                found.append((int(match[1]), sum(one.st_size for one in stats), path.stat().st_mtime, path))
+    except OSError:
+        pass
+    found.sort(reverse=True)
+    best = _best_step(found[0][3]) if found else None
+    return [Checkpoint(step, size, written, step == best) for step, size, written, _ in found]
+
+
+def _best_step(newest: Path) -> int | None:
+    """The step of the best evaluation so far, as the newest checkpoint says."""
+    try:
+        with (newest / "state.json").open("rb") as file:
+            best = strict_json.parse(file.read(strict_json.LARGEST + 1))["state"]["best"][1]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    return best if type(best) is int else None

@@ -1,0 +1,251 @@
+"""The parts of the page about what a run did. Each is a function of the run and gives HTML, or nothing."""
+
+from collections.abc import Iterable
+
+from trainer.observe.charts.axis import Kind
+from trainer.observe.charts.lines import Line, Mark, line, line_chart
+from trainer.observe.charts.thin import Cell
+from trainer.observe.text import DASH, count, duration, escaped, share, size
+from trainer.train.report.figures import joined, last_window, metrics, totals
+from trainer.train.report.parts import grid, section, table
+from trainer.train.report.phases import PHASES, phase_bar, phase_chart
+from trainer.train.report.read import Run
+
+_MARKS = 30
+
+# Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
+_Chart = tuple[str, Kind, str, dict[str, str]]
+_THROUGHPUT: tuple[_Chart, ...] = (
+    ("Samples", "count", "samples/s", {"": "samples_per_s"}),
+    ("Tokens", "count", "tokens/s", {"": "tokens_per_s"}),
+    ("Arithmetic", "si", "FLOP/s", {"": "flops_per_s"}),
+    ("Model FLOPs utilisation (MFU)", "share", " of the peak", {"": "mfu"}),
+)
+_MEMORY: tuple[_Chart, ...] = (
+    (
+        "Device memory",
+        "bytes",
+        "",
+        {
+            "allocated": "memory/allocated_bytes",
+            "peak allocated": "memory/peak_bytes",
+            "reserved by torch": "memory/reserved_bytes",
+            "used, by nvidia-smi": "gpu/memory_bytes",
+            "there is": "limit:gpu/memory_total_bytes",
+        },
+    ),
+    ("Host memory of rank 0 and its workers", "bytes", " resident", {"": "memory/rss_bytes"}),
+    ("Allocations tried again", "count", "retries", {"": "memory/retries"}),
+)
+_MACHINE: tuple[_Chart, ...] = (
+    ("CPUs", "number", "CPUs", {"used": "cpu/used", "by others": "cpu/others", "allowed": "limit:cpu/limit"}),
+    ("Stopped by the CPU quota", "share", " of the wall time", {"": "cpu/throttled"}),
+    ("Ready to run, without a CPU", "share", " of the wall time", {"": "cpu/starved"}),
+    (
+        "Loader workers",
+        "share",
+        " of their time",
+        {
+            "computing": "loader/cpu",
+            "waiting for disk or network": "loader/blocked",
+            "waiting for a CPU": "loader/starved",
+        },
+    ),
+    ("Disk", "bytes", "/s", {"read": "disk/read_bytes_per_s", "written": "disk/written_bytes_per_s"}),
+    (
+        "Network",
+        "bytes",
+        "/s",
+        {
+            "received": "network/received_bytes_per_s",
+            "sent": "network/sent_bytes_per_s",
+            "within the host": "network/loopback_bytes_per_s",
+        },
+    ),
+    ("GPU busy", "share", " of the time", {"": "gpu/utilisation"}),
+    ("GPU power", "number", "W", {"drawn": "gpu/power_w", "limit": "limit:gpu/power_limit_w"}),
+    ("GPU temperature", "number", "°C", {"": "gpu/temperature_c"}),
+    ("GPU clock", "number", "MHz", {"": "gpu/clock_mhz"}),
+    ("GPU slowed down", "share", " of the time", {"": "gpu/throttled"}),
+)
+# Of these no chart is shown if they were always 0.
+_RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
+_CURVES = {
+    *("loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait"),
+    *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "slow_excess"),
+}
+
+
+def marks_of(run: Run) -> list[Mark]:
+    """Incidents and restarts, for the axes."""
+    marks = list[Mark]()
+    for number_, incident in enumerate(run.incidents.all()[:_MARKS], 1):
+        window = incident.get("window")
+        if type(window) is int and window > 0:
+            what = f"incident {number_}: {incident.get('kind')}, {incident.get('policy')}"
+            marks.append(Mark(window, str(number_), what, True))
+    listed = run.manifest.get("attempts")
+    for attempt in (listed if isinstance(listed, list) else [])[1:_MARKS]:
+        window = attempt.get("window") if isinstance(attempt, dict) else None
+        if type(window) is int:
+            marks.append(Mark(window, "↻", f"started again after window {window}", False))
+    return marks
+
+
+def charts_of(run: Run, charts: Iterable[_Chart]) -> list[str]:
+    """Those of the charts for which the run has figures."""
+    drawn = []
+    for title, kind, unit, curves_ in charts:
+        lines = list[Line]()
+        for name, figure in curves_.items():
+            found = figure.removeprefix("limit:")
+            lines.append(line(name or title, run.train, found, -1 if found != figure else len(lines)))
+        if not all(figure in _RARE for figure in curves_.values()) or any(
+            cell.high > 0 for one in lines for _, cell in one.drawn
+        ):
+            drawn.append(line_chart(title, lines, last_window(run), kind, unit, zero=True))
+    return drawn
+
+
+def curves(run: Run) -> str:
+    """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
+    last, marks = last_window(run), marks_of(run)
+
+    def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> str:
+        curve = [line(title, run.train, name)]
+        return line_chart(title, curve, last, unit=unit, zero=zero, may_log=may_log)
+
+    losses = [line("training", run.train, "loss"), line("evaluation", run.evaluation, "loss", 1)]
+    shown = [line_chart("Loss", losses, last, unit="loss", may_log=True, marks=marks)]
+    for name in metrics(run):
+        cell = joined(run.evaluation, name)
+        kind, unit = scale_of(name, [cell] if cell else [])
+        shown.append(line_chart(title_of(name), [line(name, run.evaluation, name, 1)], last, kind, unit))
+    shown += [
+        chart("Learning rate", "learning_rate", "per update", zero=True),
+        chart("Gradient norm", "gradient_norm", "global norm", zero=True, may_log=True),
+        chart("Loss scale", "loss_scale", "factor", may_log=True),
+    ]
+    names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
+    shown += [chart(title_of(name), name, name) for name in names if name not in _CURVES]
+    notes = ["Dashed verticals mark incidents by their number, and restarts (↻)."] if marks else []
+    if any(point.rows > 1 for point in run.train):
+        notes.append("Rows are joined here: lines are their means, the pale band is their range.")
+    return section("Curves", grid(*shown), " ".join(notes))
+
+
+def title_of(name: str) -> str:
+    """A figure's name as a title."""
+    return name.replace("_", " ").capitalize()
+
+
+def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Kind, str]:
+    """How a metric is written, and its unit: accuracies from 0 to 1 as percent."""
+    percent = metric.startswith(("accuracy", "top")) and all(
+        0 <= cell.low <= cell.high <= 1 for cell in cells
+    )
+    return ("share", " correct") if percent else ("number", metric)
+
+
+def time(run: Run) -> str:
+    """Where the wall time went."""
+    timed = totals(run)
+    if not timed:
+        wait = [line("waiting for data", run.train, "data_wait")]
+        chart = line_chart("Waiting for data", wait, last_window(run), "share", " of the time", zero=True)
+        return section("Time", grid(chart), "The rows of this run have no timings by phase.")
+    wall = sum(seconds for _, seconds in timed)
+    rows = [
+        [f'<i class="p-{phase}"></i>{phase}', share(seconds / wall), duration(seconds), PHASES[phase]]
+        for phase, seconds in timed
+    ]
+    body = (
+        phase_bar(timed, "Wall time by phase", labelled=True)
+        + table(["phase", "share", "time", "what it is"], rows, right=(1, 2), kind="phases")
+        + phase_chart(run.train, last_window(run))
+    )
+    note = f"{duration(wall)} of wall time, each second in one phase."
+    collected = joined(run.train, "time/gc")
+    if collected and collected.total:
+        note += f" Garbage collection took {duration(collected.total)} of it, within the phases."
+    return section("Time", body, note)
+
+
+def throughput(run: Run) -> str:
+    """Samples, tokens and arithmetic per second."""
+    notes = []
+    if joined(run.train, "flops_per_s"):
+        notes.append(
+            "FLOP/s = FLOPs of a step, counted once by torch&rsquo;s counter, &times; steps per second."
+        )
+    if joined(run.train, "mfu"):
+        notes.append("MFU = FLOP/s &divide; (GPUs &times; peak FLOP/s of one at this precision).")
+    return section("Throughput", grid(*charts_of(run, _THROUGHPUT)), " ".join(notes))
+
+
+def memory(run: Run) -> str:
+    """Of the device and of the host, over the run and by epoch."""
+    charts = charts_of(run, _MEMORY)
+    if not any(charts):
+        charts = charts_of(run, [("Memory of rank 0", "bytes", "", {"": "memory_bytes"})])
+    return section("Memory", grid(*charts) + _by_epoch(run) + _freed(run) + _why_more(run))
+
+
+def _by_epoch(run: Run) -> str:
+    """What was held at the start and at the end of epochs: the first, some between, the last."""
+    ends = {point.window: point.cells for point in run.epoch_end}
+    starts = run.epoch_start
+    every = max(1, -(-len(starts) // 6))
+    shown = starts[::every] + ([] if (len(starts) - 1) % every == 0 else starts[-1:])
+    known = ("memory/allocated_bytes", "memory/reserved_bytes", "memory/rss_bytes")
+    names = [name for name in known if joined(starts, name) or joined(run.epoch_end, name)]
+    if not shown or not names:
+        return ""
+    rows = []
+    for point in shown:
+        later = next((ends[window] for window in sorted(ends) if window >= point.window), {})
+        cells = [found.get(name) for name in names for found in (point.cells, later)]
+        rows.append(
+            [count(point.window), *(size(cell.mean) if cell and cell.rows else DASH for cell in cells)]
+        )
+    heads = [f"{name[7:-6]}, {at}" for name in names for at in ("start", "end")]
+    return table(["epoch from window", *heads], rows, right=range(len(heads) + 1))
+
+
+def _freed(run: Run) -> str:
+    given, took = (joined(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
+    if given is None:
+        return ""
+    cost = f", which took {duration(took.total)}" if took else ""
+    return (
+        f'<p class="prose">After {count(given.rows)} evaluations the allocator gave {size(given.mean)} back, '
+        f"on average{cost} (memory.empty_cache).</p>"
+    )
+
+
+def _why_more(run: Run) -> str:
+    names = ("gpu/memory_bytes", "memory/reserved_bytes", "memory/allocated_bytes")
+    shown, reserved, allocated = (joined(run.train, name) for name in names)
+    if shown is None and (reserved is None or not reserved.high):
+        return ""
+    text = (
+        "<b>Why nvidia-smi shows more than is allocated.</b> It counts all that a process holds: the CUDA "
+        "context and the kernels that were loaded, the workspaces of cuDNN, cuBLAS and NCCL, and all that "
+        "torch&rsquo;s allocator has reserved, whether tensors use it or it is kept for the next ones."
+    )
+    if shown and reserved and allocated and shown.mean > reserved.mean >= allocated.mean:
+        kept, others = reserved.mean - allocated.mean, shown.mean - reserved.mean
+        text += (
+            f" Here, on average: {size(allocated.mean)} in tensors, {size(kept)} kept by the allocator, "
+            f"{size(others)} context, libraries and other processes."
+        )
+    return f'<p class="prose">{text}</p>'
+
+
+def machine(run: Run) -> str:
+    """CPU, loader, disk, network and GPU."""
+    reasons = "; ".join(
+        f"{escaped(reason, 80)} in {count(rows)} rows" for reason, rows in run.throttled.most_common(5)
+    )
+    told = f'<p class="prose">Why the GPU was slowed down: {reasons}.</p>' if reasons else ""
+    return section("Machine", grid(*charts_of(run, _MACHINE)) + told, "The host of rank 0.")

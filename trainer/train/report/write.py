@@ -1,0 +1,56 @@
+"""Writes the page: when it is asked for, and at the end of a training."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config.redact import redact_text
+from trainer.errors import BadInputError
+from trainer.observe.text import plain
+from trainer.train.report.page import page
+from trainer.train.report.read import read_run
+
+NAME = "report.html"
+_RUNS = 14  # seven colours, drawn through and dashed
+# At the end of a training nobody waits long: reading takes about 25 s for each GB.
+_QUICK = 256 << 20
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Writes the report of a run, or of several side by side, in one move.
+
+    Args:
+        folders: Run folders.
+        out: The file; replaced if there is one.
+
+    Raises:
+        BadInputError: If a folder holds no run, there are too many, or the file can't be written.
+    """
+    if not 1 <= len(folders) <= _RUNS:
+        raise BadInputError(f"{len(folders)} runs: a report shows 1 to {_RUNS}; give fewer")
+    try:
+        text = page([read_run(folder) for folder in folders])
+    except RecursionError as error:
+        raise BadInputError(f"{folders[0]}: its manifest is nested too deeply; bring it back") from error
+    beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            beside.write_text(text, encoding="utf-8", errors="replace")
+            beside.replace(out)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadInputError(f"{out}: can't be written ({error.strerror}); give another --out") from error
+
+
+def leave_report(folder: Path) -> None:
+    """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
+    try:
+        rows = folder / "metrics.jsonl"
+        if rows.exists() and rows.stat().st_size > _QUICK:
+            raise BadInputError(f"metrics.jsonl is large: trainer report {folder} takes its time")
+        write_report([folder], folder / NAME)
+    except Exception as error:  # whatever it is, the training is done and worth more
+        line = redact_text(" ".join(f"{error or type(error).__name__}".split()))
+        print(f"trainer: no report was written ({plain(line)})", file=sys.stderr, flush=True)
