@@ -1,8 +1,7 @@
 """Reads an image as a stream, so that it needs nothing inside: every file's hash, of each layer and merged.
 
-An image is a name that the engine knows (`docker save`), or a tar file: an archive in OCI's or Docker's
-layout, or a file system as `docker export` writes it, which has no layers and no configuration; or a folder in
-OCI's layout.
+An image is a name that the engine knows (`docker save`), a folder in OCI's layout, or a tar file: an archive
+in OCI's or Docker's layout, or a file system as `docker export` writes it, without layers and configuration.
 """
 
 import _imp
@@ -143,7 +142,7 @@ def entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo, files: Files, keep: 
 
 
 def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*") -> Files:
-    """Reads a file system or the changes of a layer, compressed or not; `r:*` a file, at a third of the time."""
+    """Reads a file system or the changes of a layer, compressed or not; of a stream, or (`r:*`) of a file."""
     files: Files = {}
     with tarfile.open(fileobj=source, mode=mode) as tar:
         for member in tar:

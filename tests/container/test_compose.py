@@ -373,8 +373,9 @@ def test_ssh_lets_a_key_in_and_nothing_else(project: Project) -> None:
 def test_docker_run_trains_in_a_tight_box_and_stops_with_a_checkpoint(
     train_image: str, tmp_path: Path
 ) -> None:
-    """In a folder with a checkout, which isn't the trainer: without PYTHONPATH, which Compose and make set, every
-    process takes the image's own.
+    """In a folder with a checkout, which isn't the trainer: every process takes the image's own.
+
+    PYTHONPATH, which Compose and make set, isn't set here.
     """
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer/__init__.py").write_text("raise SystemExit('the checkout of the host')\n")

@@ -60,9 +60,10 @@ def test_training_on_two_ranks_asks_nobody(train_image: str) -> None:
     script = """
         set -e
         short="--set parallel.threads=1 --set max_windows=4 --set checkpoint.every=2"
-        trainer train digits --ranks 2 --set data.micro_batch=32 --set compile.mode=default $short --out /tmp/run
-        trainer report /tmp/run
-        trainer checkpoints /tmp/run
+        compiled="--set data.micro_batch=32 --set compile.mode=default"
+        trainer train digits --ranks 2 $short $compiled --out /tmp/r
+        trainer report /tmp/r
+        trainer checkpoints /tmp/r
         python -c 'import tensorboard, tokenizers, s3fs, torchaudio, torchvision'
     """
     with watched(train_image, "sleep", "900") as (name, sent):

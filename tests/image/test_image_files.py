@@ -501,7 +501,8 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path, squeeze: bool) -> 
 @pytest.mark.parametrize("squeeze", [False, True])
 def test_a_folder_is_read_as_its_archive(tmp_path: Path, squeeze: bool) -> None:
     """Among the blobs of another image, as in an engine's store."""
-    data, other = (archived(BASE, tree, squeeze=squeeze) for tree in (clean(tmp_path), {"etc/other": b"1"}))
+    data = archived(BASE, clean(tmp_path), squeeze=squeeze)
+    other = archived(BASE, {"etc/other": b"1"}, squeeze=squeeze)
     folder = tmp_path / "layout"
     for one in (other, data):
         with tarfile.open(fileobj=io.BytesIO(one)) as tar:
