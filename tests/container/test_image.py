@@ -74,8 +74,8 @@ WARNED = '"status": "warn"'
 
 DOCTOR = """
 trainer doctor --json --out /tmp/run >/tmp/first || exit
-trainer doctor --json >/tmp/second
-echo "[$(cat /tmp/first), $(cat /tmp/second), $?]"
+trainer doctor --json >/tmp/second; code=$?
+echo "[$(cat /tmp/first), $(cat /tmp/second), $code]"
 """
 
 
