@@ -71,9 +71,9 @@ up: ## start JupyterLab and TensorBoard in the image; JUPYTER_PORT=8888 TENSORBO
 down: ## stop them; caches stay
 	docker compose --profile train --profile ssh down $(ARGS)
 
-image-test: ## run the tests that need a container engine and the images
+image-test: ## run the tests that need a container engine and the images; ARGS="-k name"
 	$(call bootstrap,--groups train test)
-	$(VENV)/bin/python -m pytest tests/container $(ARGS)
+	$(VENV)/bin/python -m pytest tests/container $(or $(ARGS),-n 2 --dist loadgroup)
 
 test: ## run the fast tests (minutes on 2 cores); ARGS="-k name"
 	$(call bootstrap,--groups train test)

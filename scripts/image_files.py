@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Finds the owner of every file of an image: the base, a conda record, a wheel's RECORD, or this repository.
 
-An image is a name that the engine knows or a tar file; it is read once, from outside, and needs nothing. A
-file that nobody owns, that differs from its record, or that a record names and is not there is a finding; so
-is what no image should hold (image_hazards.py). Of a library that prune_env.py took symbols from, its list
-has the record's hash and the file's. Of bytecode the header is checked, which names its source's hash, not
-the code. With --stack, the records must be those of the stack's locks.
+An image is a name that the engine knows, a tar file, or a folder in OCI's layout; it is read once, from
+outside, and needs nothing. A file that nobody owns, that differs from its record, or that a record names
+and is not there is a finding; so is what no image should hold (image_hazards.py). Of a library that
+prune_env.py took symbols from, its list has the record's hash and the file's. Of bytecode the header is
+checked, which names its source's hash, not the code. With --stack, the records must be those of the stack's
+locks.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from image_records import (
     wheel_claims,
     wrong_bytecode,
 )
-from image_tar import Entry, Files, Image, ImageError, opened, read_image
+from image_tar import Entry, Files, Image, ImageError, opened, read_image, read_layout
 from locked import Locked, read_locks
 from sbom import bill
 from wheels import canonical
@@ -203,7 +204,9 @@ def totals(report: Report, files: Files) -> dict[str, tuple[int, int]]:
 
 
 def load(name: str) -> Image:
-    """Reads an image by its name or from its file."""
+    """Reads an image by its name, or from its file or folder."""
+    if Path(name, "index.json").is_file():
+        return read_layout(Path(name), keep)
     with opened(name) as source:
         return read_image(source, keep)
 
@@ -257,7 +260,7 @@ def main(words: list[str] | None = None) -> None:
     add(
         "image",
         metavar="IMAGE",
-        help="a name that the engine knows, or a tar file of an image or file system",
+        help="a name that the engine knows, a tar file of an image or file system, or a folder in OCI layout",
     )
     add("--base", nargs="+", required=True, metavar="IMAGE", help="what it is built from or copies from")
     add("--stack", default="", metavar="NAME", help="the records must be of this stack's locks")

@@ -1,7 +1,7 @@
 """Reads an image as a stream, so that it needs nothing inside: every file's hash, of each layer and merged.
 
-An image is a name that the engine knows (`docker save`), or a tar file: an archive in OCI's or Docker's
-layout, or a file system as `docker export` writes it, which has no layers and no configuration.
+An image is a name that the engine knows (`docker save`), a folder in OCI's layout, or a tar file: an archive
+in OCI's or Docker's layout, or a file system as `docker export` writes it, without layers and configuration.
 """
 
 import _imp
@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 BLOCK = 1 << 20
 SMALL = 1 << 20  # bytes; larger files are not searched for secrets
@@ -141,10 +141,10 @@ def entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo, files: Files, keep: 
     return Entry("folder" if member.isdir() else "device", mode)
 
 
-def read_layer(source: IO[bytes], keep: Keep) -> Files:
-    """Reads a file system or the changes of a layer, compressed or not."""
+def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*") -> Files:
+    """Reads a file system or the changes of a layer, compressed or not; of a stream, or (`r:*`) of a file."""
     files: Files = {}
-    with tarfile.open(fileobj=source, mode="r|*") as tar:
+    with tarfile.open(fileobj=source, mode=mode) as tar:
         for member in tar:
             if name := plain(member.name):
                 files[name] = entry_of(tar, member, files, keep)
@@ -222,6 +222,28 @@ def read_image(source: IO[bytes], keep: Keep) -> Image:
         layers = [blobs[name] for name in names]
     except (KeyError, IndexError, ValueError) as error:
         raise ImageError(f"an archive without {error}") from None
+    return Image(merge(layers), layers, config, digest)
+
+
+def read_layout(folder: Path, keep: Keep) -> Image:
+    """Reads a folder in OCI's layout, which may hold the blobs of other images, too.
+
+    Raises:
+        ImageError: it is no image, or has a layer compressed in a way that Python cannot read.
+    """
+    texts, layers, name = dict[str, bytes](), list[Files](), "index.json"
+    try:
+        for path in (folder / name, *folder.glob("blobs/sha256/*")):
+            if path.stat().st_size <= 4 * SMALL and (text := path.read_bytes()).startswith(b"{"):
+                texts[path.relative_to(folder).as_posix()] = text
+        digest, config, names = parts(texts)
+        for name in names:
+            with (folder / name).open("rb") as file:
+                layers.append(read_layer(file, keep, "r:*"))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ImageError(f"a folder without {error}") from None
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ImageError(f"no tar, cut short or unknown compression at {name}: {error}") from None
     return Image(merge(layers), layers, config, digest)
 
 

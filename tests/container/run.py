@@ -36,7 +36,7 @@ def engine(
     stdin: str | None = None,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> str:
     """Runs `docker words…`; returns stdout and stderr together.
 
@@ -65,9 +65,9 @@ def engine(
     return check_log(done.stdout, *expected)
 
 
-def wait_for(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Waits until something holds."""
+def wait_for(ready: Callable[[], bool], what: str, seconds: float = 300) -> None:
+    """Waits until something holds, for as long as a busy machine may take."""
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
+        time.sleep(0.5)

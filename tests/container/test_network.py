@@ -26,7 +26,9 @@ def watched(image: str, *command: str) -> Iterator[tuple[str, Callable[[], int]]
         pytest.skip("laying a cable in a container's network needs root, nsenter and ip")
     name = f"trainer-watched-{os.getpid()}"
     try:
-        engine("run", "--detach", f"--name={name}", "--network=none", f"--dns={_NAMES}", image, *command)
+        # Of a name that nobody answers for, a second is enough.
+        names = (f"--dns={_NAMES}", "--dns-option=timeout:1", "--dns-option=attempts:1")
+        engine("run", "--detach", f"--name={name}", "--network=none", *names, image, *command)
         process = engine("inspect", "--format", "{{.State.Pid}}", name).strip()
 
         def ip(words: str) -> None:
@@ -57,14 +59,15 @@ def test_an_attempt_would_be_seen(train_image: str) -> None:
 def test_training_on_two_ranks_asks_nobody(train_image: str) -> None:
     script = """
         set -e
-        compiled="--set compile.mode=default --set max_windows=20 --set checkpoint.every=10"
-        trainer train digits --ranks 2 --set data.micro_batch=32 $compiled --out /tmp/run
-        trainer report /tmp/run
-        trainer checkpoints /tmp/run
+        short="--set parallel.threads=1 --set max_windows=4 --set checkpoint.every=2"
+        compiled="--set data.micro_batch=32 --set compile.mode=default"
+        trainer train digits --ranks 2 $short $compiled --out /tmp/r
+        trainer report /tmp/r
+        trainer checkpoints /tmp/r
         python -c 'import tensorboard, tokenizers, s3fs, torchaudio, torchvision'
     """
     with watched(train_image, "sleep", "900") as (name, sent):
-        said = engine("exec", name, "bash", "-c", dedent(script), timeout=600)
+        said = engine("exec", name, "bash", "-c", dedent(script))
         assert "newest good" in said
         assert sent() == 0
 
@@ -85,9 +88,9 @@ def test_jupyterlab_and_tensorboard_ask_nobody(dev_image: str) -> None:
             said = engine("exec", name, "python", "-c", answers, code=None, expected=[""])
             return "Traceback" not in said
 
-        wait_for(up, "JupyterLab", 120)
-        wait_for(lambda: "6006" in engine("logs", name, expected=[""]), "TensorBoard", 60)
-        engine("exec", name, "python", "-c", dedent(asked), timeout=60)
+        wait_for(up, "JupyterLab")
+        wait_for(lambda: "6006" in engine("logs", name, expected=[""]), "TensorBoard")
+        engine("exec", name, "python", "-c", dedent(asked))
         said = engine("exec", name, "python", "-c", KERNEL, token, "import torch, trainer; print(6 * 7)")
         assert said == "42\n"
         assert sent() == 0

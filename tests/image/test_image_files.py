@@ -24,7 +24,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 from explicit_lock import Package
 from image_files import Made, Report, account, keep, main
 from image_hazards import Finding
-from image_tar import MAGICS, Image, ImageError, read_image, source_hashes
+from image_tar import MAGICS, Image, ImageError, read_image, read_layout, source_hashes
 from locked import Locked
 from sbom import bill
 from wheels import Wheel
@@ -496,6 +496,28 @@ def test_layers_are_merged_and_hide_no_secret(tmp_path: Path, squeeze: bool) -> 
     assert walk({**own, "srv/a/b": b"1"}, {"srv": "usr"}) == [("unowned", "srv")]
     config = {"Env": ["PATH=/bin", "HF_TOKEN=abc", "JUPYTER_TOKEN="], "Labels": {"note": TOKEN}}
     assert walk(own, config=config) == [("token", "ENV"), ("token", "configuration")]
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_a_folder_is_read_as_its_archive(tmp_path: Path, squeeze: bool) -> None:
+    """Among the blobs of another image, as in an engine's store."""
+    data = archived(BASE, clean(tmp_path), squeeze=squeeze)
+    other = archived(BASE, {"etc/other": b"1"}, squeeze=squeeze)
+    folder = tmp_path / "layout"
+    for one in (other, data):
+        with tarfile.open(fileobj=io.BytesIO(one)) as tar:
+            tar.extractall(folder, filter="data")
+    assert read_layout(folder, keep) == read(data)
+    layer = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    layer.write_bytes(layer.read_bytes()[: 10 if squeeze else 1026])  # in the header, in the content
+    with pytest.raises(ImageError, match=layer.name):
+        read_layout(folder, keep)
+    layer.unlink()
+    with pytest.raises(ImageError, match=layer.name):
+        read_layout(folder, keep)
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(ImageError, match="without"):
+        read_layout(folder, keep)
 
 
 def test_the_bill_of_materials_is_valid_and_the_same_each_time(tmp_path: Path) -> None:
