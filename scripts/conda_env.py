@@ -29,6 +29,7 @@ from urllib.parse import unquote, urlsplit
 from explicit_lock import LockError, Package, parse_lock
 
 TRIES, TIMEOUT, PARALLEL = 5, 60.0, 4  # attempts; seconds without a byte; downloads at once
+GRACE = 3.0  # seconds in which downloads under way may see that they are to stop
 # With plugins, Miniconda's terms-of-service check asks the channel, --offline or not.
 NO_NETWORK = {"CONDA_NO_PLUGINS": "true", "CONDA_OFFLINE": "true"}
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # of conda itself, which stays in the dev image
@@ -82,7 +83,8 @@ class Source(NamedTuple):
     mirror: str
     offline: bool
     backoff: float  # seconds before the first retry
-    stop: threading.Event  # set when another download failed
+    stop: threading.Event  # set when another download failed, or a signal came
+    parts: set[Path]  # files that are being written to
 
 
 def copy_body(url: str, target: Path, stop: threading.Event) -> None:
@@ -123,6 +125,8 @@ def download(url: str, target: Path, source: Source) -> None:
         except (OSError, http.client.HTTPException) as error:
             if error.__class__ is OSError and error.errno:  # the disk, not the network
                 raise
+            if source.stop.is_set():
+                raise MakeError("stopped") from None
             if attempt == TRIES:
                 raise MakeError(f"{url}: {error} ({TRIES} attempts)") from None
             wait = source.backoff * 2 ** (attempt - 1)
@@ -149,6 +153,7 @@ def fetch(package: Package, source: Source) -> bool:
     handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
     os.close(handle)
     part = Path(name)
+    source.parts.add(part)
     try:
         url = f"{mirror.rstrip('/')}/{package.path}" if mirror else package.url
         if remote:
@@ -164,25 +169,31 @@ def fetch(package: Package, source: Source) -> bool:
         part.replace(target)  # whole or not at all: another build may share the cache
     finally:
         part.unlink(missing_ok=True)
+        source.parts.discard(part)
     return False
 
 
 def fetch_all(packages: list[Package], source: Source) -> None:
-    """Fetches the packages, a few at once; the first failure ends it."""
+    """Fetches the packages, a few at once; the first failure ends it, whatever a server still owes."""
     begun, held, size = time.monotonic(), 0, 0
-    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
-        waiting = {pool.submit(fetch, package, source): package for package in packages}
-        try:
-            for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
-                package, was_held = waiting[done], done.result()
-                held += was_held
-                size += (length := (source.cache / package.path).stat().st_size)
-                origin = "in the cache" if was_held else "fetched"
-                say(f"{number}/{len(packages)} {package.file} ({length / 1e6:.1f} MB, {origin})")
-        except BaseException:
-            source.stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = concurrent.futures.ThreadPoolExecutor(PARALLEL)
+    waiting = {pool.submit(fetch, package, source): package for package in packages}
+    try:
+        for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
+            package, was_held = waiting[done], done.result()
+            held += was_held
+            size += (length := (source.cache / package.path).stat().st_size)
+            origin = "in the cache" if was_held else "fetched"
+            say(f"{number}/{len(packages)} {package.file} ({length / 1e6:.1f} MB, {origin})")
+    except BaseException:
+        source.stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        # A thread that waits for a server's next byte can't be told: it ends with the process.
+        concurrent.futures.wait([one for one in waiting if not one.cancelled()], GRACE)
+        for part in [*source.parts]:
+            part.unlink(missing_ok=True)
+        raise
+    pool.shutdown()
     seconds = time.monotonic() - begun
     say(f"{len(packages)} packages, {size} bytes, {held} from the cache, hashes checked, {seconds:.1f} s")
 
@@ -296,7 +307,7 @@ def make(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix=".conda_env-", dir=prefix.parent) as folder:
         work = Path(folder)
         cache = options.cache.absolute() if options.cache else work / "packages"
-        source = Source(cache, options.mirror, options.offline, options.backoff, threading.Event())
+        source = Source(cache, options.mirror, options.offline, options.backoff, threading.Event(), set())
         fetch_all(packages, source)
         if options.add:  # a failure may leave it half done; a stage of an image is thrown away then
             before, keep = records(prefix), bytecode(prefix)
@@ -334,7 +345,9 @@ def main() -> None:
 
     def stop(line: object, code: int) -> NoReturn:
         print(f"conda_env: {line}", file=sys.stderr)
-        sys.exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # sys.exit would wait for downloads that `fetch_all` no longer waits for
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(number)

@@ -34,6 +34,7 @@ from benchmarks.scoreboard.counted import by_accumulation, by_resume, count_cuts
 from benchmarks.scoreboard.figures import (
     BUSY,
     NOT_BEST,
+    QUIET,
     Absent,
     Counted,
     Machine,
@@ -661,11 +662,15 @@ def test_the_cheapest_part_in_earnest(tmp_path: Path, capsys: pytest.CaptureFixt
     assert bench_scoreboard(quick=True, only="tokens", out=page, measure=here) == 0
     (row,) = rows(page.read_text(), BENCHES["tokens"].title)
     assert row[:2] == ["trainer, no workers", tokens.NANOGPT]
-    assert float(row[4]) > 0
-    assert row[-1] in ("trainer wins", "**trainer loses**", "undecided", BUSY)
-    found = json.loads(page.with_suffix(".json").read_text())
-    assert [len(series) for series in found["benches"][0]["raw"].values()] == [QUICK.token_rounds] * 2
-    assert len(found["benches"][0]["shares"]) == 2
+    found = json.loads(page.with_suffix(".json").read_text())["benches"][0]
+    ours, theirs = found["raw"].values()
+    assert len(ours) == len(theirs) == QUICK.token_rounds and min(*ours, *theirs) > 0
+    # Who wins is this machine's matter; the page says what these figures and the load beside them come to.
+    wanted = timed(row[0], row[1], ours, theirs)
+    assert row[4:6] == [f"{wanted.ratio:.3f}", f"{wanted.low:.3f} to {wanted.high:.3f}"]
+    assert len(found["shares"]) == 2
+    decided = str(wanted.outcome).replace("trainer loses", "**trainer loses**")
+    assert row[-1] == (decided if min(found["shares"]) >= QUIET else BUSY)
     assert "measuring tokens, 1 of 1" in capsys.readouterr().err
 
 

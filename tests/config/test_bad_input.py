@@ -45,6 +45,7 @@ YAMLS = {
     + "".join(f"{n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in zip("abcde", "bcdef", strict=True)),
     "deep.yaml": "epochs: " + "[" * 5000,
     "empty.yaml": "",
+    "slip.yaml": "epoch: 3",
     "big.yaml": "about: " + "x" * (1 << 20),
 }
 
@@ -150,6 +151,7 @@ CASES = [
     (["train", "bomb.yaml"], "more than 10000 values"),
     (["train", "deep.yaml"], "not valid YAML (nested too deeply)"),
     (["train", "big.yaml"], "larger than 1 MiB"),
+    (["train", "slip.yaml"], "unknown key 'epoch'; did you mean 'epochs'? (and 1 more problem)"),
     # Before anything is probed, let alone trained.
     (
         ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch=auto"],

@@ -8,8 +8,10 @@ import shutil
 import signal
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from benchmarks.photographs import write_photographs
 from tests.helpers import preloaded
 from trainer.cli import main
 from trainer.data.formats.files import in_folder
-from trainer.data.formats.pack import UNFINISHED, PackSettings, pack, samples_per_piece
+from trainer.data.formats.pack import UNFINISHED, PackSettings, _work_off, pack, samples_per_piece
 from trainer.data.formats.pieces import COLUMNS, INDEX, in_pieces
 from trainer.data.formats.shards import index_shards
 from trainer.errors import BadInputError
@@ -174,6 +176,28 @@ def test_a_signal_ends_a_pack_and_its_processes(
     monkeypatch.undo()
     assert main([*arguments, "1"]) == 0  # goes on
     assert len(in_pieces(tmp_path / "p")) == 150
+
+
+def pack_slowly(folder: Path, number: int, _: range, advance: Callable[[int], None]) -> None:
+    """A piece that takes its time."""
+    (folder / f"begun {number}").touch()
+    advance(1)
+    time.sleep(20)
+    (folder / f"done {number}").touch()
+
+
+@pytest.mark.xdist_group("forkserver")
+def test_a_pack_that_is_stopped_does_not_finish_what_it_has_begun(tmp_path: Path) -> None:
+    others = {*multiprocessing.active_children()}
+
+    def stopped(_: int) -> None:
+        if len([*tmp_path.glob("begun *")]) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _work_off(partial(pack_slowly, tmp_path), [(n, range(1)) for n in range(4)], 2, stopped)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun 0", "begun 1"]
+    assert {*multiprocessing.active_children()} == others
 
 
 def test_what_no_jpeg_can_hold_is_kept(tmp_path: Path) -> None:

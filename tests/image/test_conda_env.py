@@ -533,6 +533,28 @@ def test_bad_input(make: Make, words: tuple[str], env: dict[str, str], says: str
     assert says in made.error
 
 
+def test_a_signal_is_not_kept_waiting_by_a_server_that_says_nothing(
+    packages: Channel, tmp_path: Path
+) -> None:
+    """Neither are packages behind it, and the cache keeps what it has."""
+    lock, prefix, cache = tmp_path / "conda.lock", tmp_path / "opt" / "env", tmp_path / "cache"
+    lock.write_text("\n".join(["@EXPLICIT", *packages.lines]))
+    packages.first["where-1.0-h1_0.conda"] = ["hang"]
+    command: list[object] = [sys.executable, SCRIPT, lock, prefix, "--mirror", packages.url, "--cache", cache]
+    command += ["--conda", sys.executable]  # isn't called
+    with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as run:
+        try:
+            asked = "/conda-forge/linux-64/where-1.0-h1_0.conda"
+            until(lambda: packages.asked[asked] or run.poll() is not None, "it isn't fetching")
+            run.send_signal(signal.SIGTERM)
+            _, error = run.communicate(timeout=50)  # below the 60 s in which a byte has to come
+        finally:
+            run.kill()
+    assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
+    assert packages.asked[asked] == 1
+    assert not [*cache.rglob("*.part")] and not [*(tmp_path / "opt").iterdir()]
+
+
 @pytest.mark.parametrize("when", ["fetching", "creating"])
 def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, when: str) -> None:
     lock, prefix, slow = tmp_path / "conda.lock", tmp_path / "opt" / "env", tmp_path / "slow"

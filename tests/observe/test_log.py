@@ -60,6 +60,17 @@ def test_rows_hold_the_mean_loss_of_their_windows() -> None:
         assert row["gradient_norm"] > 0
 
 
+def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("trainer.observe.log.time", clock.time)
+    rows: list[Any] = []
+    meter = run_logged(10, [rows.append, lambda row: row["window"] == 10 and clock.move(2.0)])
+    assert [row["window"] for row in rows] == [10, 20, 25]
+    assert [row.get("samples_per_s") for row in rows] == [None, 40.0, None]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert (meter.busy_seconds, meter.timed_samples) == (2.0, 80)
+
+
 def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
     rows: list[Any] = []
     run_logged(10, [rows.append], evaluation_at=13)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
 
 from trainer.config.model import ModelConfig
@@ -284,6 +285,20 @@ def test_norms_and_biases_are_not_decayed() -> None:
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.3 if name in ("0.weight", "3.weight") else 0.0), name
+
+
+def test_momentum_begins_at_zero_where_the_first_update_is_skipped() -> None:
+    """torch's fused SGD leaves it as memory happens to be, which is not NaN each time: looked at before."""
+    model = nn.Linear(2, 2)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = optimizer_of(model, OptimConfig(name="sgd", momentum=0.9, weight_decay=0.1))
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    for parameter, before, momentum in zip(model.parameters(), start, momenta, strict=True):
+        assert torch.equal(parameter, before)
+        assert optimizer.state[parameter]["momentum_buffer"] is momentum and not momentum.any()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

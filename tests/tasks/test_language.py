@@ -27,7 +27,7 @@ from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, pack
 from trainer.data.formats.text import Text, decode, encode
 from trainer.data.formats.tokenize import tokenize
 from trainer.data.formats.tokens import TOKENS
-from trainer.data.loader import ResidentLoader, RingLoader
+from trainer.data.loader import Batch, ResidentLoader, RingLoader
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
@@ -342,6 +342,16 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
     assert figures["loss"] == pytest.approx(wanted, rel=1e-12)
     assert figures["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
     assert 0 < figures["padding"] < 0.6
+
+
+def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:
+    """Under autocast they come in bfloat16, in which a sum over a vocabulary has two digits."""
+    task = make_task(make_recipe(task="language", language=SMALL, data={"name": "synthetic", "samples": 8}))
+    tokens = torch.randint(256, (2, 13), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 12, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    loss = task.loss(lambda _: logits, Batch({TOKENS: tokens}, None, None, 24))  # type: ignore[arg-type]
+    wanted = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    assert loss.dtype == torch.float32 and torch.equal(loss, wanted)
 
 
 def test_both_loaders_tell_the_longest_sample() -> None:

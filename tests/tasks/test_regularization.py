@@ -106,6 +106,19 @@ def test_the_loss_is_that_of_the_mixed_target(smoothing: float) -> None:
     assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
+def test_what_is_measured_is_neither_smoothed_nor_padding() -> None:
+    label = torch.tensor([2, 3, 2])
+    image = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    batch = Batch({"image": image, "label": label}, torch.tensor([1.0, 1.0, 0.0]), None, 2)
+    logits = torch.arange(10.0)
+    logits[2] = 20.0
+    regularization = {"mixup": 0.5, "label_smoothing": 0.1}
+    measured = classification(regularization).measure(Constant(logits), batch)
+    assert int(measured["accuracy"]) == 1
+    wanted = -F.log_softmax(logits, 0)[[2, 3]].sum()
+    assert float(measured["loss"]) == pytest.approx(float(wanted), rel=1e-6)
+
+
 def test_padding_is_never_mixed_into_samples() -> None:
     values = {"epochs": 1, "window": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
     with pytest.raises(BadInputError, match=r"would mix the padding .* use window\.last=cross"):

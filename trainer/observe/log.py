@@ -211,8 +211,8 @@ class Meter:
             self._trace.write(exact, staged.prints.tolist())
         seen = self._plan.samples_seen
         samples = seen(staged.end.window) - seen(staged.start.window)
-        if samples:
-            seconds = staged.end.seconds_since(staged.start)
+        seconds = staged.end.seconds_since(staged.start)
+        if samples and seconds > 0:  # a clock may stand still between two rows: then there is no speed
             self.busy_seconds += seconds
             self.timed_samples += samples
             row |= self._speed(samples / seconds)
