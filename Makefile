@@ -130,7 +130,7 @@ bench: ## run BENCH of benchmarks/: claims, what guides say, measured here (10 m
 	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
 
 # Two tools can't listen to a GPU at once: under nsys the run leaves only ranges.
-profile: ## look at some windows of RECIPE: with Nsight Systems where nsys and a GPU are, else torch's profiler; OUT=folder
+profile: ## look at some steps of RECIPE: with Nsight Systems where nsys and a GPU are, else torch's profiler; OUT=folder
 	$(call bootstrap,--groups train)
 	@mkdir -p build
 	if command -v nsys && nvidia-smi -L; then \

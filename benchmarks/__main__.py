@@ -14,7 +14,7 @@ from trainer.cli import Parser, run
 # asked for is imported.
 BENCHES = {
     "overhead": ("overhead", "host time per step over a hand-written loop"),
-    "accumulation": ("accumulation", "gradient of every window against its samples concatenated"),
+    "accumulation": ("accumulation", "gradient of every step against its samples concatenated"),
     "loader": ("loader", "CPU time, speed and memory of loading images"),
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),

@@ -26,7 +26,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
 from trainer.train.run import assemble
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 MICRO_BATCH, CLASSES = 2, 4
 _LENGTH, _FEATURES = 5, 3
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     Attributes:
         micro_batches: How many; one epoch is trained.
-        accumulation: How many make a window.
+        accumulation: How many make a step.
         tokens_vary: Whether only the first few tokens of a sequence are valid, of each another number.
     """
 
@@ -62,8 +62,8 @@ class Case(NamedTuple):
         return DataLoader(TensorDataset(*self.data()), batch_size=MICRO_BATCH)
 
 
-def windows_due(case: Case, last: Literal["cross", "weighted"] = "weighted") -> list[int]:
-    """Micro-batches in each window; the last window has what is left, or with `cross` is filled."""
+def steps_due(case: Case, last: Literal["cross", "weighted"] = "weighted") -> list[int]:
+    """Micro-batches in each step; the last step has what is left, or with `cross` is filled."""
     full, rest = divmod(case.micro_batches, case.accumulation)
     return [case.accumulation] * full + [case.accumulation if last == "cross" else rest] * (rest > 0)
 
@@ -129,10 +129,10 @@ class Score(NamedTuple):
     Attributes:
         cut: Micro-batches in each update.
         due: Micro-batches that each update should have.
-        full: Largest relative error of the gradient over updates of a full window; None: there were none.
+        full: Largest relative error of the gradient over updates of a full step; None: there were none.
         ragged: For every other update, its gradient along the right one, in units of the right one.
         exact: Whether the updates are those due and no error is above 1e-12.
-        right: Of the windows that are due, how many got an update of their micro-batches and no others, with
+        right: Of the steps that are due, how many got an update of their micro-batches and no others, with
             no error above 1e-12.
     """
 
@@ -221,11 +221,11 @@ class _TokenTask:
 
 def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
     """The trainer's own step on a case."""
-    recorded = Recorded(f"its own step, window.last={last}")
+    recorded = Recorded(f"its own step, step.last={last}")
     values: dict[str, Any] = {
         "epochs": 1,
         "data": {"global_batch": MICRO_BATCH * case.accumulation, "micro_batch": MICRO_BATCH},
-        "window": {"last": last},
+        "step": {"last": last},
         "parallel": {"threads": 1},
     }
     world = World(0, 1, 0, torch.device("cpu"), None)
@@ -233,8 +233,8 @@ def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
     training = parts.training
     training.optimizer = Recorder(recorded)
     batches = parts.loader(training.share.batches())
-    for window in range(training.share.plan.windows):
-        train_window(training, batches, window)
+    for step in range(training.share.plan.steps):
+        train_step(training, batches, step)
     return recorded
 
 
@@ -260,11 +260,11 @@ class Judged(NamedTuple):
 
 
 def measure_ours() -> Iterator[Judged]:
-    """The trainer on every case, for both of its ways to treat a last window."""
+    """The trainer on every case, for both of its ways to treat a last step."""
     for last in _LASTS:
         for case in CASES:
             recorded = accumulate(case, last)
-            score = judge(recorded, case.accumulation, windows_due(case, last))
+            score = judge(recorded, case.accumulation, steps_due(case, last))
             yield Judged("trainer", last, case, score, recorded.way)
 
 
@@ -278,7 +278,7 @@ def measure_library(name: str, measure: Callable[[Case], list[Recorded]]) -> Ite
             yield Judged(name, "", case, None, f"not measured: {reason}")
             continue
         for recorded in found:
-            score = judge(recorded, case.accumulation, windows_due(case))
+            score = judge(recorded, case.accumulation, steps_due(case))
             yield Judged(name, recorded.variant, case, score, recorded.way)
 
 
@@ -353,14 +353,14 @@ def _bench(against: str, timm_train: Path | None) -> int:
 _LASTS: tuple[Literal["weighted"], Literal["cross"]] = ("weighted", "cross")
 _HEAD = (
     "| library | micro-batches at accumulation | valid tokens | micro-batches of each update | due "
-    "| full windows: largest relative error | other windows: gradient / right one | verdict |\n"
+    "| full steps: largest relative error | other steps: gradient / right one | verdict |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 _LEGEND = f"""\
 - float64, one process, one epoch. The right gradient is that of the mean loss over the valid tokens of the
   update's samples, all at once. Exact: the updates due, and no relative error above {_LARGEST_ERROR:.0e}.
-- trainer, weighted: the last window is what is left; cross (the default): the next epoch fills it."""
+- trainer, weighted: the last step is what is left; cross (the default): the next epoch fills it."""
 
 
 def _label(judged: Judged) -> str:

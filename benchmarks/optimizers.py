@@ -36,7 +36,7 @@ from trainer.observe.conditions import conditions
 from trainer.tasks.classification import Classification
 from trainer.train.evaluate import evaluate
 from trainer.train.run import Parts, assemble
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 Figures = npt.NDArray[np.float64]
 
@@ -130,7 +130,7 @@ def prepare(job: Job) -> Parts:
     elif job.optimizer == "muon":
         digits["optim"] |= {"name": "muon", "momentum": 0.95}
     epochs = math.ceil(updates * batch / len(task.train_data))
-    run = {"seed": job.seed, "epochs": epochs, "max_windows": updates, "parallel": {"threads": 1}}
+    run = {"seed": job.seed, "epochs": epochs, "max_steps": updates, "parallel": {"threads": 1}}
     parts = assemble(Recipe.model_validate(digits | run), task, _ALONE, workers=0)
     if job.optimizer == "lamb":
         training = parts.training
@@ -148,9 +148,9 @@ def learn(job: Job) -> Figures:
     t = parts.training
     batches = parts.loader(t.share.batches())
     figures = []
-    for window in range(job.setting.updates):
-        train_window(t, batches, window)
-        if (window + 1) % (job.setting.updates // _EVALUATIONS) == 0:
+    for step in range(job.setting.updates):
+        train_step(t, batches, step)
+        if (step + 1) % (job.setting.updates // _EVALUATIONS) == 0:
             measured = evaluate(
                 t.task, t.model, parts.evaluation_loader, parts.evaluation_share, _ALONE, recipe.precision
             )
@@ -203,12 +203,12 @@ def step_ratios(setting: Setting, names: Sequence[str], rounds: int) -> dict[str
     def loop(name: str) -> Callable[[], float]:
         parts = prepare(Job(longer, name, RATES[name][1], _TUNING_SEED))
         batches = parts.loader(parts.training.share.batches())
-        windows = iter(range(longer.updates))
+        numbers = iter(range(longer.updates))
 
         def seconds() -> float:
             start = time.perf_counter()
             for _ in range(steps):
-                train_window(parts.training, batches, next(windows))
+                train_step(parts.training, batches, next(numbers))
             return time.perf_counter() - start
 
         return seconds

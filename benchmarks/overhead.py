@@ -39,7 +39,7 @@ from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
-from trainer.train.between_windows import BetweenWindows
+from trainer.train.between_steps import BetweenSteps
 from trainer.train.explain import explain
 from trainer.train.guard import Guard
 from trainer.train.loop import train
@@ -189,17 +189,17 @@ def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
         assert training.ring is not None
         explain(stack, recipe, parts, world, 1, meter)
         guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
-        between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+        between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
         start = time.perf_counter()
         train(
             parts.training,
             parts.loader(parts.training.share.batches()),
-            range(plan.windows),
+            range(plan.steps),
             meter,
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=between.window_done,
+            step_done=between.step_done,
         )
         return time.perf_counter() - start
 
@@ -208,7 +208,7 @@ def tiny_recipe(steps: int) -> Recipe:
     """The recipe of `TinyTask`."""
     values: dict[str, Any] = {
         "epochs": -(-steps * _BATCH // _SAMPLES),
-        "max_windows": steps,
+        "max_steps": steps,
         "data": {"global_batch": _BATCH, "micro_batch": _BATCH},
         "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
@@ -223,7 +223,7 @@ class HostTimes:
 
     Attributes:
         steps: Of a round.
-        log_every: Windows between the trainer's rows of figures.
+        log_every: Steps between the trainer's rows of figures.
         hand: By hand, with torch's own functions for clipping and for clearing gradients.
         lean: By hand, without these two.
         ours: The trainer's.
@@ -313,7 +313,7 @@ def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "")
         f"  by hand      {np.median(times.hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
         f"  by hand, lean{np.median(times.lean):8.1f}   neither: what they do, inlined for this model\n"
         f"  trainer      {np.median(times.ours):8.1f}   "
-        f"with a row of figures every {times.log_every} windows\n"
+        f"with a row of figures every {times.log_every} steps\n"
         f"  trainer - by hand       {more:8.1f}   95 % interval {low:.1f} to {high:.1f}\n"
         f"  trainer - by hand, lean {over_lean:8.1f}   95 % interval {lean_low:.1f} to {lean_high:.1f}\n"
         f"  target       {target_us:8.1f}   over by hand: {verdict}"

@@ -94,12 +94,12 @@ def _ours(records: Records, workers: int) -> Callable[[], Iterator[int]]:
 
 def _loader(records: Records, workers: int) -> tuple[RingLoader, int]:
     """A loader, and how many batches are an epoch."""
-    plan = Plan(len(records), BATCH, BATCH, _EPOCHS, last="drop", seed=0, max_windows=20_000_000)
+    plan = Plan(len(records), BATCH, BATCH, _EPOCHS, last="drop", seed=0, max_steps=20_000_000)
     dataset = ImageDataset(records, SIDE, random_crop=True)
     source = Source(dataset, Share(plan), dataset.uniforms + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of more workers than CPUs
-        return RingLoader(source, _CPU, workers, LoaderConfig()), plan.windows_per_epoch
+        return RingLoader(source, _CPU, workers, LoaderConfig()), plan.steps_per_epoch
 
 
 def _workers() -> list[int]:

@@ -1,6 +1,6 @@
 """What parallel.reduction=tree costs: time, memory and bytes on the wire, against plain accumulation and DDP.
 
-Both do the same windows of the same model in the same process, in turn, so that whatever else the machine
+Both do the same steps of the same model in the same process, in turn, so that whatever else the machine
 does falls on both. With two ranks these are real processes over gloo on this host.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.commands.bench.paired import interleaved, median_interval
-from trainer.commands.bench.setting import timed_windows
+from trainer.commands.bench.setting import timed_steps
 from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, joined_world
 from trainer.distributed.tree import Sums, Tournament
@@ -27,13 +27,13 @@ from trainer.observe.conditions import conditions
 from trainer.train.run import assemble, make_task
 from trainer.train.step import Training
 
-_SHARDS, _MICRO_BATCH, _WIDTH, _IMAGE, _WINDOWS = 8, 16, 128, 16, 1
+_SHARDS, _MICRO_BATCH, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
 _MIB = 1 << 20
 _REDUCTIONS = ("all_reduce", "tree")
 
 
 class _Price(NamedTuple):
-    """Of each reduction: seconds of a window round by round, bytes received by a rank, peak bytes."""
+    """Of each reduction: seconds of a step round by round, bytes received by a rank, peak bytes."""
 
     seconds: list[list[float]]
     received: list[float]
@@ -55,7 +55,7 @@ def bench_reduction(rounds: int, target: float) -> int:
 
     Args:
         rounds: Interleaved rounds.
-        target: Largest ratio of a window's time on one rank, tree over plain accumulation.
+        target: Largest ratio of a step's time on one rank, tree over plain accumulation.
 
     Returns:
         0 if the target is met, 1 if not, 3 if it lies within the interval or nothing was measured.
@@ -76,7 +76,7 @@ def bench_reduction(rounds: int, target: float) -> int:
     print(
         f"{conditions()}\n"
         f"small_resnet of width {_WIDTH} on {_IMAGE} x {_IMAGE} pixels, {alone.gradients / _MIB:.1f} MiB of "
-        f"gradients, a window of {_SHARDS} micro-batches of {_MICRO_BATCH}, 1 CPU thread a rank, median of "
+        f"gradients, a step of {_SHARDS} micro-batches of {_MICRO_BATCH}, 1 CPU thread a rank, median of "
         f"{rounds} interleaved rounds\n"
         f"one rank:   {_times(alone)}\n"
         f"            target {target:.2f}: {verdict}\n"
@@ -95,15 +95,15 @@ def _print_two_ranks(rounds: int) -> None:
         f"{name} {received / _MIB:.1f} MiB" for name, received in zip(_REDUCTIONS, both.received, strict=True)
     )
     print(
-        f"two ranks:  {_times(both)} (gloo, this host)\n            received by each rank in a window: {wire}"
+        f"two ranks:  {_times(both)} (gloo, this host)\n            received by each rank in a step: {wire}"
     )
 
 
 def _times(price: _Price) -> str:
-    plain, tree = (statistics.median(seconds) / _WINDOWS * 1e3 for seconds in price.seconds)
+    plain, tree = (statistics.median(seconds) / _STEPS * 1e3 for seconds in price.seconds)
     ratio, low, high = _ratio(price)
     return (
-        f"all_reduce {plain:,.0f} ms a window, tree {tree:,.0f} ms; ratio {ratio:.3f}, 95 % interval "
+        f"all_reduce {plain:,.0f} ms a step, tree {tree:,.0f} ms; ratio {ratio:.3f}, 95 % interval "
         f"{low:.3f} to {high:.3f}"
     )
 
@@ -116,38 +116,38 @@ def _ratio(price: _Price) -> tuple[float, float, float]:
 def _memory(price: _Price, cuda: bool) -> str:
     if cuda:
         plain, tree = (peak / _MIB for peak in price.peak)
-        return f"peak of a window above what was there: all_reduce {plain:,.1f} MiB, tree {tree:,.1f} MiB"
+        return f"peak of a step above what was there: all_reduce {plain:,.1f} MiB, tree {tree:,.1f} MiB"
     share = price.peak[1] / price.gradients
     return f"the tree keeps gradients and sums of them of {share:.1f} x the model's size at most"
 
 
 def _measure(world: World, rounds: int) -> _Price:
-    """Does the windows on this rank."""
+    """Does the steps on this rank."""
     sides = [_side(name, world, rounds) for name in _REDUCTIONS]
     barrier = partial(torch.distributed.barrier, world.group) if world.group else lambda: None
     bytes_in: list[list[int]] = [[], []]
 
     def timed(which: int) -> float:
-        _, windows = sides[which]
+        _, steps = sides[which]
         barrier()
         before = received(world)
-        seconds = windows()
+        seconds = steps()
         bytes_in[which].append(received(world) - before)
         return seconds
 
     seconds = interleaved([partial(timed, which) for which in range(2)], rounds)
-    peak = [_peak(training, windows, world.device) for training, windows in sides]
+    peak = [_peak(training, steps, world.device) for training, steps in sides]
     # What goes over this host's loopback is received by one of the ranks.
-    per_window = [statistics.median(counts) / _WINDOWS / world.size for counts in bytes_in]
-    return _Price(seconds, per_window, peak, sum(p.nbytes for p in sides[0][0].parameters))
+    per_step = [statistics.median(counts) / _STEPS / world.size for counts in bytes_in]
+    return _Price(seconds, per_step, peak, sum(p.nbytes for p in sides[0][0].parameters))
 
 
 def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable[[], float]]:
-    """A run with one of the reductions, and what does some of its windows and returns the seconds."""
+    """A run with one of the reductions, and what does some of its steps and returns the seconds."""
     samples = _SHARDS * _MICRO_BATCH
     recipe = Recipe.model_validate(
         {
-            "epochs": _WINDOWS * (rounds + 3),
+            "epochs": _STEPS * (rounds + 3),
             "data": {
                 **{"name": "synthetic", "image_size": _IMAGE, "samples": samples, "classes": 10},
                 **{"global_batch": samples, "micro_batch": _MICRO_BATCH},
@@ -158,22 +158,22 @@ def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable
         }
     )
     parts = assemble(recipe, make_task(recipe), world, workers=0)
-    return parts.training, timed_windows(parts, _WINDOWS, world.device)
+    return parts.training, timed_steps(parts, _STEPS, world.device)
 
 
-def _peak(training: Training, windows: Callable[[], float], device: torch.device) -> int:
-    """Most bytes that a window needs above what was there; on a CPU only those of the tree's sums."""
+def _peak(training: Training, steps: Callable[[], float], device: torch.device) -> int:
+    """Most bytes that a step needs above what was there; on a CPU only those of the tree's sums."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        windows()
+        steps()
         return torch.cuda.max_memory_allocated(device) - before
     if training.tree is None:
         return 0
     counting = _Counting()
     training.tree._own = counting
-    windows()
+    steps()
     return counting.peak
 
 

@@ -26,7 +26,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
 from trainer.train.run import Parts, assemble
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 CUTS = (7, 20, 33, 59)
 
@@ -82,11 +82,11 @@ def _trained(parts: Parts, start: int, cut: int, folder: Path) -> Steps:
     t, steps = parts.training, Steps()
     assert isinstance(t.task, _Task)
     batches = parts.loader(t.share.batches(start))
-    for window in range(start, t.share.plan.windows):
+    for step in range(start, t.share.plan.steps):
         t.loss.zero_()
-        train_window(t, batches, window)
+        train_step(t, batches, step)
         steps.add(t.task.seen, t.loss)
-        if window + 1 == cut:
+        if step + 1 == cut:
             write(folder, cut, tensors_of(t), {})
     steps.end(t.model)
     return steps

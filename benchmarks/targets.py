@@ -88,12 +88,12 @@ _BF16 = train(
         "precision.mode=bf16",
         *_LARGE,
         *_SHORT,
-        "max_windows=120",
+        "max_steps=120",
         "log.every=20",
     )
 )
 _FP16 = train(
-    *("fp16", "resnet50-synthetic", "precision.mode=fp16", *_LARGE, *_SHORT, "max_windows=80", "log.every=20")
+    *("fp16", "resnet50-synthetic", "precision.mode=fp16", *_LARGE, *_SHORT, "max_steps=80", "log.every=20")
 )
 
 
@@ -139,7 +139,7 @@ def _mfu(found: Found) -> Verdict:
 
 def _waits(found: Found) -> Verdict:
     waits = found["synchronisations"]
-    return f"{waits['waits']} in {waits['windows']} windows", waits["waits"] == 0
+    return f"{waits['waits']} in {waits['steps']} steps", waits["waits"] == 0
 
 
 def _graphs(found: Found) -> Verdict:
@@ -207,7 +207,7 @@ TARGETS = (
             part("photographs", "photographs", "{work}/photographs"),
             train(
                 *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
-                *("data.evaluation_batch=64", "max_windows=120", "log.every=20"),
+                *("data.evaluation_batch=64", "max_steps=120", "log.every=20"),
             ),
         ),
         _real,
@@ -218,7 +218,7 @@ TARGETS = (
         (
             train(
                 *("gpt2", "gpt2-124m", "data.name=synthetic", "data.global_batch=64", "data.micro_batch=32"),
-                *("data.evaluation_batch=8", *_SHORT, "max_windows=60", "log.every=10"),
+                *("data.evaluation_batch=8", *_SHORT, "max_steps=60", "log.every=10"),
             ),
         ),
         _mfu,
@@ -247,7 +247,7 @@ TARGETS = (
         (
             train(
                 *("checkpoints", "resnet50-synthetic", *_LARGE, *_SHORT, "checkpoint.every=100"),
-                *("max_windows=260", "log.every=20"),
+                *("max_steps=260", "log.every=20"),
             ),
         ),
         _stall,
@@ -278,7 +278,7 @@ TARGETS = (
                     "--rounds",
                     "7",
                 ),
-                *("--windows", "5", "--set", "data.micro_batch=256"),
+                *("--steps", "5", "--set", "data.micro_batch=256"),
             ),
         ),
         _code("price"),

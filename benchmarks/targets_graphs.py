@@ -5,7 +5,7 @@ CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`,
 its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
 The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
 there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
-guards, fingerprints of the weights, a row of figures every 50 windows into JSONL and TensorBoard and judged,
+guards, fingerprints of the weights, a row of figures every 50 steps into JSONL and TensorBoard and judged,
 and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all loops.
 """
 
@@ -32,7 +32,7 @@ from trainer.models.compiling import missing_for_compiling, torch_mode
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.observe.trace import Trace, fingerprints_of, trace_to
-from trainer.train.between_windows import BetweenWindows
+from trainer.train.between_steps import BetweenSteps
 from trainer.train.explain import explain
 from trainer.train.guard import Guard
 from trainer.train.loop import train
@@ -93,11 +93,11 @@ class SmallTask:
         return {"loss": self.loss(model, batch)}
 
 
-def small_recipe(mode: str, batch: int, windows: int) -> Recipe:
+def small_recipe(mode: str, batch: int, steps: int) -> Recipe:
     """How `SmallTask` is trained."""
     values: dict[str, Any] = {
-        "epochs": -(-windows // _BATCHES),
-        "max_windows": windows,
+        "epochs": -(-steps // _BATCHES),
+        "max_steps": steps,
         "data": {"global_batch": batch, "micro_batch": batch, "resident": True},  # as by hand
         "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
@@ -128,23 +128,23 @@ def by_trainer(
     explain(stack, recipe, parts, world, 1, meter)
     assert training.ring is not None
     guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
-    between = BetweenWindows(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+    between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
     batches, done = parts.loader(training.share.batches()), 0
 
     def turn() -> float:
         nonlocal done
-        windows = range(done, done + steps)
-        done = windows.stop
+        span = range(done, done + steps)
+        done = span.stop
         began = now(device)
         train(
             training,
             batches,
-            windows,
+            span,
             meter,
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
-            window_done=between.window_done,
+            step_done=between.step_done,
         )
         return now(device) - began
 
@@ -155,7 +155,7 @@ def by_hand(
     task: SmallTask, recipe: Recipe, device: torch.device, steps: int, compiled: bool
 ) -> Callable[[], float]:
     """The loop that one would write for this model and nothing else; compiled or not."""
-    optim, total = recipe.optim, recipe.max_windows or 1
+    optim, total = recipe.optim, recipe.max_steps or 1
     model = task.model().to(device)
     params = list(model.parameters())
     average, weights = [p.detach().clone() for p in params], [p.detach() for p in params]

@@ -27,11 +27,11 @@ from benchmarks.targets_graphs import graphs
 from trainer.checkpoint.store import newest_good, write
 from trainer.errors import BadInputError
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 _CUTS = 20
 _STEPS = 20
-_DETERMINISTIC = ("deterministic=true", "max_windows=21", "ema.decay=0.9", "model.width=8")
+_DETERMINISTIC = ("deterministic=true", "max_steps=21", "ema.decay=0.9", "model.width=8")
 
 
 def photographs(folder: Path, count: int) -> dict[str, Any]:
@@ -42,27 +42,27 @@ def photographs(folder: Path, count: int) -> dict[str, Any]:
 
 
 def synchronisations() -> dict[str, Any]:
-    """How often the host waits for the GPU in windows without a row of figures, as CUDA's debug mode sees."""
+    """How often the host waits for the GPU in steps without a row of figures, as CUDA's debug mode sees."""
     with ExitStack() as stack:
         turns = Turns(IMAGES, Side(), stack)
         turns(5)
         training, cuda = turns.parts.training, turns.device.type == "cuda"
         batches = turns.parts.loader(training.share.batches(5))
-        train_window(training, batches, 5)
+        train_step(training, batches, 5)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             if cuda:
                 torch.cuda.set_sync_debug_mode("warn")
-            for window in range(6, 6 + _STEPS):
-                train_window(training, batches, window)
+            for step in range(6, 6 + _STEPS):
+                train_step(training, batches, step)
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
     waits = [str(one.message) for one in seen if "synchronizing" in str(one.message)]
-    return {"waits": len(waits), "windows": _STEPS, "measured": cuda}
+    return {"waits": len(waits), "steps": _STEPS, "measured": cuda}
 
 
 def cuts() -> dict[str, Any]:
-    """Cuts a deterministic run of the digits at each of 20 windows, goes on, and compares the weights."""
+    """Cuts a deterministic run of the digits at each of 20 steps, goes on, and compares the weights."""
     scene = Scene("digits", _DETERMINISTIC, _DETERMINISTIC)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folders = [Path(name, str(cut)) for cut in range(_CUTS + 1)]
@@ -84,10 +84,10 @@ def cuts() -> dict[str, Any]:
 def _trained(turns: Turns, start: int, done: Callable[[int, Any], object]) -> list[torch.Tensor]:
     training = turns.parts.training
     batches = turns.parts.loader(training.share.batches(start))
-    for window in range(start, _CUTS + 1):
-        train_window(training, batches, window)
-        if window < _CUTS:
-            done(window + 1, training)
+    for step in range(start, _CUTS + 1):
+        train_step(training, batches, step)
+        if step < _CUTS:
+            done(step + 1, training)
     return [p.detach().clone() for p in training.model.parameters()]
 
 

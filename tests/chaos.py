@@ -72,7 +72,7 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(
         {
             "epochs": 3,
-            "max_windows": 60,
+            "max_steps": 60,
             "evaluate_every": 1,
             "data": {
                 **{"name": "digits", "global_batch": 32, "micro_batch": micro_batch},
@@ -108,7 +108,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
     preempt.install()
-    commit, loop = store.commit, sys.modules["trainer.train.between_windows"]
+    commit, loop = store.commit, sys.modules["trainer.train.between_steps"]
 
     def noted(*arguments: Any) -> Any:
         phase[0] = 2
@@ -135,7 +135,7 @@ def ending(folder: Path) -> Ending:
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in sorted(safetensors.torch.load_file(file).items()):
             digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    keys = ("kind", "window", "loss", "gradient_norm", "learning_rate", "applied", "accuracy", "loss_scale")
+    keys = ("kind", "step", "loss", "gradient_norm", "learning_rate", "applied", "accuracy", "loss_scale")
     return Ending(digest.hexdigest(), [tuple(row.get(key) for key in keys) for row in read_rows(folder)])
 
 
@@ -333,7 +333,7 @@ def main() -> int:
     for name in (number.name for number in THROUGH_THE_LAUNCHER):
         print(f"{counts[f'{name} through the launcher']} {name} through the launcher")
     print(told)
-    print(f"{options.hangs} hangs, {options.hangs - len(unnamed)} named, with phase and window")
+    print(f"{options.hangs} hangs, {options.hangs - len(unnamed)} named, with phase and step")
     lost = len(tally.failures) - counts["different"] - len(unnamed)
     print(f"{counts['identical']} runs identical, {counts['different']} different, {lost} lost or late")
     return 1 if tally.failures else 0

@@ -64,7 +64,7 @@ def run_case(case: Case, work: Path, patience: float = 60.0, attempts: int = 3) 
     for attempt in range(1, attempts + 1):
         _wait_for_quiet(patience)
         before = _Used.now()
-        settings = (f"max_windows={case.windows}", *case.settings)
+        settings = (f"max_steps={case.steps}", *case.settings)
         ending = execute(case.recipe, settings, case.injections, work, case.name, case.ranks)
         others = _Used.now().others_since(before)
         if others < _OTHERS or attempt == attempts:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recorded", action="store_true", help="on the page also those recorded earlier")
     parser.add_argument("--missing", action="store_true", help="only those without an undisturbed record")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of windows")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--attempts", type=int, default=3, help="how often to run a disturbed case")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and take everything away
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     random.Random(0).shuffle(chosen)  # what else the machine does falls on all kinds
     if options.scale != 1:
-        chosen = [case._replace(windows=max(4, round(case.windows * options.scale))) for case in chosen]
+        chosen = [case._replace(steps=max(4, round(case.steps * options.scale))) for case in chosen]
     results = list[Result]()
     for number, case in enumerate(chosen, 1):
         result = run_case(case, options.work, options.patience, options.attempts)

@@ -39,7 +39,7 @@ class Purpose(IntEnum):
     DATA = 6
     REPLACEMENT = 7
     PIECES = 8
-    WINDOW = 9
+    BLOCK = 9
     FINGERPRINT = 10
 
 

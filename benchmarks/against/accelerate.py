@@ -38,18 +38,18 @@ def _by_micro_batches(accelerator: Any, case: Case) -> Recorded:
 
 def _by_tokens(accelerator: Any, case: Case) -> Recorded:
     recorded = Recorded(
-        "the loop that its guide gives for samples of variable size, which counts the tokens of each window "
+        "the loop that its guide gives for samples of variable size, which counts the tokens of each step "
         "itself and doesn't use accumulate()",
         variant="tokens counted in the loop",
     )
     model, optimizer, loader = accelerator.prepare(recorded.model, Recorder(recorded), case.loader())
     batches = iter(loader)
-    while window := list(islice(batches, case.accumulation)):
-        tokens = sum((y != -100).sum() for _, y in window)
+    while step := list(islice(batches, case.accumulation)):
+        tokens = sum((y != -100).sum() for _, y in step)
         tokens = accelerator.gather(tokens).sum().item()
-        for x, y in window:
+        for x, y in step:
             loss = recorded.loss(model, x, y, "sum")
-            # backward() divides by the accumulation, whatever the window holds.
+            # backward() divides by the accumulation, whatever the step holds.
             scale = case.accumulation * accelerator.num_processes / tokens
             accelerator.backward(loss * scale)
         optimizer.step()

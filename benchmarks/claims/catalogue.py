@@ -229,7 +229,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "ddp-bucket-view-memory",
-        "DDP, gradient_as_bucket_view: less memory at a window's peak",
+        "DDP, gradient_as_bucket_view: less memory at a step's peak",
         *(DDP, "ddp", "copied", "views"),
         quantity="peak",
     ),
@@ -243,7 +243,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "logging",
         "a row of figures every 50 steps: faster than each step",
-        *(FIELD, "logging", "each window", "every 50"),
+        *(FIELD, "logging", "each step", "every 50"),
     ),
     Claim(
         "utilisation",

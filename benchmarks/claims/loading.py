@@ -21,7 +21,7 @@ from benchmarks.claims.measuring import (
     Size,
     Turns,
     chosen,
-    measure_windows as windows_of,
+    measure_steps as steps_of,
 )
 from benchmarks.photographs import write_photographs
 from trainer.commands.bench.paired import interleaved
@@ -78,11 +78,11 @@ def _scene(folder: Path, kind: str = "folder", image_size: int = 64, loading_onl
 
 
 def _training(sides: Callable[[], Mapping[str, Side]]) -> Callable[[Sequence[str], Size], Measurement]:
-    """Windows from photographs: a turn is an epoch of them."""
+    """Steps from photographs: a turn is an epoch of them."""
 
     def measure(wanted: Sequence[str], size: Size) -> Measurement:
         scene = _scene(photographs(size))
-        found = windows_of(scene, chosen(sides(), wanted), size, per_turn=size.images // _BATCH)
+        found = steps_of(scene, chosen(sides(), wanted), size, per_turn=size.images // _BATCH)
         return found._replace(conditions=_short(found.conditions, size))
 
     return measure
@@ -264,7 +264,7 @@ def _rules(wanted: Sequence[str], size: Size) -> Measurement:
         raise BadInputError(f"{', '.join(left_out)}: could not be timed; `trainer bench workers` says why")
     values = {name: [1e3 / speed for speed in speeds[sides[name]]] for name in chosen(sides, wanted)}
     about = ", ".join(f"{name}: {sides[name]}" for name in values)
-    return Measurement(f"{_short(str(scene), size)}; {about}", {"time": Series(values, "ms a window")})
+    return Measurement(f"{_short(str(scene), size)}; {about}", {"time": Series(values, "ms a step")})
 
 
 @contextmanager

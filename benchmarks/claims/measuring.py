@@ -1,4 +1,4 @@
-"""What every ablation has in common: how much is measured, and a recipe's windows in one process."""
+"""What every ablation has in common: how much is measured, and a recipe's steps in one process."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.peak import Peak
 from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
-from trainer.train.step import Training, train_window
+from trainer.train.step import Training, train_step
 
 MIB = 1 << 20
-_MOST_WINDOWS = 20_000  # a rate for each is worked out
-_LENGTH = ("epochs=1000000000", f"max_windows={_MOST_WINDOWS}")
+_MOST_STEPS = 20_000  # a rate for each is worked out
+_LENGTH = ("epochs=1000000000", f"max_steps={_MOST_STEPS}")
 _MOST_IN_A_TURN = 500
 
 
@@ -34,7 +34,7 @@ class Size(NamedTuple):
 
     Attributes:
         rounds: Interleaved.
-        turn_s: Seconds of a side's turn, about; a turn has one window at least.
+        turn_s: Seconds of a side's turn, about; a turn has one step at least.
         images: Photographs of an epoch, where some are loaded.
         scratch: A folder for them, which all ablations share.
     """
@@ -98,7 +98,7 @@ class Side(NamedTuple):
     Attributes:
         settings: KEY=VALUE.
         prepare: What the trainer doesn't offer, done to an assembled run.
-        each: The same, done after each window.
+        each: The same, done after each step.
     """
 
     settings: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Side(NamedTuple):
 
 
 class Turns:
-    """A run of a side, some windows at a time."""
+    """A run of a side, some steps at a time."""
 
     def __init__(self, scene: Scene, side: Side, stack: ExitStack, world: World | None = None) -> None:
         """Assembles it; `stack` closes its loaders."""
@@ -128,8 +128,8 @@ class Turns:
         self._threads = threads_per_rank(limits, world.size) if threads == "auto" else threads
         self.parts.training.replica.train()
 
-    def __call__(self, windows: int) -> float:
-        """Does the next windows and returns the seconds.
+    def __call__(self, steps: int) -> float:
+        """Does the next steps and returns the seconds.
 
         Nothing is read ahead of them: what one side prepared during another's turn would count for nothing.
         """
@@ -138,12 +138,12 @@ class Turns:
         set_determinism(self.recipe)
         torch.set_num_threads(self._threads)
         training, first = self.parts.training, self._done
-        self._done += windows
+        self._done += steps
         accumulation = training.share.accumulation
         began = now(self.device)
         batches = self.parts.loader(range(first * accumulation, self._done * accumulation))
-        for window in range(first, self._done):
-            train_window(training, batches, window)
+        for step in range(first, self._done):
+            train_step(training, batches, step)
             if self._each is not None:
                 self._each(training)
         for _ in batches:  # there is none; the loader is told that this was the end
@@ -151,7 +151,7 @@ class Turns:
         return now(self.device) - began
 
     def peak_bytes(self) -> int:
-        """Most bytes that a window needs above what was there at its start."""
+        """Most bytes that a step needs above what was there at its start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             before, peak = torch.cuda.memory_allocated(self.device), Peak(self.device)
@@ -171,17 +171,17 @@ class Turns:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def measure_windows(
+def measure_steps(
     scene: Scene, sides: Mapping[str, Side], size: Size, per_turn: int = 0, memory: bool = False
 ) -> Measurement:
-    """Times a recipe's windows with each side's settings in turn.
+    """Times a recipe's steps with each side's settings in turn.
 
     Args:
         scene: What is trained.
         sides: By name.
         size: How much.
-        per_turn: Windows of a turn; 0: as many as take `size.turn_s`.
-        memory: Counts bytes as well: "peak", of a window above what lies there before it, and "memory", with
+        per_turn: Steps of a turn; 0: as many as take `size.turn_s`.
+        memory: Counts bytes as well: "peak", of a step above what lies there before it, and "memory", with
             weights, gradients and the optimiser's state.
 
     Returns:
@@ -190,22 +190,22 @@ def measure_windows(
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         turns = {name: Turns(scene, side, stack) for name, side in sides.items()}
-        count = per_turn or windows_in(size.turn_s, next(iter(turns.values())))
+        count = per_turn or steps_in(size.turn_s, next(iter(turns.values())))
         for turn in turns.values():
             turn(3)  # compiles, records CUDA graphs, lets cuDNN choose
         seconds = interleaved([_with(turn, count) for turn in turns.values()], size.rounds, shown=False)
-        per_window = [[s / count * 1e3 for s in series] for series in seconds]
-        series = {"time": Series(dict(zip(turns, per_window, strict=True)), "ms a window")}
+        per_step = [[s / count * 1e3 for s in series] for series in seconds]
+        series = {"time": Series(dict(zip(turns, per_step, strict=True)), "ms a step")}
         if memory:
             peaks = {name: turn.peak_bytes() / MIB for name, turn in turns.items()}
             whole = {name: peaks[name] + turn.lasting_bytes() / MIB for name, turn in turns.items()}
             series["peak"] = Series({name: [value] for name, value in peaks.items()}, "MiB", counted=True)
             series["memory"] = Series({name: [value] for name, value in whole.items()}, "MiB", counted=True)
-    return Measurement(f"{scene}; {count} windows a turn", series)
+    return Measurement(f"{scene}; {count} steps a turn", series)
 
 
-def windows_in(seconds: float, turn: Turns) -> int:
-    """How many windows of a run take so long, about."""
+def steps_in(seconds: float, turn: Turns) -> int:
+    """How many steps of a run take so long, about."""
     turn(2)
     return min(_MOST_IN_A_TURN, max(1, round(seconds / min(turn(1), turn(1)))))
 

@@ -19,14 +19,14 @@ from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import validated
 from trainer.errors import BadInputError
 
-_WINDOWS = 60
+_STEPS = 60
 _ROUNDS = 6  # of whole processes, each of which imports torch
-_UTILISED_WINDOWS = 200
+_UTILISED_STEPS = 200
 
 
 def _runs(sides: dict[str, tuple[str, ...]], wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
     """Runs in processes of their own, in turn: their training's time, and what they reserved on a GPU."""
-    length = ("epochs=1000000000", f"max_windows={_WINDOWS}", "evaluate_every=0", "checkpoint.minutes=0")
+    length = ("epochs=1000000000", f"max_steps={_STEPS}", "evaluate_every=0", "checkpoint.minutes=0")
     names = [name for name in sides if name in wanted]
     found: dict[str, list[whole_runs.Figures]] = {name: [] for name in names}
     for number in range(_ROUNDS):
@@ -39,7 +39,7 @@ def _runs(sides: dict[str, tuple[str, ...]], wanted: Sequence[str], size: Size) 
     if all("reserved" in one.memory for runs in found.values() for one in runs):
         most = {name: [max(one.memory["reserved"] for one in runs)] for name, runs in found.items()}
         series["reserved"] = Series(most, "GiB", counted=True)
-    return Measurement(f"whole runs of {_WINDOWS} windows: {IMAGES}", series)
+    return Measurement(f"whole runs of {_STEPS} steps: {IMAGES}", series)
 
 
 def _preloaded(name: str, wanted: Sequence[str], size: Size) -> Measurement:
@@ -54,7 +54,7 @@ def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
         *(
             "data.micro_batch=64",
             "compile.mode=default",
-            f"max_windows={_UTILISED_WINDOWS}",
+            f"max_steps={_UTILISED_STEPS}",
             "epochs=1000000",
         ),
         *("evaluate_every=0", "data.evaluation_batch=8", "optim.schedule=constant"),

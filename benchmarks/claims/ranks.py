@@ -24,7 +24,7 @@ from benchmarks.claims.measuring import (
     Size,
     Turns,
     chosen,
-    windows_in,
+    steps_in,
 )
 from benchmarks.reduction import received
 from trainer.commands.bench.paired import interleaved
@@ -80,26 +80,26 @@ def _sides(world: World, wanted: Sequence[str], size: Size, stack: ExitStack) ->
     for name, side in chosen(_SIDES, wanted).items():
         with _views(name != "copied"):
             turns[name] = Turns(_SCENE, side, stack, world)
-    count = torch.tensor(windows_in(size.turn_s, next(iter(turns.values()))))
+    count = torch.tensor(steps_in(size.turn_s, next(iter(turns.values()))))
     torch.distributed.broadcast(count, 0, group=world.group)  # as many on both ranks
-    windows = int(count)
+    steps = int(count)
     bytes_in: dict[str, list[float]] = {name: [] for name in turns}
 
     def turn(name: str) -> float:
         torch.distributed.barrier(world.group)
         before = received(world)
-        seconds = turns[name](windows)
+        seconds = turns[name](steps)
         torch.distributed.barrier(world.group)
         # What goes over this host's loopback is received by one of the ranks.
-        bytes_in[name].append((received(world) - before) / windows / world.size / MIB)
-        return seconds / windows * 1e3
+        bytes_in[name].append((received(world) - before) / steps / world.size / MIB)
+        return seconds / steps * 1e3
 
     times = interleaved([partial(turn, name) for name in turns], size.rounds, shown=False)
     peaks = {name: [one.peak_bytes() / MIB] for name, one in turns.items()}
     return {
-        "time": Series(dict(zip(turns, times, strict=True)), "ms a window"),
+        "time": Series(dict(zip(turns, times, strict=True)), "ms a step"),
         "peak": Series(peaks, "MiB", counted=True),
-        "bytes": Series({name: sizes[1:] for name, sizes in bytes_in.items()}, "MiB a window"),
+        "bytes": Series({name: sizes[1:] for name, sizes in bytes_in.items()}, "MiB a step"),
     }
 
 

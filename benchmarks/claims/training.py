@@ -1,4 +1,4 @@
-"""Ablations of what a window does: precision, layout, compilation, memory, optimiser, reading values."""
+"""Ablations of what a step does: precision, layout, compilation, memory, optimiser, reading values."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from benchmarks.claims.measuring import (
     Side,
     Size,
     chosen,
-    measure_windows,
+    measure_steps,
 )
 from benchmarks.overhead import TinyTask, by_trainer, tiny_recipe
 from trainer.commands.bench.paired import interleaved
@@ -44,16 +44,16 @@ TEXT = Scene(
         *("data.global_batch=12", "data.micro_batch=12"),
     ),
 )
-_LOG_WINDOWS = 200
+_LOG_STEPS = 200
 
 
 def _settings(**sides: Sequence[str]) -> dict[str, Side]:
     return {name.replace("_", " "): Side(tuple(settings)) for name, settings in sides.items()}
 
 
-def _windows(scene: Scene, sides: dict[str, Side], memory: bool = False) -> Callable[..., Measurement]:
+def _steps(scene: Scene, sides: dict[str, Side], memory: bool = False) -> Callable[..., Measurement]:
     def measure(wanted: Sequence[str], size: Size) -> Measurement:
-        return measure_windows(scene, chosen(sides, wanted), size, memory=memory)
+        return measure_steps(scene, chosen(sides, wanted), size, memory=memory)
 
     return measure
 
@@ -65,7 +65,7 @@ def _accumulation(wanted: Sequence[str], size: Size) -> Measurement:
         "one micro-batch": Side(),
         "4 micro-batches": Side((f"data.micro_batch={batch // 4}",)),
     }
-    return measure_windows(TEXT, chosen(sides, wanted), size, memory=True)
+    return measure_steps(TEXT, chosen(sides, wanted), size, memory=True)
 
 
 def _with_optimizer(foreach: bool, parts: Parts) -> None:
@@ -80,7 +80,7 @@ def _with_optimizer(foreach: bool, parts: Parts) -> None:
 
 
 def _keep_gradients(parts: Parts) -> None:
-    """Gradients are set to zero after a window and stay, as with zero_grad(set_to_none=False)."""
+    """Gradients are set to zero after a step and stay, as with zero_grad(set_to_none=False)."""
     training = parts.training
     training.keeps_gradients = True  # as it does for CUDA graphs
     for parameter in training.parameters:
@@ -96,21 +96,21 @@ def _threads(wanted: Sequence[str], size: Size) -> Measurement:
     counts = {"1 thread": 1, "the quota": quota, "twice the quota": 2 * quota}
     sides = {name: Side((f"parallel.threads={count}",)) for name, count in counts.items()}
     on_cpu = Scene(IMAGES.recipe, (*IMAGES.cpu, "device=cpu"), (*IMAGES.cpu, "device=cpu"))
-    return measure_windows(on_cpu, chosen(sides, wanted), size)
+    return measure_steps(on_cpu, chosen(sides, wanted), size)
 
 
 def _logging(wanted: Sequence[str], size: Size) -> Measurement:
-    """The trainer's whole loop, with its files, a row of figures for each window or every 50."""
-    recipe, task = tiny_recipe(_LOG_WINDOWS), TinyTask()
-    sides = {"each window": 1, "every 50": 50}
+    """The trainer's whole loop, with its files, a row of figures for each step or every 50."""
+    recipe, task = tiny_recipe(_LOG_STEPS), TinyTask()
+    sides = {"each step": 1, "every 50": 50}
     with tempfile.TemporaryDirectory(dir=size.scratch) as name:
         loops = []
         for every in chosen(sides, wanted).values():
             side = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": every})})
             loops.append(partial(by_trainer, task, side, Path(name)))
         seconds = interleaved(loops, size.rounds, shown=False)
-    per_window = [[s / _LOG_WINDOWS * 1e6 for s in series] for series in seconds]
-    series = Series(dict(zip(chosen(sides, wanted), per_window, strict=True)), "us a window")
+    per_step = [[s / _LOG_STEPS * 1e6 for s in series] for series in seconds]
+    series = Series(dict(zip(chosen(sides, wanted), per_step, strict=True)), "us a step")
     return Measurement(
         "the smallest step there is, of `python -m benchmarks overhead`, on a CPU", {"time": series}
     )
@@ -120,19 +120,19 @@ _PRECISIONS = _settings(
     fp32=[], tf32=["precision.mode=tf32"], fp16=["precision.mode=fp16"], bf16=["precision.mode=bf16"]
 )
 TRAINING = {
-    "precision": Ablation(_windows(IMAGES, _PRECISIONS, memory=True)),
+    "precision": Ablation(_steps(IMAGES, _PRECISIONS, memory=True)),
     "cudnn": Ablation(
-        _windows(IMAGES, _settings(heuristics=["cudnn_benchmark=false"], timed=["cudnn_benchmark=true"])),
+        _steps(IMAGES, _settings(heuristics=["cudnn_benchmark=false"], timed=["cudnn_benchmark=true"])),
         ("cuda",),
     ),
     "layout": Ablation(
-        _windows(
+        _steps(
             IMAGES,
             _settings(NCHW=["model.channels_last=false"], NHWC=["model.channels_last=true"]),
         )
     ),
     "compile": Ablation(
-        _windows(
+        _steps(
             TEXT,
             {
                 name: Side((f"compile.mode={name}",))
@@ -145,7 +145,7 @@ TRAINING = {
     ),
     "accumulation": Ablation(_accumulation),
     "checkpointing": Ablation(
-        _windows(
+        _steps(
             TEXT,
             _settings(
                 none=["memory.checkpointing=none"],
@@ -156,7 +156,7 @@ TRAINING = {
         )
     ),
     "optimizer": Ablation(
-        _windows(
+        _steps(
             TEXT,
             {
                 "for-loop": Side(prepare=partial(_with_optimizer, False)),
@@ -166,9 +166,9 @@ TRAINING = {
         )
     ),
     "gradients": Ablation(
-        _windows(TEXT, {"zeros": Side(prepare=_keep_gradients), "None": Side()}, memory=True)
+        _steps(TEXT, {"zeros": Side(prepare=_keep_gradients), "None": Side()}, memory=True)
     ),
-    "item": Ablation(_windows(IMAGES, {"read": Side(each=_read_loss), "not read": Side()})),
+    "item": Ablation(_steps(IMAGES, {"read": Side(each=_read_loss), "not read": Side()})),
     "logging": Ablation(_logging),
     "threads": Ablation(_threads, ("2 CPUs",)),
 }

@@ -115,8 +115,8 @@ def bench_scale(
     estimates = [formulas.estimate(figures, one) for one in numbers]
     seen = []
     if simulated:
-        every = [formulas.windows_between(figures, one) for one in numbers]
-        seen = [simulate(figures, one, windows, seed) for one, windows in zip(numbers, every, strict=True)]
+        every = [formulas.steps_between(figures, one) for one in numbers]
+        seen = [simulate(figures, one, steps, seed) for one, steps in zip(numbers, every, strict=True)]
     apart = differences(estimates, seen) if seen else {}
     told = advice(figures, numbers)
     if as_json:
@@ -130,9 +130,9 @@ def bench_scale(
         print(f"\n{table(numbers, estimates, seen)}\n\n{told}")
         if seen:
             print(f"formula / simulation: {100 * max(apart.values()):.1f} % apart at most, target 10 %")
-            slow = simulate_stragglers(figures, numbers[-1], _SPREAD, seed) / estimates[-1].window_s - 1
+            slow = simulate_stragglers(figures, numbers[-1], _SPREAD, seed) / estimates[-1].step_s - 1
             print(
-                f"simulated alone: where ranks' times vary by {100 * _SPREAD:g} %, a window on "
+                f"simulated alone: where ranks' times vary by {100 * _SPREAD:g} %, a step on "
                 f"{numbers[-1]:,} GPUs takes {100 * slow:.0f} % longer"
             )
     if plot is not None:

@@ -23,7 +23,7 @@ def draw(plot: Path, job: Job, gpus: Sequence[int], seed: int) -> None:
     """
     figures = job.figures
     dots = [
-        (float(one), simulate(figures, one, formulas.windows_between(figures, one), seed, _FAILURES).goodput)
+        (float(one), simulate(figures, one, formulas.steps_between(figures, one), seed, _FAILURES).goodput)
         for one in gpus
     ]
     line = [(float(one), formulas.estimate(figures, one).goodput) for one in _between(figures, gpus)]

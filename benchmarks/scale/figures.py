@@ -19,13 +19,13 @@ _LEAST = 1e-12
 
 
 class Figures(Section):
-    """One job. A window is an optimiser step; each GPU does the same work on any number of them.
+    """One job. A step is an optimiser step; each GPU does the same work on any number of them.
 
     Links are those of one GPU, in one direction. What is of the whole job says so.
     """
 
     samples_per_micro_batch: int = Field(..., ge=1, le=1 << 24, description="of one GPU")
-    micro_batches_per_window: int = Field(..., ge=1, le=1 << 20, description="of one GPU: accumulation")
+    micro_batches_per_step: int = Field(..., ge=1, le=1 << 20, description="of one GPU: accumulation")
     forward_s: float = Field(..., gt=0, le=1e6, description="seconds of a micro-batch's forward pass")
     backward_s: float = Field(..., gt=0, le=1e6, description="seconds of its backward pass, nothing sent")
     update_s: float = Field(..., ge=0, le=1e6, description="seconds of the optimiser's update")
@@ -48,14 +48,14 @@ class Figures(Section):
     read_bytes_per_s: float = Field(
         ..., gt=0, le=1e15, description="of the storage, all nodes together: at a start each reads it all"
     )
-    start_s: float = Field(..., ge=0, le=1e6, description="seconds from the command to the first window")
+    start_s: float = Field(..., ge=0, le=1e6, description="seconds from the command to the first step")
     detect_s: float = Field(..., ge=0, le=1e6, description="seconds from a failure to the next start")
     node_mtbf_hours: float = Field(..., gt=0, le=1e9, description="mean time between failures of one node")
     store_request_s: float = Field(..., gt=0, le=10, description="seconds of one request to rank 0's store")
     gloo_groups: int = Field(..., ge=0, le=64, description="groups in which every rank meets every other")
     stored_bytes_per_sample: float = Field(..., ge=0, le=1e12, description="bytes a sample is read as")
     loader_cpu_s_per_sample: float = Field(..., ge=0, le=1e6, description="CPU seconds of a loader worker")
-    windows_per_row: int = Field(..., ge=1, le=1 << 30, description="log.every")
+    steps_per_row: int = Field(..., ge=1, le=1 << 30, description="log.every")
     row_bytes: float = Field(..., ge=0, le=1e12, description="bytes of a row in all files of the run folder")
     row_s: float = Field(..., ge=0, le=1e4, description="host seconds of a row; all ranks wait for rank 0")
 
@@ -71,9 +71,9 @@ class Figures(Section):
         return self
 
     @property
-    def samples_per_window(self) -> int:
+    def samples_per_step(self) -> int:
         """Of one GPU."""
-        return self.samples_per_micro_batch * self.micro_batches_per_window
+        return self.samples_per_micro_batch * self.micro_batches_per_step
 
 
 class Job(Section):
@@ -108,8 +108,8 @@ class Estimate(NamedTuple):
     """What is to be expected of a job on so many GPUs; the figures are of the whole job unless they say else.
 
     Attributes:
-        exposed_s: Seconds of a window in which the GPUs only wait for gradients.
-        window_s: Seconds of a window.
+        exposed_s: Seconds of a step in which the GPUs only wait for gradients.
+        step_s: Seconds of a step.
         stall_s: Seconds that a checkpoint stops the training for.
         mtbf_s: Mean seconds between failures.
         interval_s: Seconds of training between two checkpoints that lose least.
@@ -126,7 +126,7 @@ class Estimate(NamedTuple):
     """
 
     exposed_s: float
-    window_s: float
+    step_s: float
     stall_s: float
     mtbf_s: float
     interval_s: float

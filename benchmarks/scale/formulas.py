@@ -40,14 +40,14 @@ def exposed_s(figures: Figures, gpus: int) -> float:
 
 
 def compute_s(figures: Figures) -> float:
-    """Seconds of a window's own work."""
-    passes = figures.micro_batches_per_window * (figures.forward_s + figures.backward_s)
+    """Seconds of a step's own work."""
+    passes = figures.micro_batches_per_step * (figures.forward_s + figures.backward_s)
     return passes + figures.update_s
 
 
-def window_s(figures: Figures, gpus: int) -> float:
-    """Seconds of a window, with its share of a row of figures."""
-    return compute_s(figures) + exposed_s(figures, gpus) + figures.row_s / figures.windows_per_row
+def step_s(figures: Figures, gpus: int) -> float:
+    """Seconds of a step, with its share of a row of figures."""
+    return compute_s(figures) + exposed_s(figures, gpus) + figures.row_s / figures.steps_per_row
 
 
 def mtbf_s(figures: Figures, gpus: int) -> float:
@@ -116,21 +116,21 @@ def write_s(figures: Figures) -> float:
     return figures.checkpoint_bytes / figures.disk_bytes_per_s
 
 
-def windows_between(figures: Figures, gpus: int) -> int:
-    """The whole number of windows that is nearest to the best interval: `checkpoint.every`."""
+def steps_between(figures: Figures, gpus: int) -> int:
+    """The whole number of steps that is nearest to the best interval: `checkpoint.every`."""
     best = best_interval_s(stall_s(figures), write_s(figures), mtbf_s(figures, gpus))
-    return max(1, round(best / window_s(figures, gpus)))
+    return max(1, round(best / step_s(figures, gpus)))
 
 
 def estimate(figures: Figures, gpus: int) -> Estimate:
     """All of it for so many GPUs."""
-    window, mtbf = window_s(figures, gpus), mtbf_s(figures, gpus)
+    step, mtbf = step_s(figures, gpus), mtbf_s(figures, gpus)
     stall, write, restart = stall_s(figures), write_s(figures), restart_s(figures, gpus)
-    interval = windows_between(figures, gpus) * window
+    interval = steps_between(figures, gpus) * step
     lost = lost_share(interval, stall, write, restart, mtbf)
     return Estimate(
         exposed_s=exposed_s(figures, gpus),
-        window_s=window,
+        step_s=step,
         stall_s=stall + max(0.0, write - interval - stall),
         mtbf_s=mtbf,
         interval_s=best_interval_s(stall, write, mtbf),
@@ -140,8 +140,8 @@ def estimate(figures: Figures, gpus: int) -> Estimate:
         store_requests=store_requests(figures, gpus),
         sockets_per_node=min(gpus, figures.gpus_per_node) * figures.gloo_groups * (gpus - 1.0),
         rendezvous_s=store_requests(figures, gpus) * figures.store_request_s,
-        goodput=compute_s(figures) / window * (1 - lost),
-        log_bytes_per_day=figures.row_bytes * _DAY / (figures.windows_per_row * window),
-        data_bytes_per_s=gpus * figures.samples_per_window * figures.stored_bytes_per_sample / window,
-        loader_cpus_per_gpu=figures.samples_per_window * figures.loader_cpu_s_per_sample / window,
+        goodput=compute_s(figures) / step * (1 - lost),
+        log_bytes_per_day=figures.row_bytes * _DAY / (figures.steps_per_row * step),
+        data_bytes_per_s=gpus * figures.samples_per_step * figures.stored_bytes_per_sample / step,
+        loader_cpus_per_gpu=figures.samples_per_step * figures.loader_cpu_s_per_sample / step,
     )

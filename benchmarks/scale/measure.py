@@ -73,7 +73,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
         manifest = strict_json.parse((run / "manifest.json").read_bytes())
         rows = [row for row in map(strict_json.parse, lines) if row["kind"] == "train"]
         told = [row for row in rows if "time/wall" in row]
-        spans = [(new["window"] - old["window"], new) for old, new in pairwise(told)]
+        spans = [(new["step"] - old["step"], new) for old, new in pairwise(told)]
         ranks, accumulation = int(manifest["world_size"]), int(manifest["accumulation"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{run}: no run whose rows can be read; give its folder") from error
@@ -81,7 +81,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
         raise BadInputError(f"{run}: a run of one rank with at least 4 rows that tell the time is needed")
 
     def median(phase: str) -> float:
-        return float(statistics.median(float(row[f"time/{phase}"]) / windows for windows, row in spans))
+        return float(statistics.median(float(row[f"time/{phase}"]) / steps for steps, row in spans))
 
     written = sum(
         path.stat().st_size
@@ -93,12 +93,12 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
     by = f"measured: rows of {run.name}, median of {len(spans)}"
     return {
         "samples_per_micro_batch": (recipe.data.global_batch // accumulation, by),
-        "micro_batches_per_window": (accumulation, by),
+        "micro_batches_per_step": (accumulation, by),
         "forward_s": (median("forward") / accumulation, by),
         "backward_s": (median("backward") / accumulation, by),
         "update_s": (median("update"), by),
         "row_s": (per_row, by),
-        "windows_per_row": (recipe.log.every, "code: log.every"),
+        "steps_per_row": (recipe.log.every, "code: log.every"),
         "row_bytes": (written / len(rows), f"measured: files of {run.name} over {len(rows)} rows"),
         "loader_cpu_s_per_sample": (worker, f"{by}: loader/seconds_per_sample"),
     }

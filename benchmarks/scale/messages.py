@@ -1,4 +1,4 @@
-"""Windows of a job simulated message by message: buckets get ready, parts of them go round on rings of links.
+"""Steps of a job simulated message by message: buckets get ready, parts of them go round on rings of links.
 
 A link serves one message at a time. What a rank sends next it has from its neighbour, so that the messages of
 all links come in rounds, and a round is a few operations on arrays of times; ranks may be at different times.
@@ -14,13 +14,13 @@ from benchmarks.scale.figures import Figures
 Times = npt.NDArray[np.float64]
 
 
-class Windows(NamedTuple):
-    """What was seen of simulated windows.
+class Steps(NamedTuple):
+    """What was seen of simulated steps.
 
     Attributes:
-        plain_s: Seconds of a window without a row of figures.
+        plain_s: Seconds of a step without a row of figures.
         row_s: Seconds that one with a row took longer.
-        exposed_s: Seconds of a window in which a rank had nothing to compute, on average.
+        exposed_s: Seconds of a step in which a rank had nothing to compute, on average.
     """
 
     plain_s: float
@@ -73,31 +73,31 @@ class Fabric:
         return self._within.go_round(summed, self.local - 1, part)
 
 
-def simulate_windows(
+def simulate_steps(
     figures: Figures,
     gpus: int,
     spread: float = 0.0,
-    windows: int = 3,
+    steps: int = 3,
     random: np.random.Generator | None = None,
-) -> Windows:
-    """Simulates windows, a row of figures after the second.
+) -> Steps:
+    """Simulates steps, a row of figures after the second.
 
     Args:
         figures: Of the job.
         gpus: A multiple of those of a node, or fewer than that.
-        spread: Standard deviation of a rank's time to compute a window, as a share of it.
-        windows: How many, from 3 on.
+        spread: Standard deviation of a rank's time to compute a step, as a share of it.
+        steps: How many, from 3 on.
         random: Draws it.
     """
     fabric = Fabric(figures, gpus)
     shape = (fabric.nodes, fabric.local)
     clock: Times = np.zeros(shape)
     ends, waits = [0.0], list[float]()
-    for number in range(windows):
+    for number in range(steps):
         pace: Times = np.ones(shape)
         if spread and random is not None:
             pace = np.maximum(0.1, 1 + spread * random.standard_normal(shape))
-        for _ in range(figures.micro_batches_per_window - 1):
+        for _ in range(figures.micro_batches_per_step - 1):
             clock = clock + (figures.forward_s + figures.backward_s) * pace
         clock = clock + figures.forward_s * pace
         computed = clock + figures.backward_s * pace
@@ -112,4 +112,4 @@ def simulate_windows(
         ends.append(float(clock.max()))
     lengths = np.diff(ends)
     plain = np.delete(lengths, 1)
-    return Windows(float(plain.mean()), float(lengths[1] - plain.mean()), float(np.mean(np.delete(waits, 2))))
+    return Steps(float(plain.mean()), float(lengths[1] - plain.mean()), float(np.mean(np.delete(waits, 2))))

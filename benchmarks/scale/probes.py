@@ -34,7 +34,7 @@ def of_buckets(recipe: Recipe) -> Found:
     """DDP's buckets and when they are ready, by a backward pass of one rank in a group of its own."""
     device = torch.device("cuda", 0) if device_kind(recipe) == "cuda" else torch.device("cpu")
     torch.set_num_threads(threads_per_rank(read_limits(), 1))
-    length = {"epochs": 10**9, "max_windows": _ROUNDS + 2}
+    length = {"epochs": 10**9, "max_steps": _ROUNDS + 2}
     recipe = recipe.model_copy(update=length)
     parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=0)
     t = parts.training
@@ -177,10 +177,10 @@ def of_store() -> Found:
 
 
 def of_start(run: Path) -> Found:
-    """Seconds from the command to the first row, of a run that is this one's recipe and one window."""
+    """Seconds from the command to the first row, of a run that is this one's recipe and one step."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "run" / "metrics.jsonl"
-        settings = ("max_windows=1", "log.every=1", "evaluate_every=0")
+        settings = ("max_steps=1", "log.every=1", "evaluate_every=0")
         words = [word for setting in settings for word in ("--set", setting)]
         command = [
             sys.executable,
@@ -198,4 +198,4 @@ def of_start(run: Path) -> Found:
             seconds = time.perf_counter() - began
         if process.returncode:
             raise BadInputError(f"{run}: its recipe couldn't be started again, see above")
-    return {"start_s": (seconds, "measured: a run of one window, one rank, from the command to its row")}
+    return {"start_s": (seconds, "measured: a run of one step, one rank, from the command to its row")}

@@ -1,6 +1,6 @@
 """What happens on many GPUs, by simulation: times, messages and queues, and no formula of the table's.
 
-Nothing of `formulas` is imported. The windows are simulated message by message (`messages`), failures and
+Nothing of `formulas` is imported. The steps are simulated message by message (`messages`), failures and
 checkpoints event by event (`life`), what the ranks ask of rank 0's store and of the storage in queues (here).
 """
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from benchmarks.scale.figures import DEFAULT_S, Estimate, Figures
 from benchmarks.scale.life import best_interval, failure_times, live
-from benchmarks.scale.messages import simulate_windows
+from benchmarks.scale.messages import simulate_steps
 
 FAILURES = 4000  # that a job lives through: its mean time between them is then known to 1.6 %
 _CHUNK = 16 << 20
@@ -26,21 +26,21 @@ def simulate(figures: Figures, gpus: int, every: int, seed: int = 0, failures: i
     Args:
         figures: Of the job.
         gpus: A multiple of those of a node, or fewer than that.
-        every: Windows between two checkpoints.
+        every: Steps between two checkpoints.
         seed: Of the failures.
         failures: How many it lives through.
     """
-    windows = simulate_windows(figures, gpus)
-    window_s = windows.plain_s + windows.row_s / figures.windows_per_row
+    steps = simulate_steps(figures, gpus)
+    step_s = steps.plain_s + steps.row_s / figures.steps_per_row
     requests, sockets, met_s = _meet(figures, gpus)
     copy_s, write_s, restart_s = _durations(figures, gpus, met_s)
     times = _failures(figures, gpus, seed, failures)
-    lived = live(every * window_s, copy_s, write_s, restart_s, times)
-    busy = figures.micro_batches_per_window * (figures.forward_s + figures.backward_s) + figures.update_s
-    day = _DAY / window_s
+    lived = live(every * step_s, copy_s, write_s, restart_s, times)
+    busy = figures.micro_batches_per_step * (figures.forward_s + figures.backward_s) + figures.update_s
+    day = _DAY / step_s
     return Estimate(
-        exposed_s=windows.exposed_s,
-        window_s=window_s,
+        exposed_s=steps.exposed_s,
+        step_s=step_s,
         stall_s=lived.stall_s,
         mtbf_s=float(np.mean(np.diff([0.0, *times]))),
         interval_s=best_interval(copy_s, write_s, restart_s, times),
@@ -50,10 +50,10 @@ def simulate(figures: Figures, gpus: int, every: int, seed: int = 0, failures: i
         store_requests=requests,
         sockets_per_node=sockets * min(gpus, figures.gpus_per_node),
         rendezvous_s=met_s,
-        goodput=busy / window_s * (1 - lived.lost_share),
+        goodput=busy / step_s * (1 - lived.lost_share),
         log_bytes_per_day=_written(figures, day),
-        data_bytes_per_s=_read(figures, gpus, window_s),
-        loader_cpus_per_gpu=_loading(figures, window_s),
+        data_bytes_per_s=_read(figures, gpus, step_s),
+        loader_cpus_per_gpu=_loading(figures, step_s),
     )
 
 
@@ -67,9 +67,9 @@ def simulate_losses(
 
 
 def simulate_stragglers(figures: Figures, gpus: int, spread: float, seed: int = 0) -> float:
-    """Seconds of a window whose ranks differ at random by `spread` (standard deviation, a share)."""
+    """Seconds of a step whose ranks differ at random by `spread` (standard deviation, a share)."""
     random = np.random.Generator(np.random.Philox(key=[seed, gpus]))
-    return simulate_windows(figures, gpus, spread, 8, random).plain_s
+    return simulate_steps(figures, gpus, spread, 8, random).plain_s
 
 
 def _failures(figures: Figures, gpus: int, seed: int, count: int) -> list[float]:
@@ -123,38 +123,38 @@ def _meet(figures: Figures, gpus: int) -> tuple[float, float, float]:
     return float(requests), float(sockets.max()), float(at.max())
 
 
-def _written(figures: Figures, windows: float) -> float:
-    """Bytes of the rows of so many windows."""
-    written, window = 0.0, figures.windows_per_row
-    while window <= windows and written < 1e18:
+def _written(figures: Figures, steps: float) -> float:
+    """Bytes of the rows of so many steps."""
+    written, step = 0.0, figures.steps_per_row
+    while step <= steps and written < 1e18:
         written += figures.row_bytes
-        window += figures.windows_per_row
-        if window > 10_000_000:  # a day of very short windows: as many more as there were
-            return written * windows / window
+        step += figures.steps_per_row
+        if step > 10_000_000:  # a day of very short steps: as many more as there were
+            return written * steps / step
     return written
 
 
-def _read(figures: Figures, gpus: int, window_s: float) -> float:
-    """Bytes per second that the ranks ask storage for, over some windows."""
-    windows, asked = 8, 0.0
-    for _ in range(windows):
-        for _ in range(figures.micro_batches_per_window):
+def _read(figures: Figures, gpus: int, step_s: float) -> float:
+    """Bytes per second that the ranks ask storage for, over some steps."""
+    steps, asked = 8, 0.0
+    for _ in range(steps):
+        for _ in range(figures.micro_batches_per_step):
             asked += gpus * figures.samples_per_micro_batch * figures.stored_bytes_per_sample
-    return asked / (windows * window_s)
+    return asked / (steps * step_s)
 
 
-def _loading(figures: Figures, window_s: float) -> float:
+def _loading(figures: Figures, step_s: float) -> float:
     """CPUs that a GPU's loader workers keep busy: each sample goes to the worker that is free first."""
-    workers, samples = 1, min(2000, figures.samples_per_window)
-    cost = figures.loader_cpu_s_per_sample * figures.samples_per_window / samples
+    workers, samples = 1, min(2000, figures.samples_per_step)
+    cost = figures.loader_cpu_s_per_sample * figures.samples_per_step / samples
     while True:
         free, busy, late = [0.0] * workers, 0.0, 0.0
-        for window in range(4):
+        for step in range(4):
             for _ in range(samples):
-                start = max(free[0], window * window_s)
+                start = max(free[0], step * step_s)
                 heapq.heapreplace(free, start + cost)
                 busy += cost
-            late = max(free) - (window + 1) * window_s
+            late = max(free) - (step + 1) * step_s
         if late <= max(cost, 1e-9) or workers >= 4096:
-            return busy / max(4 * window_s, *free)
+            return busy / max(4 * step_s, *free)
         workers *= 2

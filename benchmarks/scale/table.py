@@ -22,7 +22,7 @@ class _Row(NamedTuple):
 
 
 ROWS = (
-    _Row("window_s", "a window (optimiser step)", duration),
+    _Row("step_s", "a step", duration),
     _Row("exposed_s", "of it, waiting for gradients", duration),
     _Row("stall_s", "a checkpoint stops the training for", duration),
     _Row("mtbf_s", "a failure every", duration),
@@ -77,8 +77,8 @@ def advice(figures: Figures, gpus: Sequence[int]) -> str:
     """What to set, in one line."""
     told = []
     for one in gpus:
-        every, window = formulas.windows_between(figures, one), formulas.window_s(figures, one)
-        told.append(f"checkpoint.every={every} on {one:,} ({duration(every * window)})")
+        every, step = formulas.steps_between(figures, one), formulas.step_s(figures, one)
+        told.append(f"checkpoint.every={every} on {one:,} ({duration(every * step)})")
     return f"advice: checkpoint.minutes=0 and {', '.join(told)}".replace("\u00a0", " ")
 
 

@@ -76,8 +76,8 @@ BENCHES = {
     ),
     "accumulation": Bench(
         "Accumulated gradients",
-        "windows whose gradient is that of their samples concatenated, to 1e-12",
-        "A window that is cut otherwise than due isn't right.",
+        "steps whose gradient is that of their samples concatenated, to 1e-12",
+        "A step that is cut otherwise than due isn't right.",
         "accumulate",
         15,
         False,

@@ -12,7 +12,7 @@ from benchmarks.scoreboard.figures import Absent, Counted, Part, Row, without_th
 
 
 def by_accumulation(timm_train: Path | None) -> Part:
-    """Windows with the gradient of their samples."""
+    """Steps with the gradient of their samples."""
     there, rows = libraries_for("accumulate")
     there = accumulation.with_script(there, timm_train if "timm" in there else None)
 
@@ -23,7 +23,7 @@ def by_accumulation(timm_train: Path | None) -> Part:
     judged, failed = without_the_failing(measure, there, LibraryFailed)
     return Part(
         "accumulation",
-        [*count_windows(judged), *rows, *failed_rows(failed)],
+        [*count_steps(judged), *rows, *failed_rows(failed)],
         "5 and 7 micro-batches at accumulation 4, with all tokens valid and with valid tokens that vary; "
         "float64, one process, one epoch",
         {"cases": [{**one._asdict(), **_nested(one)} for one in judged]},
@@ -34,8 +34,8 @@ def _nested(judged: accumulation.Judged) -> dict[str, Any]:
     return {"case": judged.case._asdict(), "score": judged.score and judged.score._asdict()}
 
 
-def count_windows(judged: Sequence[accumulation.Judged]) -> list[Row]:
-    """Of each way how many windows got the gradient of their samples, and the trainer's on the same cases."""
+def count_steps(judged: Sequence[accumulation.Judged]) -> list[Row]:
+    """Of each way how many steps got the gradient of their samples, and the trainer's on the same cases."""
     own = [one for one in judged if one.name == "trainer"]
     rows: list[Row] = []
     for (name, variant), group in _grouped(judged).items():

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import accumulation, against
 from benchmarks.__main__ import main
-from benchmarks.accumulation import CASES, Case, Recorded, judge, windows_due
+from benchmarks.accumulation import CASES, Case, Recorded, judge, steps_due
 from benchmarks.against import timm
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
@@ -36,7 +36,7 @@ def forget_the_true_units(_: Any, __: int, ___: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("where", "what", "mutant"),
     [
-        (plan.Plan, "window_samples", lambda self, _: self.global_batch),
+        (plan.Plan, "step_samples", lambda self, _: self.global_batch),
         (step, "_divide_by_true_units", forget_the_true_units),
     ],
 )
@@ -51,7 +51,7 @@ def test_a_wrong_step_fails_the_bench(
 def test_no_update_is_nothing_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(accumulation, "train_window", lambda *_: None)
+    monkeypatch.setattr(accumulation, "train_step", lambda *_: None)
     assert main(["accumulation"]) == 3
     assert "nothing measured" in capsys.readouterr().out
 
@@ -62,9 +62,9 @@ def trained(case: Case, sizes: list[int], scales: list[float], mean_of_means: bo
     optimizer = accumulation.Recorder(recorded)
     batches = iter(case.loader())
     for size, scale in zip(sizes, scales, strict=True):
-        window = [next(batches) for _ in range(size)]
-        units = sum(int((y != -100).sum()) for _, y in window)
-        for x, y in window:
+        step = [next(batches) for _ in range(size)]
+        units = sum(int((y != -100).sum()) for _, y in step)
+        for x, y in step:
             if mean_of_means:
                 loss = recorded.loss(recorded.model, x, y) / size
             else:
@@ -77,7 +77,7 @@ def trained(case: Case, sizes: list[int], scales: list[float], mean_of_means: bo
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_judge_accepts_the_right_gradients(case: Case) -> None:
-    due = windows_due(case)
+    due = steps_due(case)
     score = judge(trained(case, due, [1.0] * len(due)), case.accumulation, due)
     assert score.exact
     assert score.ragged == pytest.approx([1.0])
@@ -113,7 +113,7 @@ def test_the_judge_sees_a_mean_of_means() -> None:
 
 @pytest.mark.parametrize("library", ["lightning", "accelerate"])
 def test_what_a_library_is_given_and_what_is_read(library: str) -> None:
-    """All micro-batches once and in order, nothing changed, full windows right: nothing was misread."""
+    """All micro-batches once and in order, nothing changed, full steps right: nothing was misread."""
     require(library)
     measure = against.chosen(library, "accumulate")[library]
     for case in CASES:
@@ -125,7 +125,7 @@ def test_what_a_library_is_given_and_what_is_read(library: str) -> None:
             fresh = Recorded("").model.parameters()
             assert all(torch.equal(a, b) for a, b in zip(fresh, recorded.model.parameters(), strict=True))
             if not case.tokens_vary:
-                score = judge(recorded, case.accumulation, windows_due(case))
+                score = judge(recorded, case.accumulation, steps_due(case))
                 assert score.full is not None
                 assert score.full <= 1e-12
 
@@ -164,9 +164,9 @@ images = torch.stack([torch.tensor(np.array(Image.open(file))).permute(2, 0, 1) 
 labels = torch.tensor([int(file.parent.name) for file in files])
 batches = list(zip(images.split(options.batch_size), labels.split(options.batch_size)))
 for start in range(0, len(batches), options.grad_accum_steps):
-    window = batches[start:start + options.grad_accum_steps]
-    for x, y in window:
-        (torch.nn.functional.cross_entropy(model(x), y) / len(window)).backward()
+    step = batches[start:start + options.grad_accum_steps]
+    for x, y in step:
+        (torch.nn.functional.cross_entropy(model(x), y) / len(step)).backward()
     optimizer.step()
     optimizer.zero_grad()
 assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), "the weights have changed"

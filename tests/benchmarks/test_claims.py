@@ -20,7 +20,7 @@ from benchmarks.claims.catalogue import ABLATIONS, CLAIMS, in_turn
 from benchmarks.claims.chart import chart
 from benchmarks.claims.claim import Claim, Measured, Row, Series, Source, compare, judge
 from benchmarks.claims.loading import AsFloats
-from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_windows
+from benchmarks.claims.measuring import Measurement, Scene, Side, Size, measure_steps
 from benchmarks.claims.needs import library
 from benchmarks.claims.run import select
 from benchmarks.claims.show import as_json, summary, table
@@ -32,7 +32,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.data.dataset import ArrayDataset
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 # Issue 12's list, and the figures of the field guides; each with the rows that are about it.
 LISTED = {
@@ -126,22 +126,22 @@ def test_sides_are_compared_round_by_round() -> None:
 
 
 @pytest.mark.parametrize(("more", "ratio", "verdict"), [(0.0, 1.0, "doesn't hold"), (-0.5, 0.5, "holds")])
-def test_windows_are_timed_in_turn(
+def test_steps_are_timed_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: float, ratio: float, verdict: str
 ) -> None:
-    """On a clock that each window moves by a second: an ablation that does nothing isn't said to help."""
+    """On a clock that each step moves by a second: an ablation that does nothing isn't said to help."""
     clock = Clock()
 
-    def window(*arguments: Any) -> None:
-        train_window(*arguments)
+    def step(*arguments: Any) -> None:
+        train_step(*arguments)
         clock.move(1.0)
 
-    monkeypatch.setattr(measuring, "train_window", window)
+    monkeypatch.setattr(measuring, "train_step", step)
     monkeypatch.setattr(measuring, "now", lambda _: clock())
     size = Size(rounds=6, turn_s=2.0, images=0, scratch=tmp_path)
     sides = {"off": Side(), "on": Side(each=lambda _: clock.move(more))}
-    found = measure_windows(Scene("digits", TINY, TINY), sides, size)
-    assert found.conditions.endswith("; 2 windows a turn")
+    found = measure_steps(Scene("digits", TINY, TINY), sides, size)
+    assert found.conditions.endswith("; 2 steps a turn")
     time = compare(found.series["time"], "off", "on")
     assert (time.base, time.low, time.ratio, time.high) == (1000.0, ratio, ratio, ratio)
     assert judge(time, CLAIM.most) == verdict
@@ -158,7 +158,7 @@ def test_what_takes_memory_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
     size = Size(rounds=1, turn_s=0.0, images=0, scratch=tmp_path)
     sides = {"one": Side(), "four": Side(("data.micro_batch=4",))}
-    found = measure_windows(Scene("digits", TINY, TINY), sides, size, memory=True).series
+    found = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series
     assert found["peak"].values["four"][0] < 0.5 * found["peak"].values["one"][0]
     assert found["peak"].values["one"][0] < found["memory"].values["one"][0]
     gradients = TRAINING["gradients"].measure(["None", "zeros"], size).series["memory"]
@@ -176,9 +176,7 @@ def fake(series: Mapping[str, Series]) -> runs.Measure:
 
 def test_table_and_json_say_the_same(tmp_path: Path) -> None:
     claims = runs.select("bf16,fp16,zero-grad")
-    timed = Series(
-        {"fp32": [2.0] * 6, "bf16": [1.0] * 6, "zeros": [1.0] * 6, "None": [1.0] * 6}, "ms a window"
-    )
+    timed = Series({"fp32": [2.0] * 6, "bf16": [1.0] * 6, "zeros": [1.0] * 6, "None": [1.0] * 6}, "ms a step")
     rows = runs.run_claims(claims, True, tmp_path, lambda _: None, fake({"time": timed}))
     assert [row.claim for row in rows] == claims
     found = json.loads(as_json(rows, "here", "how"))["claims"]
@@ -316,7 +314,7 @@ def test_each_command_of_the_targets_parses(key: str, tmp_path: Path) -> None:
     trainer_parser().parse_args(words)
     if words[0] == "train":
         values = override(read_recipe(words[1]), [one for flag, one in pairwise(words) if flag == "--set"])
-        assert validated(Recipe, values, words[1]).max_windows
+        assert validated(Recipe, values, words[1]).max_steps
 
 
 def test_what_the_targets_conclude() -> None:

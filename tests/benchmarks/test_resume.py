@@ -37,25 +37,23 @@ def test_each_epoch_has_every_sample_once() -> None:
     assert len(set(resumed.whole.losses)) == UPDATES
 
 
-def forget_the_count(t: Training, window: int, saved: Any) -> None:
-    load_tensors(
-        t, window, {**saved, "optimizer": {**saved["optimizer"], "applied": t.rates.applied.clone()}}
-    )
+def forget_the_count(t: Training, step: int, saved: Any) -> None:
+    load_tensors(t, step, {**saved, "optimizer": {**saved["optimizer"], "applied": t.rates.applied.clone()}})
 
 
-def forget_the_moments(t: Training, window: int, saved: Any) -> None:
-    load_tensors(t, window, saved)
+def forget_the_moments(t: Training, step: int, saved: Any) -> None:
+    load_tensors(t, step, saved)
     for slots in t.optimizer.state.values():
         slots["exp_avg"].zero_()
 
 
-def one_bit(t: Training, window: int, saved: Any) -> None:
-    load_tensors(t, window, saved)
+def one_bit(t: Training, step: int, saved: Any) -> None:
+    load_tensors(t, step, saved)
     # Not the lowest: the next updates may round it away, on some processors and not on others.
     t.parameters[0].detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 15)
 
 
-def a_window_late(folder: Path) -> Any:
+def a_step_late(folder: Path) -> Any:
     found, skipped = store.newest_good(folder)
     assert found is not None
     return found._replace(step=found.step + 1), skipped
@@ -68,7 +66,7 @@ def a_window_late(folder: Path) -> Any:
         ("load_tensors", forget_the_moments, "0"),
         ("load_tensors", one_bit, "0"),
         ("load_tensors", lambda *_: None, "0"),
-        ("newest_good", a_window_late, "27"),
+        ("newest_good", a_step_late, "27"),
     ],
     ids=["count", "moments", "bit", "nothing", "late"],
 )

@@ -46,7 +46,7 @@ def example(**changed: object) -> Figures:
 
 
 def both(figures: Figures, gpus: int, seed: int = 0) -> tuple[Estimate, Estimate]:
-    every = formulas.windows_between(figures, gpus)
+    every = formulas.steps_between(figures, gpus)
     return formulas.estimate(figures, gpus), simulate(figures, gpus, every, seed)
 
 
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, object]] = {
     "failing": {"node_mtbf_hours": 100.0, "gloo_groups": 0, "detect_s": 20.0, "host_copy_bytes_per_s": 1e8},
     "slow disk": {"node_mtbf_hours": 300.0, "gloo_groups": 0, "detect_s": 20.0, "disk_bytes_per_s": 2e6},
     "accumulating": {
-        "micro_batches_per_window": 4,
+        "micro_batches_per_step": 4,
         "row_s": 0.5,
         "loader_cpu_s_per_sample": 0.01,
         "update_s": 0.05,
@@ -84,7 +84,7 @@ def test_they_agree_at_4096_of_the_example_and_of_what_was_measured() -> None:
 
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "exposed_s": ("all_reduce_s", lambda f: lambda figures, gpus, size: f(figures, gpus, 2 * size)),
-    "window_s": ("compute_s", lambda f: lambda figures: 2 * f(figures)),
+    "step_s": ("compute_s", lambda f: lambda figures: 2 * f(figures)),
     "stall_s": ("stall_s", lambda f: lambda figures: 2 * f(figures)),
     "mtbf_s": ("mtbf_s", lambda f: lambda figures, gpus: 2 * f(figures, gpus)),
     "interval_s": ("young_s", lambda f: lambda stall, mtbf: f(stall, mtbf) / math.sqrt(2)),
@@ -100,7 +100,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_formula_that_is_off_by_a_factor_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = example(**CASES["slow network"])
-    other = simulate(figures, 512, formulas.windows_between(figures, 512))
+    other = simulate(figures, 512, formulas.steps_between(figures, 512))
     function, mutant = MUTANTS[name]
     monkeypatch.setattr(formulas, function, mutant(getattr(formulas, function)))
     wrong = formulas.estimate(figures, 512)
@@ -189,7 +189,7 @@ def test_an_all_reduce_by_hand() -> None:
 
 def test_a_slow_rank_holds_all_up() -> None:
     slow = simulation.simulate_stragglers(example(), 64, 0.05)
-    assert 1.05 < slow / formulas.window_s(example(), 64) < 1.3
+    assert 1.05 < slow / formulas.step_s(example(), 64) < 1.3
 
 
 @given(
@@ -336,7 +336,7 @@ def test_the_answer_for_machines(capsys: Capsys) -> None:
     assert told["sources"]["node_mtbf_hours"] == "given: --set node_mtbf_hours"
     figures = example(node_mtbf_hours=50)
     assert told["computed"][1] == formulas.estimate(figures, 64)._asdict()
-    assert f"checkpoint.every={formulas.windows_between(figures, 64)} on 64" in told["advice"]
+    assert f"checkpoint.every={formulas.steps_between(figures, 64)} on 64" in told["advice"]
 
 
 def test_code_1_where_they_part(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
@@ -387,7 +387,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: Capsys) -> N
 def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
     text = EXAMPLE.read_text().replace("assumed: no", "somewhere: no")
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(BadInputError, match="micro_batches_per_window is missing or says nothing"):
+    with pytest.raises(BadInputError, match="micro_batches_per_step is missing or says nothing"):
         read_job(tmp_path / "mine.yaml")
 
 
@@ -396,7 +396,7 @@ def test_figures_of_a_run_and_of_this_machine(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(digits_run, run)
-    rows = [{"kind": "train", "window": 10 * n, **PHASES} for n in range(1, 6)]
+    rows = [{"kind": "train", "step": 10 * n, **PHASES} for n in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoint.store.write(run / checkpoint.FOLDER, 7, {"model": {"weight": torch.ones(1000)}}, {})
     comm = tmp_path / "comm.json"
@@ -407,7 +407,7 @@ def test_figures_of_a_run_and_of_this_machine(
     (tmp_path / "figures.yaml").write_text(capsys.readouterr().out)
     job = read_job(tmp_path / "figures.yaml")
     figures = job.figures
-    assert figures.forward_s == pytest.approx(0.02 / figures.micro_batches_per_window)
+    assert figures.forward_s == pytest.approx(0.02 / figures.micro_batches_per_step)
     assert (figures.update_s, figures.row_s, figures.node_alpha_s) == pytest.approx((0.01, 0.5, 0.001))
     model = safetensors.torch.load_file(run / "model.safetensors")
     parameters = sum(

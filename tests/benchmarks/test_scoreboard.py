@@ -30,7 +30,7 @@ from benchmarks.scoreboard.bench import bench_scoreboard, check_files, write_all
 from benchmarks.scoreboard.benches import BENCHES, FULL, QUICK, measured_apart
 from benchmarks.scoreboard.chart import chart
 from benchmarks.scoreboard.common import Extent, libraries_for
-from benchmarks.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_windows
+from benchmarks.scoreboard.counted import by_accumulation, by_resume, count_cuts, count_steps
 from benchmarks.scoreboard.figures import (
     BUSY,
     NOT_BEST,
@@ -52,7 +52,7 @@ from benchmarks.scoreboard.timed import by_loader, by_overhead
 from trainer.commands.bench.paired import median_interval, values_outside
 from trainer.errors import BadInputError
 from trainer.observe.text import DASH
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 MACHINE = Machine("2026-11-22, a processor", "quick 1.0, slow not installed")
 WON = Timed("trainer 1", "slow 2.0", 100.0, 200.0, 0.5, 0.45, 0.55, 60)
@@ -310,14 +310,14 @@ def score(cut: list[int], due: list[int], right: int) -> accumulation.Score:
     return accumulation.Score(cut, due, 0.0, [], right == len(due), right)
 
 
-def test_windows_are_compared_on_the_cases_that_both_did() -> None:
+def test_steps_are_compared_on_the_cases_that_both_did() -> None:
     def judged(name: str, variant: str, rights: Sequence[int | None]) -> list[accumulation.Judged]:
         return [
             accumulation.Judged(name, variant, case, None if n is None else score([4, 1], [4, 1], n), "a way")
             for case, n in zip(CASES, rights, strict=True)
         ]
 
-    found = count_windows(
+    found = count_steps(
         [
             *judged("trainer", "weighted", [2, 2, 2, 2]),
             *judged("trainer", "cross", [2, 2, 1, 2]),
@@ -426,11 +426,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_windows_and_cuts_of_the_trainer() -> None:
-    windows, cuts = by_accumulation(None), by_resume(QUICK)
-    assert [(row.right, row.of) for row in windows.rows if isinstance(row, Counted)] == [(8, 8), (8, 8)]
+def test_steps_and_cuts_of_the_trainer() -> None:
+    steps, cuts = by_accumulation(None), by_resume(QUICK)
+    assert [(row.right, row.of) for row in steps.rows if isinstance(row, Counted)] == [(8, 8), (8, 8)]
     assert [(row.right, row.of) for row in cuts.rows if isinstance(row, Counted)] == [(1, 1)]
-    for part in (windows, cuts):
+    for part in (steps, cuts):
         assert part.measured
         assert not part.failures
         json.dumps(part.raw)
@@ -454,13 +454,13 @@ def test_a_script_that_crashes_leaves_the_others_their_rows(
 
 
 @pytest.mark.usefixtures("alone")
-def test_wrong_windows_of_the_trainer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_only(t: Any, batches: Any, window: int) -> None:
-        train_window(t, batches, window)
-        if window:
+def test_wrong_steps_of_the_trainer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_only(t: Any, batches: Any, step: int) -> None:
+        train_step(t, batches, step)
+        if step:
             t.optimizer._recorded.updates[-1][1].mul_(2)
 
-    monkeypatch.setattr(accumulation, "train_window", first_only)
+    monkeypatch.setattr(accumulation, "train_step", first_only)
     part = by_accumulation(None)
     assert [(row.right, row.of) for row in part.rows if isinstance(row, Counted)] == [(4, 8), (4, 8)]
     assert part.failures

@@ -26,7 +26,7 @@ from trainer.observe.trace import read_trace
 from trainer.train import explain
 from trainer.train.guard import Guard
 from trainer.train.run import assemble
-from trainer.train.step import LossOf, Training, train_window
+from trainer.train.step import LossOf, Training, train_step
 
 CPU = torch.device("cpu")
 
@@ -77,8 +77,8 @@ def trained(
         t.replica = replicate(LossOf(t.task, Replayed(t.model)), group, recipe.parallel, CPU)
     t.__post_init__()
     batches = parts.loader(t.share.batches())
-    for window in range(t.share.plan.windows):
-        train_window(t, batches, window)
+    for step in range(t.share.plan.steps):
+        train_step(t, batches, step)
     assert t.average is not None
     return t, [t.loss, t.norm, *t.model.parameters(), *t.average.tensors.values()]
 
@@ -179,7 +179,7 @@ def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed are rows, fingerprints, explanations, the watching thread and what comes between windows."""
+    """Timed are rows, fingerprints, explanations, the watching thread and what comes between steps."""
     monkeypatch.setattr(explain, "_PAUSE_S", 0.0)
     looked: list[int] = []
     original = Guard.look
@@ -199,11 +199,11 @@ def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pyte
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert threads("machine") == watching
     figures = [row for row in rows if row["kind"] == "train"]
-    assert [row["window"] for row in figures] == [50, 100] and looked == list(range(1, 101))
+    assert [row["step"] for row in figures] == [50, 100] and looked == list(range(1, 101))
     assert all(row.keys() >= {"loss", "time/wall", "time/gc", "samples_per_s"} for row in figures)
-    assert [row["window"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
+    assert [row["step"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
     trace, names, bad = read_trace(tmp_path / "trace.jsonl")
-    assert not bad and [(row.window, len(row.tensors)) for row in trace] == [
+    assert not bad and [(row.step, len(row.tensors)) for row in trace] == [
         (50, len(names)),
         (100, len(names)),
     ]

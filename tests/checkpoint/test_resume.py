@@ -39,7 +39,7 @@ from trainer.train.resume import check_resumable, differences, newest_run, read_
 from trainer.train.run import assemble, make_task
 from trainer.train.run_folder import write_json
 from trainer.train.state import tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 ROOT = Path(__file__).parents[2]
 KIND = {**kinds()[0], "every": 3}
@@ -47,7 +47,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"), None)
 # For ranks of tests.helpers.world.
 DIGITS: dict[str, Any] = {
     "epochs": 1,
-    "max_windows": 6,
+    "max_steps": 6,
     "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
     "model": {"width": 8, "norm": "group"},
     "optim": {"lr": 0.01, "clip": 1.0},
@@ -69,14 +69,14 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 
 def rows_of(folder: Path) -> list[Any]:
-    keys = ("kind", "window", "loss", "gradient_norm", "accuracy", "learning_rate", "applied")
+    keys = ("kind", "step", "loss", "gradient_norm", "accuracy", "learning_rate", "applied")
     return [tuple(row.get(key) for key in keys) for row in read_rows(folder)]
 
 
 def stopped(
     folder: Path, *arguments: str, to: str = "launcher", number: int = signal.SIGTERM
 ) -> "subprocess.CompletedProcess[str]":
-    """A run that is sent a signal after its 31st window: its launcher, or one of its ranks."""
+    """A run that is sent a signal after its 31st step: its launcher, or one of its ranks."""
     beside = folder.with_name(f"{folder.name}-beside")
     words = [sys.executable, "-m", "trainer", *RUN, *arguments, "--out", str(folder)]
     process = preloaded.Popen(
@@ -107,11 +107,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     folder = tmp_path / "cut"
     cut = stopped(folder)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped by SIGTERM after window 31" in cut.stdout
+    assert "stopped by SIGTERM after step 31" in cut.stdout
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     done = trainer(*RUN, "--out", str(folder))
     assert done.returncode == 0, done.stderr
-    assert "goes on after window 31" in done.stdout
+    assert "goes on after step 31" in done.stdout
     assert weights_of(folder) == weights_of(whole)
     assert rows_of(folder) == rows_of(whole)
     before = weights_of(folder)
@@ -129,7 +129,7 @@ def test_whichever_rank_gets_the_signal_all_stop_together(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     cut = stopped(tmp_path / "cut", "--ranks", "2", to="1", number=signal.SIGUSR1)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped by SIGUSR1 after window" in cut.stdout
+    assert "stopped by SIGUSR1 after step" in cut.stdout
     done = trainer(*RUN, "--ranks", "2", "--out", str(tmp_path / "cut"))
     assert done.returncode == 0, done.stderr
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
@@ -140,7 +140,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Pa
     run = stopped(tmp_path / "run", "--max-restarts", "3", to="0", number=signal.SIGKILL)
     assert run.returncode == 0, run.stderr
     assert "starting again (1 of 3)" in run.stderr
-    assert "goes on after window 30" in run.stdout
+    assert "goes on after step 30" in run.stdout
     assert weights_of(tmp_path / "run") == weights_of(whole)
     assert rows_of(tmp_path / "run") == rows_of(whole)
 
@@ -152,21 +152,21 @@ def test_chaos_in_small() -> None:
     assert tally.counts["identical"] >= 2
 
 
-def cut_in(world: World, folder: str, windows: range) -> tuple[list[float], list[list[int]]]:
-    """Goes on in the folder's newest checkpoint, does some windows, and leaves another."""
+def cut_in(world: World, folder: str, steps: range) -> tuple[list[float], list[list[int]]]:
+    """Goes on in the folder's newest checkpoint, does some steps, and leaves another."""
     recipe = make_recipe(**DIGITS)
     task = make_task(recipe)
     parts = assemble(recipe, task, world, workers=0)
     t = parts.training
     found, _ = newest_good(Path(folder))
     progress = _go_on(t, found, world)
-    assert progress.window == windows.start
+    assert progress.step == steps.start
     losses = []
-    batches = parts.loader(t.share.batches(windows.start))
+    batches = parts.loader(t.share.batches(steps.start))
     t.replica.train()
-    for window in windows:
+    for step in steps:
         before = float(t.loss)
-        train_window(t, batches, window)
+        train_step(t, batches, step)
         losses.append(float(t.loss) - before)
     if world.rank == 0:
         state = {
@@ -177,9 +177,9 @@ def cut_in(world: World, folder: str, windows: range) -> tuple[list[float], list
             "figures": {},
             "best": None,
         }
-        write(Path(folder), windows.stop, tensors_of(t), state)
+        write(Path(folder), steps.stop, tensors_of(t), state)
     share = Share(t.share.plan, world.rank, world.size)
-    numbers = share.shards(torch.arange(windows.start, windows.stop).repeat_interleave(1).numpy())
+    numbers = share.shards(torch.arange(steps.start, steps.stop).repeat_interleave(1).numpy())
     return losses, t.share.plan.read(numbers).sample.tolist()
 
 
@@ -191,15 +191,15 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(ranks: Ranks, tmp
         folder.mkdir()
     ((wanted, _),) = ranks.run(1, cut_in, str(whole), range(6))
     losses: list[float] = []
-    for size, windows in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
-        answers = ranks.run(size, cut_in, str(mixed), windows)
+    for size, steps in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
+        answers = ranks.run(size, cut_in, str(mixed), steps)
         losses += torch.tensor([part for part, _ in answers], dtype=torch.float64).sum(0).tolist()
     assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-def tensors_after(world: World, folder: str, windows: range) -> dict[str, torch.Tensor]:
+def tensors_after(world: World, folder: str, steps: range) -> dict[str, torch.Tensor]:
     """What `cut_in` leaves."""
-    cut_in(world, folder, windows)
+    cut_in(world, folder, steps)
     if world.group is not None:
         torch.distributed.barrier(world.group)  # rank 0 writes
     found, _ = newest_good(Path(folder))
@@ -217,8 +217,8 @@ def test_four_ranks_go_on_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> No
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()
     wanted = ranks.run(4, tensors_after, str(tmp_path / "whole"), range(5))[0]
-    for windows in (range(2), range(2, 5)):
-        answer = ranks.run(4, tensors_after, str(tmp_path / "cut"), windows)[0]
+    for steps in (range(2), range(2, 5)):
+        answer = ranks.run(4, tensors_after, str(tmp_path / "cut"), steps)[0]
     assert wanted.keys() == answer.keys()
     assert all(torch.equal(wanted[name], answer[name]) for name in wanted)
 

@@ -37,7 +37,7 @@ from trainer.host import files
 from trainer.host.disks import Mount
 from trainer.models.images import build_model
 from trainer.observe.sinks import keep_rows
-from trainer.train import between_windows, start, summary
+from trainer.train import between_steps, start, summary
 from trainer.train.resume import read_stored
 from trainer.train.run import make_task
 from trainer.train.run_folder import check_space, claim_folder, new_folder, remove_unused, write_json
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stopped after window 8: checkpoints of windows 5 and 8."""
+    """Stopped after step 8: checkpoints of steps 5 and 8."""
     folder = tmp_path_factory.mktemp("runs") / "stopped"
     assert attempt(folder, stop_at=8).code == 75
     return folder
@@ -255,7 +255,7 @@ def test_a_fingerprint_tells_folders_apart(tmp_path: Path, monkeypatch: pytest.M
 
 
 def failing(*steps: int, remove: int | None = None) -> Callable[[], None]:
-    """Refuses to write the checkpoints of some windows; removes that of another before."""
+    """Refuses to write the checkpoints of some steps; removes that of another before."""
 
     def put_in() -> None:
         commit = store.commit
@@ -277,16 +277,16 @@ def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: 
     folder = tmp_path / "run"
     ended = attempt(folder, stop_at=8, before=failing(8))
     assert ended.code == 75
-    assert "stopped by SIGTERM after window 8; the same command goes on after window 5" in ended.said
+    assert "stopped by SIGTERM after step 8; the same command goes on after step 5" in ended.said
     done = attempt(folder)
-    assert done.code == 0 and "goes on after window 5" in done.said
+    assert done.code == 0 and "goes on after step 5" in done.said
     assert same(folder, whole)
 
 
 def test_what_a_command_needs_to_go_on_depends_on_what_was_typed() -> None:
-    assert between_windows._with("trainer train digits --set seed=1") == " (with --resume newest)"
+    assert between_steps._with("trainer train digits --set seed=1") == " (with --resume newest)"
     for typed in ("--out runs/a", "--out=runs/a", "--resume newest", "--resume=newest"):
-        assert between_windows._with(f"trainer train digits {typed}") == ""
+        assert between_steps._with(f"trainer train digits {typed}") == ""
 
 
 def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
@@ -305,7 +305,7 @@ def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) 
 def test_what_an_earlier_attempt_left_counts_while_it_is_there(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
     ended = attempt(folder, stop_at=9, before=failing(9))
-    assert ended.code == 75 and "goes on after window 8" in ended.said.splitlines()[-1]
+    assert ended.code == 75 and "goes on after step 8" in ended.said.splitlines()[-1]
     # And a damaged one doesn't: nobody has read it in this attempt.
     (folder / "checkpoints" / "step-00000005" / "model.safetensors").unlink()
     ended = attempt(folder, stop_at=9, before=failing(9, remove=8))
@@ -313,14 +313,14 @@ def test_what_an_earlier_attempt_left_counts_while_it_is_there(tmp_path: Path, s
 
 
 def test_a_checkpoint_by_time(tmp_path: Path) -> None:
-    """Every window takes longer than the time between two."""
+    """Every step takes longer than the time between two."""
     folder = tmp_path / "run"
-    recipe = small(checkpoint={"every": 0, "minutes": 1e-9, "keep": 9}, max_windows=4)
+    recipe = small(checkpoint={"every": 0, "minutes": 1e-9, "keep": 9}, max_steps=4)
     assert attempt(folder, recipe).code == 0
     assert [path.name[-1] for path in sorted((folder / "checkpoints").iterdir())] == ["1", "2", "3", "4"]
     for minutes in (60, 0):
         never = tmp_path / f"never-{minutes}"
-        assert attempt(never, small(checkpoint={"every": 0, "minutes": minutes}, max_windows=4)).code == 0
+        assert attempt(never, small(checkpoint={"every": 0, "minutes": minutes}, max_steps=4)).code == 0
         left = [path.name[-1] for path in (never / "checkpoints").glob("step-*")]
         assert left == ["4"] * (minutes > 0), "the one at the end"
 
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(
 
 BAD_ROWS = {
     "bad byte": b"\xff\xfe\x00\n",
-    "infinity": b'{"kind": "train", "window": Infinity}\n',
+    "infinity": b'{"kind": "train", "step": Infinity}\n',
     "deep": b"[" * 100_000 + b"\n",
     "no object": b"3\n",
     "another separator": "\u2028\n".encode(),
@@ -387,23 +387,23 @@ def test_rows_that_cannot_be_read_are_cut(tmp_path: Path, stopped: Path, whole: 
     done = attempt(folder)
     assert done.code == 0
     assert "metrics.jsonl: 1 lines that can't be read were removed" in done.said
-    windows = [[row["window"] for row in read_rows(one)] for one in (folder, whole)]
-    assert windows[0] == windows[1]
+    steps = [[row["step"] for row in read_rows(one)] for one in (folder, whole)]
+    assert steps[0] == steps[1]
 
 
 def test_a_line_that_a_kill_cut_off_needs_no_words(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b'{"window": 1}\n{"window": 9}\n{"win')
+    file.write_bytes(b'{"step": 1}\n{"step": 9}\n{"win')
     assert keep_rows(file, 5) == 0
-    assert file.read_bytes() == b'{"window": 1}\n'
+    assert file.read_bytes() == b'{"step": 1}\n'
 
 
 @pytest.mark.parametrize("bad", [b"2,\xff\n", b"\n", b"x,1\n"])
 def test_a_table_is_cut_likewise(tmp_path: Path, bad: bytes) -> None:
     file = tmp_path / "train.csv"
-    file.write_bytes(b"window,loss\r\n1,0.5\r\n" + bad + b"9,0.1\r\n")
+    file.write_bytes(b"step,loss\r\n1,0.5\r\n" + bad + b"9,0.1\r\n")
     assert keep_rows(file, 5) == 1
-    assert file.read_bytes() == b"window,loss\r\n1,0.5\r\n"
+    assert file.read_bytes() == b"step,loss\r\n1,0.5\r\n"
     file.write_bytes(b"\xff\n1,0.5\n")
     assert keep_rows(file, 5) == 2
     assert file.read_bytes() == b""
@@ -427,7 +427,7 @@ def test_the_manifest_comes_first_and_all_is_on_the_disk_before_the_end(tmp_path
         replace(Path, "replace", moved)
 
     folder = tmp_path / "run"
-    said = attempt(folder, small(max_windows=2), before=watch).said
+    said = attempt(folder, small(max_steps=2), before=watch).said
     events = [tuple(line.split()) for line in said.splitlines() if line.startswith(("sync ", "move "))]
     moves = [name for kind, name in events if kind == "move"]
     weights = ["model.safetensors", "ema.safetensors"]
@@ -474,7 +474,7 @@ def test_what_a_run_has_written_counts_as_free(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> None:
-    """From window 3 on: no rows, no checkpoints, no manifest; TensorBoard fails in its thread."""
+    """From step 3 on: no rows, no checkpoints, no manifest; TensorBoard fails in its thread."""
 
     def full() -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -487,11 +487,11 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
 
         def sink_of(file: Any) -> Any:
             write = jsonl_sink(file)
-            return lambda row: refuse() if row["window"] > 3 else write(row)
+            return lambda row: refuse() if row["step"] > 3 else write(row)
 
         jsonl_sink = sinks.jsonl_sink
         replace(run_folder, "jsonl_sink", sink_of)
-        window_done = between_windows.BetweenWindows.window_done
+        step_done = between_steps.BetweenSteps.step_done
 
         def fills(self: Any, done: int) -> None:
             if done == 3:
@@ -502,15 +502,15 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
                     (store, "commit"),
                 ):
                     replace(thing, name, refuse)
-            window_done(self, done)
+            step_done(self, done)
 
-        replace(between_windows.BetweenWindows, "window_done", fills)
+        replace(between_steps.BetweenSteps, "step_done", fills)
 
     recipe = small(log={"sinks": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
     folder = tmp_path / "run"
     ended = attempt(folder, recipe, stop_at=12, before=full)
     assert ended.code == 75, ended.said
-    assert "goes on after window 2, its newest checkpoint" in ended.said
+    assert "goes on after step 2, its newest checkpoint" in ended.said
     assert "Traceback" not in ended.said
     assert ended.said.count("rows of figures are lost") == 2, "once for each sink"
     done = attempt(folder, recipe)
@@ -545,7 +545,7 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
     done = attempt(folder, small(checkpoint={"keep": 1}))
     assert done.code == 0, done.said
     assert re.search(r"left out: step-00000012: it is of another run \(\w{8}; this one is \w{8}\)", done.said)
-    assert "goes on after window 8" in done.said
+    assert "goes on after step 8" in done.said
     assert same(folder, whole)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
@@ -567,9 +567,9 @@ def test_a_foreign_checkpoint_costs_no_own_one_however_often_it_comes(tmp_path: 
 def test_a_finished_run_without_a_checkpoint_is_not_begun_again(tmp_path: Path) -> None:
     """By the words that extend it its weights would be lost."""
     folder = tmp_path / "run"
-    assert attempt(folder, small(max_windows=3, checkpoint={"every": 0})).code == 0
+    assert attempt(folder, small(max_steps=3, checkpoint={"every": 0})).code == 0
     before = (folder / "manifest.json").read_bytes()
-    refused = attempt(folder, small(max_windows=6), "force")
+    refused = attempt(folder, small(max_steps=6), "force")
     assert (refused.code, refused.said) == (2, "")
     assert "the finished run has no checkpoint to be extended from; give another --out" in refused.line
     assert (folder / "manifest.json").read_bytes() == before
@@ -601,24 +601,22 @@ def test_a_forced_change_keeps_the_checkpoints_of_before(tmp_path: Path, stopped
     folder, faster = changed(tmp_path / "run", stopped), small(optim={"lr": 0.002})
     assert attempt(folder, faster, "force", stop_at=9).code == 75
     shutil.rmtree(folder / "checkpoints" / "step-00000009")
-    assert "goes on after window 8" in attempt(folder, faster, stop_at=10).said
+    assert "goes on after step 8" in attempt(folder, faster, stop_at=10).said
 
 
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
     """By the words that the refusal names; the schedule is constant, so that its length changes nothing."""
     constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup": 0.0}}
-    short, long = (small(max_windows=windows, **constant) for windows in (6, 12))
+    short, long = (small(max_steps=steps, **constant) for steps in (6, 12))
     folder = tmp_path / "run"
     assert attempt(folder, short).code == 0
     refused = attempt(folder, long)
-    assert (
-        refused.code == 2 and "(max_windows: 6, now 12)" in refused.line and "--resume force" in refused.line
-    )
+    assert refused.code == 2 and "(max_steps: 6, now 12)" in refused.line and "--resume force" in refused.line
     done = attempt(folder, long, "force")
     assert done.code == 0, done.said
-    assert "goes on after window 6: the run ended at window 6 and is extended" in done.said
+    assert "goes on after step 6: the run ended at step 6 and is extended" in done.said
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["windows"], manifest["status"]) == (12, "finished")
+    assert (manifest["steps"], manifest["status"]) == (12, "finished")
     assert attempt(tmp_path / "long", long).code == 0
     assert same(folder, tmp_path / "long")
     assert "is finished already; nothing to do" in attempt(folder, long, "force").said
@@ -640,9 +638,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole:
     ended = attempt(folder, before=full)
     assert ended.code == 2 and "Traceback" not in ended.said
     assert "the final weights can't be written (Error while serializing" in ended.line
-    assert (
-        "the checkpoint of window 16 is kept: mend that, and the same command ends from there" in ended.line
-    )
+    assert "the checkpoint of step 16 is kept: mend that, and the same command ends from there" in ended.line
     assert not list(folder.glob("*.safetensors")) and not list(folder.glob("*.tmp"))
     done = attempt(folder)
     assert done.code == 0, done.said
@@ -659,12 +655,10 @@ def test_a_disk_that_is_full_at_the_last_line_is_one_line(tmp_path: Path) -> Non
         replace(summary, "write_json", refuse)
 
     folder = tmp_path / "run"
-    ended = attempt(folder, small(max_windows=4), before=full)
+    ended = attempt(folder, small(max_steps=4), before=full)
     assert ended.code == 2 and "Traceback" not in ended.said
-    assert (
-        "manifest.json can't be written (No space left on device); the checkpoint of window 4" in ended.line
-    )
-    assert attempt(folder, small(max_windows=4)).code == 0
+    assert "manifest.json can't be written (No space left on device); the checkpoint of step 4" in ended.line
+    assert attempt(folder, small(max_steps=4)).code == 0
     kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("end") == 1 and kinds[-1] == "end"
 
@@ -673,7 +667,7 @@ def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Pa
     folder = changed(tmp_path / "run", stopped)
     (folder / "checkpoints" / "step-00000008" / "SHA256SUMS").unlink()
     said = attempt(folder, stop_at=9).said
-    assert "left out: step-00000008: SHA256SUMS is missing" in said and "goes on after window 5" in said
+    assert "left out: step-00000008: SHA256SUMS is missing" in said and "goes on after step 5" in said
 
 
 def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,8 +797,8 @@ def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
     "another optimiser": ({"optim": {"name": "sgd"}}, "optimizer: .* isn't what SGD keeps"),
     "muon": ({"optim": {"name": "muon"}}, "optimizer: .* isn't what Muon keeps"),
-    "as short": ({"max_windows": 8}, "nothing is left to train; raise epochs or max_windows"),
-    "shorter": ({"max_windows": 3}, "nothing is left to train"),
+    "as short": ({"max_steps": 8}, "nothing is left to train; raise epochs or max_steps"),
+    "shorter": ({"max_steps": 3}, "nothing is left to train"),
     "no average": ({"ema": {"decay": 0.0}}, "isn't the same"),
 }
 

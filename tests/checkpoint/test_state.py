@@ -1,4 +1,4 @@
-"""Promise: what a run carries from window to window is saved and restored to the bit."""
+"""Promise: what a run carries from step to step is saved and restored to the bit."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ import torch
 from tests.helpers.toys import assemble_alone, make_recipe
 from trainer.train.run import Parts, make_task
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
 RUN: dict[str, Any] = {
-    "max_windows": 12,
+    "max_steps": 12,
     "data": {"global_batch": 32, "micro_batch": 16, "augment": "affine"},
     "model": {"width": 8, "dropout": 0.3},
     "optim": {"lr": 0.01, "clip": 1.0},
@@ -32,13 +32,13 @@ def started(**sections: Any) -> Parts:
     return parts
 
 
-def go_on(parts: Parts, windows: range) -> list[float]:
+def go_on(parts: Parts, steps: range) -> list[float]:
     t = parts.training
     losses = []
-    batches = parts.loader(t.share.batches(windows.start))
-    for window in windows:
+    batches = parts.loader(t.share.batches(steps.start))
+    for step in steps:
         t.loss.zero_()
-        train_window(t, batches, window)
+        train_step(t, batches, step)
         losses.append(float(t.loss))
     return losses
 
@@ -65,7 +65,7 @@ def saved(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
         {"memory": {"checkpointing": "blocks"}, "regularization": {"stochastic_depth": 0.3}},
         {"ema": {"every": 3}, "optim": {"schedule": "one-cycle"}},
         {"data": {"micro_batch": 4, "resident": False}},
-        {"window": {"last": "weighted"}, "model": {"norm": "group"}},
+        {"step": {"last": "weighted"}, "model": {"norm": "group"}},
     ],
     ids=[
         "adamw",

@@ -9,25 +9,25 @@ from trainer.cli import main
 from trainer.commands.bench import setting
 from trainer.commands.bench.setting import bench_setting
 from trainer.errors import BadInputError
-from trainer.train.step import Training, train_window
+from trainer.train.step import Training, train_step
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ["data.global_batch=16", "data.micro_batch=4", "model.width=4"]
 
 
 def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    """On a clock that each window moves, by 2 ms, of a wider model by 5 ms."""
+    """On a clock that each step moves, by 2 ms, of a wider model by 5 ms."""
     clock = Clock()
 
-    def window(training: Training, *arguments: Any) -> None:
-        train_window(training, *arguments)
+    def step(training: Training, *arguments: Any) -> None:
+        train_step(training, *arguments)
         clock.move(0.005 if training.parameters[0].shape[0] == 6 else 0.002)
 
-    monkeypatch.setattr(setting, "train_window", window)
+    monkeypatch.setattr(setting, "train_step", step)
     monkeypatch.setattr(setting, "now", lambda _: clock())
     monkeypatch.setattr(setting, "threads_per_rank", lambda *_: 1)
     settings = ["parallel.reduction=tree", "model.width=6"]
-    assert bench_setting("digits", settings, SMALL, rounds=6, windows=2) == 0
+    assert bench_setting("digits", settings, SMALL, rounds=6, steps=2) == 0
     *_, as_it_is, tree, wide = capsys.readouterr().out.strip().splitlines()
     assert as_it_is == "| as it is | 2.00 |  |  |"
     assert tree == "| parallel.reduction=tree | 2.00 | 1.000 | 1.000 to 1.000 |"
@@ -35,9 +35,9 @@ def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
-    assert bench_setting("digits", ["optim.clip=0"], [], rounds=0, windows=1) == 3
+    assert bench_setting("digits", ["optim.clip=0"], [], rounds=0, steps=1) == 3
     for one in ("log.every=1", "parallel.threads=1"):
-        with pytest.raises(BadInputError, match="windows alone are timed"):
-            bench_setting("digits", [one], [], rounds=1, windows=1)
+        with pytest.raises(BadInputError, match="steps alone are timed"):
+            bench_setting("digits", [one], [], rounds=1, steps=1)
     assert main(["bench", "setting", "digits", "optim.clp=0"]) == 2
     assert "did you mean 'optim.clip'" in capsys.readouterr().err

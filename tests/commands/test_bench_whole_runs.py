@@ -30,9 +30,9 @@ def test_sides_take_turns_and_are_compared_pair_by_pair(
         return Figures(100.0 * drift, {"reserved": 2.0})
 
     monkeypatch.setattr(whole_runs, "run", run)
-    assert bench_whole_runs("digits", ["memory.allocator=async"], ["seed=3"], rounds=3, windows=7) == 0
+    assert bench_whole_runs("digits", ["memory.allocator=async"], ["seed=3"], rounds=3, steps=7) == 0
     assert ["memory.allocator=async" in one for one in seen] == [False, True] * 3
-    assert all("seed=3" in one and "max_windows=7" in one for one in seen)
+    assert all("seed=3" in one and "max_steps=7" in one for one in seen)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-4] == "| setting | samples/s | ratio | 95 % interval | reserved, GiB |"
     assert lines[-2] == "| as it is | 300 |  |  | 2.00 |"
@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_real_run() -> None:
-    found = whole_runs.run("digits", ["max_windows=2", "evaluate_every=0", "parallel.threads=1"])
+    found = whole_runs.run("digits", ["max_steps=2", "evaluate_every=0", "parallel.threads=1"])
     assert found.samples_per_s > 0 and found.memory["resident"] > 0
 
 
@@ -61,22 +61,22 @@ def test_a_real_run() -> None:
 def test_a_variable_reaches_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     settings = ["env:PYTORCH_ALLOC_CONF=backend:native", "memory.allocator=async"]
     with pytest.raises(BadInputError, match=r"env:PYTORCH_ALLOC_CONF=backend:native .* ended with code 2"):
-        bench_whole_runs("digits", [], settings, rounds=1, windows=1)
+        bench_whole_runs("digits", [], settings, rounds=1, steps=1)
     assert "PYTORCH_ALLOC_CONF=backend:native says otherwise" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_run_that_fails_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInputError, match="ended with code 2: see above"):
-        bench_whole_runs("digits", [], ["parallel.cpu_binding=core"], rounds=1, windows=1)
+        bench_whole_runs("digits", [], ["parallel.cpu_binding=core"], rounds=1, steps=1)
     assert "did you mean 'cores'" in capfd.readouterr().err
-    assert bench_whole_runs("digits", [], [], rounds=0, windows=1) == 3
+    assert bench_whole_runs("digits", [], [], rounds=0, steps=1) == 3
 
 
 @pytest.mark.parametrize("setting", ["memory.allocator=async", "parallel.cpu_binding=cores"])
-def test_what_is_of_a_process_is_not_timed_by_the_window(setting: str) -> None:
+def test_what_is_of_a_process_is_not_timed_by_the_step(setting: str) -> None:
     with pytest.raises(BadInputError, match="add --runs"):
-        bench_setting("digits", [setting], [], rounds=1, windows=1)
+        bench_setting("digits", [setting], [], rounds=1, steps=1)
 
 
 def test_figures_are_the_most_of_all_rows(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Promise: a probe of the loader trains real windows, and leaves nothing behind however it ends."""
+"""Promise: a probe of the loader trains real steps, and leaves nothing behind however it ends."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def test_a_probe_trains_real_windows_and_says_what_is_wrong(pictures: Path, tmp_path: Path) -> None:
+def test_a_probe_trains_real_steps_and_says_what_is_wrong(pictures: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         (tmp_path / part / "0").mkdir(parents=True)
         (tmp_path / part / "0" / "bad.png").write_bytes(b"nothing")
@@ -53,13 +53,13 @@ def _probe(pictures: str, spoiled: str) -> None:
         for setting in (Loading(1, 2), Loading(0, 1), Loading(2, 4)):
             timed = prober.time(Turn(setting, 1, 6, 600.0), 120)
             assert isinstance(timed, Timed), timed
-            assert timed.windows == 6
+            assert timed.steps == 6
             assert timed.seconds > 0
         child = prober._process.pid
         # Cut by its own limit.
         timed = prober.time(Turn(Loading(1, 2), 1, 10**6, 0.3), 120)
         assert isinstance(timed, Timed)
-        assert 0 < timed.windows < 10**6
+        assert 0 < timed.steps < 10**6
         # It hangs: killed, and another one is started for the next setting.
         os.kill(child, signal.SIGSTOP)
         assert prober.time(Turn(Loading(1, 2), 1, 6, 1.0), 0.5) == "did not end within 0 s"
@@ -133,7 +133,7 @@ def loader_line(pictures: Path, tmp_path: Path) -> str:
         assert process.stdout is not None
         for line in process.stdout:
             said += line
-            if "  window " in line:
+            if "  step " in line:
                 break
         process.send_signal(signal.SIGTERM)
         said += process.communicate(timeout=120)[0]

@@ -36,13 +36,13 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         tmp_path_factory.mktemp("runs") / "dtmf",
         task="audio",
-        max_windows=50,
+        max_steps=50,
         data={"name": "dtmf", "global_batch": 64, "micro_batch": 64, "workers": 0},
         audio={
             "seconds": 0.128,
             "sample_rate": 8000,
             "mels": 32,
-            "window": 0.04,
+            "step": 0.04,
             "hop": 0.008,
             "lowest": 500,
             "highest": 1800,
@@ -59,7 +59,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         folder / "letters",
         task="language",
-        max_windows=80,
+        max_steps=80,
         epochs=100,
         data={"name": "text", "path": folder / "text.txt", "global_batch": 8, "micro_batch": 8, "workers": 0},
         language={"layers": 1, "heads": 2, "width": 32, "sequence_length": 16},
@@ -73,7 +73,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         tmp_path_factory.mktemp("runs") / "squares",
         task="detection",
-        max_windows=1,
+        max_steps=1,
         data={"name": "synthetic", **sizes, "workers": 0},
         model={"width": 4, "norm": "group"},
     )

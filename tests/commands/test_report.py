@@ -18,7 +18,7 @@ from tests.helpers.report_runs import manifest, train_row, write_run
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.observe import phases as pulse
-from trainer.observe.charts.axis import make_axis, window_axis
+from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import Cell, Rows, thinned
 from trainer.observe.text import count, duration, escaped, number, plain, scaled, share, size
@@ -97,7 +97,7 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
         "sha256:0b56a5f0d4a5",
         "torch\u00a02.9.1+cu128",
         "8 \u00d7 NVIDIA H100; Xeon (8 ranks of 8 threads)",
-        "2026-11-21 12:02:11+0000 from window 1000, changed: optim.lr: 0.5, now 0.4",
+        "2026-11-21 12:02:11+0000 from step 1000, changed: optim.lr: 0.5, now 0.4",
         "Why nvidia-smi shows more than is allocated.",
         "GiB in tensors, ",
         "MFU = FLOP/s \u00f7 (GPUs \u00d7 peak FLOP/s of one at this precision).",
@@ -125,7 +125,7 @@ def test_every_chart_has_labels_and_tells_what_it_shows(run: Path) -> None:
     html, parsed = _report(run)
     plots = [have for tag, have in parsed.tags if tag == "svg" and have.get("class") == "plot"]
     assert len(plots) > 20 and all(have["role"] == "img" and have["aria-label"] for have in plots)
-    assert len(re.findall(r'<text class="axis x"[^>]*>window</text>', html)) == len(plots)
+    assert len(re.findall(r'<text class="axis x"[^>]*>step</text>', html)) == len(plots)
     assert len(re.findall(r'<text class="axis y"[^>]*>[^<]*\S[^<]*</text>', html)) == len(plots)
 
 
@@ -142,9 +142,9 @@ def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
 
 
 def test_the_end_of_a_run_knows_its_times_best(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, rows=2, attempts=[{"started": "", "window": 0}])
+    folder = write_run(tmp_path, rows=2, attempts=[{"started": "", "step": 0}])
     with (folder / "metrics.jsonl").open("a") as file:
-        end = {"kind": "end", "window": 100, "time/wall": 99.0, "time/forward": 60.0, "time/evaluation": 39.0}
+        end = {"kind": "end", "step": 100, "time/wall": 99.0, "time/forward": 60.0, "time/evaluation": 39.0}
         file.write(json.dumps(end) + "\n")
     assert figures.totals(read_run(folder)) == [("forward", 60.0), ("evaluation", 39.0)]
 
@@ -173,22 +173,22 @@ def test_whatever_is_shown_is_escaped(tmp_path: Path, text: str) -> None:
     wild |= {"host": text, "versions": {text: text}, "device": {"gpus": [text], "cpu": text}, "notes": [text]}
     wild |= {"fingerprint": {text: text}, "commit": text, "status": text, "reason": text, "started": text}
     wild |= {
-        "attempts": [{}, {"started": text, "window": text, "changed": [text]}],
-        "windows": text,
+        "attempts": [{}, {"started": text, "step": text, "changed": [text]}],
+        "steps": text,
         "seed": text,
     }
     folder = write_run(tmp_path / "one", rows=3, **wild)
     rows: list[dict[str, Any]] = [
-        {"kind": "evaluation", "window": 150, text[:100]: 0.5, "accuracy": text},
-        {"kind": "train", "window": 150, text[:90]: 1.0, "gpu/throttle_reason": text, "loss": text},
-        {"kind": "train", "window": 150, "slow_rank": 1, "slow_phase": text, "slow_excess": 0.1},
-        {"kind": "verdict", "window": 100, "cause": text, "text": text, "share": text, "final": 0},
-        {"kind": "verdict", "window": 100, "cause": text, "text": text, "share": 0.5, "final": 1},
-        {"kind": text, "window": 150},
+        {"kind": "evaluation", "step": 150, text[:100]: 0.5, "accuracy": text},
+        {"kind": "train", "step": 150, text[:90]: 1.0, "gpu/throttle_reason": text, "loss": text},
+        {"kind": "train", "step": 150, "slow_rank": 1, "slow_phase": text, "slow_excess": 0.1},
+        {"kind": "verdict", "step": 100, "cause": text, "text": text, "share": text, "final": 0},
+        {"kind": "verdict", "step": 100, "cause": text, "text": text, "share": 0.5, "final": 1},
+        {"kind": text, "step": 150},
     ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    incident = {"number": text, "window": 3, "kind": text, "policy": text, "loss": text, "time": text}
+    incident = {"number": text, "step": 3, "kind": text, "policy": text, "loss": text, "time": text}
     (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     quiet, _ = _report(write_run(tmp_path / "quiet", rows=3))
     other = write_run(tmp_path / "two", rows=3)
@@ -211,9 +211,9 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
         tmp_path, rows=3, config=config, command="trainer train x --password hunter2", reason="token=hunter2"
     )
     with (folder / "metrics.jsonl").open("a") as file:
-        row = {"kind": "verdict", "window": 3, "final": 1, "cause": "x", "text": "s3://a:hunter2@b is slow"}
+        row = {"kind": "verdict", "step": 3, "final": 1, "cause": "x", "text": "s3://a:hunter2@b is slow"}
         file.write(json.dumps(row) + "\n")
-    incident = {"number": 1, "window": 3, "kind": "spike", "policy": "password: hunter2"}
+    incident = {"number": 1, "step": 3, "kind": "spike", "policy": "password: hunter2"}
     (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     html, parsed = _report(folder)
     assert "hunter2" not in html
@@ -223,26 +223,26 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 _ODD = {
     "no rows": None,
     "empty": b"",
-    "cut off": b'{"kind": "train", "window": 5, "lo',
+    "cut off": b'{"kind": "train", "step": 5, "lo',
     "not JSON": b"garbage\n\xff\xfe\x00\n[1, 2]\n3\nnull\n\n",
     "deep": b'{"a":' * 100_000 + b"\n",
-    "odd windows": b'{"kind": "train", "window": "5"}\n{"kind": "train", "window": -1}\n{"kind": "train"}\n'
-    b'{"kind": "train", "window": 1e400}\n{"kind": "train", "window": true}\n',
-    "odd numbers": b'{"kind": "train", "window": 5, "loss": NaN, "learning_rate": 1e999, "mfu": -Infinity, '
+    "odd steps": b'{"kind": "train", "step": "5"}\n{"kind": "train", "step": -1}\n{"kind": "train"}\n'
+    b'{"kind": "train", "step": 1e400}\n{"kind": "train", "step": true}\n',
+    "odd numbers": b'{"kind": "train", "step": 5, "loss": NaN, "learning_rate": 1e999, "mfu": -Infinity, '
     b'"samples_per_s": ' + b"9" * 4000 + b', "time/wall": 0, "time/data": -1, "memory_bytes": "x"}\n',
-    "huge numbers": b'{"kind": "train", "window": 999999999999999, "loss": 1e199, "mfu": 1e199, '
+    "huge numbers": b'{"kind": "train", "step": 999999999999999, "loss": 1e199, "mfu": 1e199, '
     b'"time/wall": 1e-190, "time/data": 1e190, "gradient_norm": 5e-324, "cpu/used": -1e199}\n'
-    b'{"kind": "end", "window": 1, "energy/joules": 1e199, "cost/money": -1e199}\n',
-    "a huge end": b'{"kind": "end", "window": 1, "time/wall": 1e199, "time/data": 1e199}\n',
-    "only null": b'{"kind": "train", "window": 5, "loss": null}\n'
-    b'{"kind": "evaluation", "window": 5, "accuracy": null}\n',
-    "a long line": b'{"kind": "train", "window": 5, "x": "'
+    b'{"kind": "end", "step": 1, "energy/joules": 1e199, "cost/money": -1e199}\n',
+    "a huge end": b'{"kind": "end", "step": 1, "time/wall": 1e199, "time/data": 1e199}\n',
+    "only null": b'{"kind": "train", "step": 5, "loss": null}\n'
+    b'{"kind": "evaluation", "step": 5, "accuracy": null}\n',
+    "a long line": b'{"kind": "train", "step": 5, "x": "'
     + b"x" * 3_000_000
-    + b'"}\n{"kind": "end", "window": 7}\n',
-    "many names": b'{"kind": "train", "window": 5, '
+    + b'"}\n{"kind": "end", "step": 7}\n',
+    "many names": b'{"kind": "train", "step": 5, '
     + b", ".join(b'"n%d": 1' % n for n in range(30_000))
     + b"}\n",
-    "backwards": b"".join(b'{"kind": "train", "window": %d, "loss": 1}\n' % n for n in range(50, 0, -1)),
+    "backwards": b"".join(b'{"kind": "train", "step": %d, "loss": 1}\n' % n for n in range(50, 0, -1)),
 }
 
 
@@ -270,7 +270,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     assert (run.unreadable, run.rows) == (2, len(rows.splitlines()))
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "manifest.json").write_text("{}")
-    (tmp_path / "odd" / "metrics.jsonl").write_bytes(_ODD["odd windows"] or b"")
+    (tmp_path / "odd" / "metrics.jsonl").write_bytes(_ODD["odd steps"] or b"")
     assert (read_run(tmp_path / "odd").unreadable, read_run(tmp_path / "odd").rows) == (5, 0)
     assert "2 lines that can\u2019t be read were left out" in _report(folder)[1].text
 
@@ -291,7 +291,7 @@ def test_thinned_rows_keep_the_least_the_largest_and_the_sum(values: list[float 
         numbers = [value for value in values if value is not None]
         cells = [point.cells["x"] for point in found if point.cells["x"].rows]
         assert sum(cell.rows for cell in cells) == len(numbers)
-        assert sum(point.rows for point in found) == len(values) and found[-1].window == len(values) - 1
+        assert sum(point.rows for point in found) == len(values) and found[-1].step == len(values) - 1
         if numbers:
             assert min(cell.low for cell in cells) == min(numbers)
             assert max(cell.high for cell in cells) == max(numbers)
@@ -303,7 +303,7 @@ def test_a_spike_among_many_rows_stays_in_the_curve(tmp_path: Path) -> None:
     losses = [1.0 + (n % 7) / 10 + 1000 * (n == 7_777) for n in range(20_000)]
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.writelines(
-            f'{{"kind": "train", "window": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses, 1)
+            f'{{"kind": "train", "step": {n}, "loss": {loss}}}\n' for n, loss in enumerate(losses, 1)
         )
     found = read_run(tmp_path)
     assert len(found.train) <= 801
@@ -323,7 +323,7 @@ def test_a_report_of_a_million_rows_is_below_a_megabyte(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("w") as file:
         for thousand in range(1000):
             for n, line in enumerate(lines, 1):
-                at = line.index('"window": ') + 10
+                at = line.index('"step": ') + 10
                 file.write(f"{line[:at]}{thousand * 1000 + n}{line[line.index(',', at) :]}\n")
     html, parsed = _report(folder)
     assert len(html) < 1_000_000 and "from 1,000,000 rows of metrics.jsonl" in parsed.text
@@ -358,8 +358,8 @@ def test_axes_have_a_few_round_ticks_between_their_ends(
 
 
 @given(st.integers(0, 10**15))
-def test_the_axis_of_windows_ends_with_the_last_one(last: int) -> None:
-    axis = window_axis(last)
+def test_the_axis_of_steps_ends_with_the_last_one(last: int) -> None:
+    axis = step_axis(last)
     assert (axis.low, axis.high) == (0, max(1, last))
     assert 2 <= len(axis.ticks) <= 7 and axis.ticks[0][1] == "0"
 

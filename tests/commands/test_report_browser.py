@@ -81,7 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     full, short = write_run(root / "full", leap=30), write_run(root / "short", rows=3)
     poor = write_run(root / "poor", rows=1, command="x" * 3000, notes=["y" * 500], recipe="z" * 80)
-    (poor / "metrics.jsonl").write_text('{"kind": "train", "window": 50, "loss": 2.5}\n')
+    (poor / "metrics.jsonl").write_text('{"kind": "train", "step": 50, "loss": 2.5}\n')
     made = {"one": [full], "poor": [poor], "two": [full, short], "many": [short] * 14}
     for name, folders in made.items():
         write_report(folders, root / f"{name}.html")
@@ -177,7 +177,7 @@ def test_a_script_in_a_run_would_not_run(browser: Page, tmp_path: Path) -> None:
 _BROKEN = {
     "too wide": ("</main>", "<p style='width:2000px'>x</p></main>", _TOO_WIDE),
     "no label": ('class="axis y"', 'class="y"', _UNLABELLED),
-    "empty label": (">window</text>", "></text>", _UNLABELLED),
+    "empty label": (">step</text>", "></text>", _UNLABELLED),
     "texts over each other": (
         'class="axis x" x="100%" y="100%" dy="32"',
         'class="axis x" x="100%" y="100%" dy="17"',

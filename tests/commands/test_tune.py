@@ -32,7 +32,7 @@ from trainer.host.memory import HEADROOM, Room, Watch, cap_own, own_peak, read_r
 from trainer.host.reading import text_of
 from trainer.launch.signals import Inbox
 from trainer.train.run import assemble, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 from trainer.train.tune.job import Interrupted, Job, choose, run_probe
 from trainer.train.tune.micro_batch import (
     MOST_PROBES,
@@ -43,7 +43,7 @@ from trainer.train.tune.micro_batch import (
     search,
     sizes_of,
 )
-from trainer.train.tune.windows import probe_recipe
+from trainer.train.tune.trial import probe_recipe
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -178,22 +178,22 @@ def test_sizes_keep_the_global_batch() -> None:
 
 
 @given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
-def test_every_size_trains_the_same_samples_in_the_same_windows(each: int, ranks: int, samples: int) -> None:
+def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: int, samples: int) -> None:
     recipe = small(data={"global_batch": each * ranks})
 
-    def windows(size: int) -> list[list[int]]:
+    def steps(size: int) -> list[list[int]]:
         plan = Plan(samples, each * ranks, size, 2, "cross", seed=3)
-        order = plan.read(np.arange(plan.windows * plan.shards))
-        return order.sample.reshape(plan.windows, -1).tolist()
+        order = plan.read(np.arange(plan.steps * plan.shards))
+        return order.sample.reshape(plan.steps, -1).tolist()
 
-    first, *others = (windows(size) for size in sizes_of(recipe, ranks))
+    first, *others = (steps(size) for size in sizes_of(recipe, ranks))
     assert all(other == first for other in others)
 
 
 def test_every_size_has_the_same_loss_curve() -> None:
     def curve(size: int) -> list[float]:
         recipe = small(
-            max_windows=4,
+            max_steps=4,
             data={"global_batch": 16, "micro_batch": size},
             model={"norm": "group"},
             optim={"lr": 0.01},
@@ -201,8 +201,8 @@ def test_every_size_has_the_same_loss_curve() -> None:
         parts = assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cpu"), None), 0)
         batches = parts.loader(parts.training.share.batches())
         losses = []
-        for window in range(4):
-            train_window(parts.training, batches, window)
+        for step in range(4):
+            train_step(parts.training, batches, step)
             losses.append(float(parts.training.loss))
         return losses
 
@@ -213,21 +213,21 @@ def test_every_size_has_the_same_loss_curve() -> None:
         assert other == pytest.approx(curves[0], rel=1e-5)
 
 
-def test_a_probe_has_the_windows_that_show_the_peak() -> None:
+def test_a_probe_has_the_steps_that_show_the_peak() -> None:
     def shape(size: int, **sections: Any) -> tuple[int, int, int]:
         recipe = Recipe.model_validate(probe_recipe(small(**sections), size, 2))
         data = recipe.data
-        assert recipe.max_windows is not None
-        return data.micro_batch, data.global_batch, recipe.max_windows
+        assert recipe.max_steps is not None
+        return data.micro_batch, data.global_batch, recipe.max_steps
 
     whole = {"global_batch": 64}
     assert shape(4, data=whole)[:2] == (4, 16)  # two micro-batches on each of two ranks
     assert shape(32, data=whole)[:2] == (32, 64)  # which accumulates nothing
-    assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the window
+    assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the step
     assert shape(4, data=whole)[2] >= 2
     assert shape(4, data=whole, compile={"mode": "max-autotune"})[2] >= 4
-    values = probe_recipe(small(window={"last": "drop"}), 8, 1)
-    assert values["window"] == {"last": "cross"}  # a probe's window may be larger than the data
+    values = probe_recipe(small(step={"last": "drop"}), 8, 1)
+    assert values["step"] == {"last": "cross"}  # a probe's step may be larger than the data
 
 
 def files(root: Path, **contents: str) -> None:

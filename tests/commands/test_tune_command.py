@@ -190,7 +190,7 @@ def test_help_shows_auto(starts: Starts, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_commands_that_need_a_number_say_so(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
-    request = ["bench", "setting", "digits", "data.micro_batch=auto", "--rounds", "1", "--windows", "1"]
+    request = ["bench", "setting", "digits", "data.micro_batch=auto", "--rounds", "1", "--steps", "1"]
     assert main(request) == 2
     assert "data.micro_batch=auto: a number is needed here" in capsys.readouterr().err
     assert main(["tune", "digits", *SMALL, *AUTO, "--check"]) == 2
@@ -336,12 +336,12 @@ HELD = """
 import os, time
 from pathlib import Path
 if "RANK" in os.environ:
-    from trainer.train.tune import windows
-    def train_window(*_):
+    from trainer.train.tune import trial
+    def train_step(*_):
         Path(__file__).with_name("held").touch()
-        while not windows.requested():
+        while not steps.requested():
             time.sleep(0.01)
-    windows.train_window = train_window
+    steps.train_step = train_step
 """
 
 

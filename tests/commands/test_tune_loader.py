@@ -106,7 +106,7 @@ def make_grid(
 
 
 SURFACES = st.tuples(
-    st.floats(0.5, 20),  # windows per second of the computing
+    st.floats(0.5, 20),  # steps per second of the computing
     st.floats(0.1, 8),  # batches per second of a worker
     st.floats(0, 0.2),  # of the computing, what each worker takes away
     st.sampled_from([{1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}, {1: 0.7, 2: 0.9, 3: 1.0, 4: 1.0}]),
@@ -192,7 +192,7 @@ def test_what_fails_is_left_out_and_time_ends_a_search() -> None:
 
 def test_a_turn_is_whole_rounds_of_the_workers() -> None:
     assert turn_for(Loading(3, 2), 0.1, 1, 1.0)[1:3] == (7, 9)
-    assert turn_for(Loading(3, 2), 5.0, 1, 1.0).windows == 3
+    assert turn_for(Loading(3, 2), 5.0, 1, 1.0).steps == 3
     assert turn_for(Loading(0, 2), 0.5, 4, 1.0)[1:3] == (2, 2)
     assert turn_for(Loading(8, 2), 0.1, 4, 1.0)[1:3] == (5, 10)
     settings, seconds = plan_turns(29.0, Timed(4, 0.4, 0.1))
@@ -258,9 +258,9 @@ def test_no_probe_for_short_runs_resident_data_or_given_values(
     recipe = recipe_of(pictures).model_copy(update={"epochs": 3})
     settings, told = for_ranks(recipe, make_task(recipe), 1, {})
     assert len(settings) == 2
-    assert told[SOURCE_VARIABLE] == "by rule: 15 windows are too few to search"
+    assert told[SOURCE_VARIABLE] == "by rule: 15 steps are too few to search"
     long = recipe_of(pictures)
-    assert "7 windows" in for_ranks(long, make_task(long), 1, {}, stop_after=7)[1][SOURCE_VARIABLE]
+    assert "7 steps" in for_ranks(long, make_task(long), 1, {}, stop_after=7)[1][SOURCE_VARIABLE]
     digits = Recipe.model_validate({"epochs": 10**6})
     assert for_ranks(digits, make_task(digits), 1, {}) == ([], {})
     assert choose_loader(digits, "digits", [], 1) is None
@@ -320,7 +320,7 @@ class FakeProber:
         type(self).turns += 1
         if turn.setting.workers in self.broken:
             return "ended with exit code -9"
-        return Timed(turn.windows, turn.windows / self.speeds[turn.setting.workers], 0.01)
+        return Timed(turn.steps, turn.steps / self.speeds[turn.setting.workers], 0.01)
 
 
 @pytest.fixture
@@ -346,7 +346,7 @@ def test_a_search_is_kept_and_the_next_run_takes_it(
     assert len(said) == 1
     (file,) = own_cache.iterdir()
     kept = json.loads(file.read_text())
-    assert any(line.startswith("2 workers x prefetch 4: 90 windows/s") for line in kept["evidence"])
+    assert any(line.startswith("2 workers x prefetch 4: 90 steps/s") for line in kept["evidence"])
 
     turns = fake.turns
     again, told = for_ranks(recipe.model_copy(update={"seed": 5, "epochs": 99_999}), task, 1, {})
@@ -411,7 +411,7 @@ def test_a_run_that_is_over_soon_is_not_searched_for(
     assert told[SOURCE_VARIABLE] == "by rule: a search would take more than 3% of about 50 s"
     assert fake.turns == 1
     fake.speeds = dict.fromkeys(range(5), 0.1)
-    assert "windows of 10 s are too long" in for_ranks(recipe, make_task(recipe), 1, {})[1][SOURCE_VARIABLE]
+    assert "steps of 10 s are too long" in for_ranks(recipe, make_task(recipe), 1, {})[1][SOURCE_VARIABLE]
     assert not own_cache.exists()
 
 

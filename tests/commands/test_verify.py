@@ -22,7 +22,7 @@ from trainer.cli import main
 from trainer.commands.verify import replay as replaying, verify as module
 from trainer.commands.verify.verdict import differences_here
 from trainer.config.recipe_file import load_recipe
-from trainer.train.recorded import Part, last_window, parts_of, read_run
+from trainer.train.recorded import Part, last_step, parts_of, read_run
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -35,7 +35,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 windows with a row each second one and evaluations after 8 and 16."""
+    """16 steps with a row each second one and evaluations after 8 and 16."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     assert attempt(folder).code == 0
     return folder
@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stopped after window 5, gone on with, stopped after 11: neither has a row of figures."""
+    """Stopped after step 5, gone on with, stopped after 11: neither has a row of figures."""
     folder = tmp_path_factory.mktemp("runs") / "cut"
     assert attempt(folder, stop_after=5).code == 75
     assert attempt(folder, stop_after=11).code == 75
@@ -82,7 +82,7 @@ Capsys = pytest.CaptureFixture[str]
 def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
     told = verify(whole, code=0, capsys=capsys)
     # A row: epoch, loss, rate, applied; with every evaluation loss, accuracy and epoch.
-    assert f"{whole}: identical\n  16 of 16 windows on 1 rank of 1 thread: 10 rows with 38 figures" in told
+    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 38 figures" in told
     names = list(safetensors.torch.load_file(whole / "model.safetensors"))
     assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
     assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")
@@ -90,16 +90,16 @@ def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
 
 def test_some_steps_of_the_whole_schedule(whole: Path, forked: Forked, capsys: Capsys) -> None:
     told = verify(whole, "--steps", "7", code=0, capsys=capsys)
-    assert "identical\n  6 of 16 windows" in told and "3 rows" in told and "final" not in told
+    assert "identical\n  6 of 16 steps" in told and "3 rows" in told and "final" not in told
     assert [request.stop_after for request in forked] == [6]
     for steps in ("0", "1", "17", "-3"):
         told = verify(whole, "--steps", steps, code=2, capsys=capsys)
-        assert f"--steps {steps}: windows were recorded from 2 to 16; give a number between" in told
+        assert f"--steps {steps}: steps were recorded from 2 to 16; give a number between" in told
 
 
 def test_a_run_that_was_cut_and_is_not_at_its_end(cut: Path, forked: Forked, capsys: Capsys) -> None:
     told = verify(cut, code=0, capsys=capsys)
-    assert "identical\n  10 of 16 windows on 1 rank of 1 thread: 6 rows" in told
+    assert "identical\n  10 of 16 steps on 1 rank of 1 thread: 6 rows" in told
     assert len(forked) == 1, "it was trained in one way throughout"
 
 
@@ -107,19 +107,19 @@ def test_rows_that_were_lost_are_cut_back(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "run"
     assert attempt(folder, stop_after=5).code == 75
     late = attempt(folder, stop_after=5)
-    assert late.code == 2 and "is of window 5 already; give a later one" in late.line
+    assert late.code == 2 and "is of step 5 already; give a later one" in late.line
     with (folder / "trace.jsonl").open("a") as file:
-        file.write('{"kind": "train", "window": 6, "loss": 9.0, "tensors": []}\n{"kind": ')
+        file.write('{"kind": "train", "step": 6, "loss": 9.0, "tensors": []}\n{"kind": ')
     assert attempt(folder).code == 0
     assert (folder / "trace.jsonl").read_text() == (whole / "trace.jsonl").read_text()
 
 
-def flip(folder: Path, window: int, tensor: str) -> None:
+def flip(folder: Path, step: int, tensor: str) -> None:
     """Flips a bit of what was recorded."""
     lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
     place = lines[0]["tensors"].index(tensor)
     for line in lines[1:]:
-        if line["window"] == window and line["kind"] == "train":
+        if line["step"] == step and line["kind"] == "train":
             line["tensors"][place] = f"{int(line['tensors'][place], 16) ^ 1 << 40:016x}"
     (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -130,8 +130,8 @@ def test_a_flipped_bit_is_named(tmp_path: Path, whole: Path, capsys: Capsys) -> 
     flip(folder, 10, "blocks.1.conv1.weight")
     flip(folder, 12, "stem.weight")
     told = verify(folder, code=1, capsys=capsys)
-    assert f"{folder}: differs\n  first at window 10: blocks.1.conv1.weight (1 of " in told
-    assert "  it began in one of the windows 9 to 10: recorded every 2 windows\n" in told
+    assert f"{folder}: differs\n  first at step 10: blocks.1.conv1.weight (1 of " in told
+    assert "  it began in one of the steps 9 to 10: recorded every 2 steps\n" in told
     assert "nothing differs that was recorded of the environment" in told
     verify(folder, "--steps", "9", code=0, capsys=capsys)
 
@@ -162,8 +162,8 @@ def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: C
 
     change(folder, edit)
     told = verify(folder, code=1, capsys=capsys)
-    assert "  first at window 2: stem.weight, " in told and "; learning_rate " in told
-    assert "  it began in one of the windows 1 to 2: recorded every 2 windows\n" in told
+    assert "  first at step 2: stem.weight, " in told and "; learning_rate " in told
+    assert "  it began in one of the steps 1 to 2: recorded every 2 steps\n" in told
     assert "\n  manifest.json: the hash of its config is " in told
     assert "\n  config.yaml isn't the config in manifest.json\n" in told
     assert (
@@ -201,9 +201,9 @@ def test_an_environment_that_differs_is_told_with_the_same_bits(
         ),
         (
             lambda m: m["attempts"].append(
-                m["attempts"][0] | {"window": 9, "changed": ["optim.lr: 1, now 2", "training data: 1, now 2"]}
+                m["attempts"][0] | {"step": 9, "changed": ["optim.lr: 1, now 2", "training data: 1, now 2"]}
             ),
-            "it was changed after window 9 (training data: 1, now 2), and what was before isn't kept",
+            "it was changed after step 9 (training data: 1, now 2), and what was before isn't kept",
         ),
     ],
 )
@@ -295,19 +295,19 @@ METRICS, TRACE = "metrics.jsonl", "trace.jsonl"
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "loss": (
         rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)),
-        "metrics.jsonl, window 8: loss 0.01, recorded ",
+        "metrics.jsonl, step 8: loss 0.01, recorded ",
     ),
     "learning rate": (
         rows(METRICS, lambda lines: of_kind("train", lines)[0].update(learning_rate=1)),
-        "metrics.jsonl, window 2: learning_rate 1, recorded ",
+        "metrics.jsonl, step 2: learning_rate 1, recorded ",
     ),
     "epoch": (
         rows(METRICS, lambda lines: of_kind("train", lines)[0].update(epoch=1.5)),
-        "metrics.jsonl, window 2: epoch 1.5, recorded 0.25",
+        "metrics.jsonl, step 2: epoch 1.5, recorded 0.25",
     ),
     "accuracy": (
         rows(METRICS, lambda lines: of_kind("evaluation", lines)[1].update(accuracy=0.99)),
-        "metrics.jsonl, window 16: accuracy 0.99, recorded ",
+        "metrics.jsonl, step 16: accuracy 0.99, recorded ",
     ),
     "accuracy at the end": (
         rows(METRICS, lambda lines: of_kind("end", lines)[0].update(accuracy=0.99)),
@@ -322,11 +322,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
             rows(name, lambda lines: of_kind("evaluation", lines)[0].update(accuracy=0.75))(folder)
             for name in (METRICS, TRACE)
         ],
-        "first at window 8: accuracy 0.75, now ",
+        "first at step 8: accuracy 0.75, now ",
     ),
     "row of figures": (
         rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[4])),
-        "metrics.jsonl: the row of train figures of window 10 is missing",
+        "metrics.jsonl: the row of train figures of step 10 is missing",
     ),
     "file of figures": (
         lambda folder: (folder / METRICS).unlink(),
@@ -336,15 +336,15 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "garbled trace": (garbled(TRACE), "1 lines of trace.jsonl can't be read"),
     "row of the trace": (
         rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])),
-        "first at window 10: row of train figures missing, now there",
+        "first at step 10: row of train figures missing, now there",
     ),
     "end of the trace": (
         rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))),
-        "first at window 8: row of evaluation figures missing, now there",
+        "first at step 8: row of evaluation figures missing, now there",
     ),
-    "fingerprints": (rows(TRACE, without_tensors), "first at window 2: stem.weight, "),
+    "fingerprints": (rows(TRACE, without_tensors), "first at step 2: stem.weight, "),
     "names": (rows(TRACE, lambda lines: lines[0]["tensors"].pop()), " lines of trace.jsonl can't be read"),
-    "a tensor": (rows(TRACE, fewer_tensors), "first at window 2: "),
+    "a tensor": (rows(TRACE, fewer_tensors), "first at step 2: "),
     "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors is missing"),
     "hash of weights": (
         manifest(lambda m: m["weights"].pop("model.safetensors")),
@@ -363,14 +363,14 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
     "a row of the trace twice": (
         rows(TRACE, lambda lines: lines.insert(2, {**lines[2], "loss": 0.001})),
-        "trace.jsonl: the row of train figures of window 4 is there 2 times",
+        "trace.jsonl: the row of train figures of step 4 is there 2 times",
     ),
     "a row after the end": (
         lambda folder: [
-            rows(name, lambda lines: lines.append({**of_kind("train", lines)[0], "window": 99}))(folder)
+            rows(name, lambda lines: lines.append({**of_kind("train", lines)[0], "step": 99}))(folder)
             for name in (METRICS, TRACE)
         ],
-        "trace.jsonl: a row of window 99, and the run has 16",
+        "trace.jsonl: a row of step 99, and the run has 16",
     ),
     "nested figures": (
         lambda folder: (folder / TRACE).open("a").write("[" * 100_000 + "\n"),
@@ -396,9 +396,9 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         manifest(lambda m: m.update(status="stopped", weights={})),
         "manifest.json: status is stopped, though metrics.jsonl has the row of the run's end",
     ),
-    "windows": (
-        manifest(lambda m: m.update(windows=14)),
-        "manifest.json: windows is 14, and 16 by its config",
+    "steps": (
+        manifest(lambda m: m.update(steps=14)),
+        "manifest.json: steps is 14, and 16 by its config",
     ),
 }
 
@@ -443,16 +443,16 @@ def test_an_emptied_fingerprint_of_the_data_is_one_line(
 def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: Capsys) -> None:
     """Up to the old end by the old configuration, with its schedule and its evaluation; extended twice."""
     folder = tmp_path / "run"
-    assert attempt(folder, small(max_windows=6)).code == 0
-    assert attempt(folder, small(max_windows=9, optim={"lr": 0.002}), "force").code == 0
-    assert attempt(folder, small(max_windows=12, optim={"lr": 0.002}), "force", stop_after=11).code == 75
+    assert attempt(folder, small(max_steps=6)).code == 0
+    assert attempt(folder, small(max_steps=9, optim={"lr": 0.002}), "force").code == 0
+    assert attempt(folder, small(max_steps=12, optim={"lr": 0.002}), "force", stop_after=11).code == 75
     told = verify(folder, code=0, capsys=capsys)
-    assert "identical\n  10 of 12 windows on 1 rank of 1 thread, then 1 rank" in told
-    assert "identical\n  6 of 12 windows" in verify(folder, "--steps", "6", code=0, capsys=capsys)
+    assert "identical\n  10 of 12 steps on 1 rank of 1 thread, then 1 rank" in told
+    assert "identical\n  6 of 12 steps" in verify(folder, "--steps", "6", code=0, capsys=capsys)
     changed = [one["changed"] for one in json.loads((folder / "manifest.json").read_text())["attempts"]]
-    assert changed[1] == ["max_windows: 6, now 9", "optim.lr: 0.001, now 0.002"]
+    assert changed[1] == ["max_steps: 6, now 9", "optim.lr: 0.001, now 0.002"]
     change(folder, lambda m: m["attempts"][1]["changed"].pop())
-    assert "first at window 2: " in verify(folder, code=1, capsys=capsys)
+    assert "first at step 2: " in verify(folder, code=1, capsys=capsys)
 
 
 @pytest.mark.usefixtures("forked")
@@ -464,9 +464,9 @@ def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, 
     verify(folder, code=0, capsys=capsys)
     assert attempt(folder, small(log={"every": 7})).code == 0
     told = verify(folder, code=0, capsys=capsys)
-    assert "16 of 16 windows" in told and "5 rows" in told
+    assert "16 of 16 steps" in told and "5 rows" in told
     rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
-    assert "row of train figures of window 16 is missing" in verify(folder, code=1, capsys=capsys)
+    assert "row of train figures of step 16 is missing" in verify(folder, code=1, capsys=capsys)
 
 
 @pytest.mark.usefixtures("forked")
@@ -484,13 +484,13 @@ def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint
     folder = shutil.copytree(cut, tmp_path / "run")
     rows(TRACE, lambda lines: lines.__delitem__(slice(-2, None)))(folder)
     run = read_run(folder)
-    assert max(row.window for row in run.rows) < 10 == last_window(run, None)
+    assert max(row.step for row in run.rows) < 10 == last_step(run, None)
 
 
 def parts(folder: Path, until: int, *attempts: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     run = read_run(folder)
     one = run.manifest.attempts[0]
-    made = [one.model_copy(update={"window": w, "ranks": r, "log_every": e}) for w, r, e in attempts]
+    made = [one.model_copy(update={"step": w, "ranks": r, "log_every": e}) for w, r, e in attempts]
     manifest = run.manifest.model_copy(update={"attempts": made})
     return [(part.until, part.ranks, part.every) for part in parts_of(folder, manifest, until, None)]
 
@@ -524,7 +524,7 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
     """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
     sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
     settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
-    settings += ["model.width=4", "max_windows=13", *(f"data.{size}" for size in sizes)]
+    settings += ["model.width=4", "max_steps=13", *(f"data.{size}" for size in sizes)]
 
     def trainer(*words: str) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -534,7 +534,7 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
     asked = ["train", "digits", *words, "--out", "run", "--ranks", str(ranks), "--stop-after", "6"]
     cut = trainer(*asked)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped after window 6 as asked; without --stop-after it goes on from there" in cut.stdout
+    assert "stopped after step 6 as asked; without --stop-after it goes on from there" in cut.stdout
     folder = tmp_path / "run"
     assert json.loads((folder / "manifest.json").read_text())["command"] == f"trainer {' '.join(asked)}"
     assert attempt(folder, load_recipe("digits", settings)).code == 0
@@ -545,7 +545,7 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
     assert (proof.returncode, proof.stderr) == (0, "")
     assert contents(folder) == before
     first, *_, said, weights = proof.stdout.splitlines()
-    assert first.startswith("run: training windows 1 to 13 of 13 again, in ")
-    assert said.startswith(f"  13 of 13 windows on {trained}: 5 rows")
+    assert first.startswith("run: training steps 1 to 13 of 13 again, in ")
+    assert said.startswith(f"  13 of 13 steps on {trained}: 5 rows")
     assert weights == "  final weights: model.safetensors, ema.safetensors"
     assert not Path(first.rpartition(" in ")[2]).exists()

@@ -46,22 +46,22 @@ def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     run = run_of(tmp_path / "run", fault, nonfinite=policy)
     before = contents(run)
     replays_with(fault, monkeypatch)
-    for number, window in enumerate([7] if policy == "stop" else [7, 13], 1):
+    for number, step in enumerate([7] if policy == "stop" else [7, 13], 1):
         assert main(["verify", str(run), "--incident", str(number)]) == 0
         out = capsys.readouterr().out
-        assert f"incident {number}, window {window}: came again, with the same samples" in out
-        # From the newest checkpoint before it: every five windows and at the end, three kept.
-        newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, window), 1)
-        assert f"training window{'s' * (newest < window)} {newest}" in out
+        assert f"incident {number}, step {step}: came again, with the same samples" in out
+        # From the newest checkpoint before it: every five steps and at the end, three kept.
+        newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, step), 1)
+        assert f"training step{'s' * (newest < step)} {newest}" in out
     assert contents(run) == before
     assert main(["verify", str(run)]) == 0
-    assert f"training windows 1 to {6 if policy == 'stop' else 16} of 16" in capsys.readouterr().out
+    assert f"training steps 1 to {6 if policy == 'stop' else 16} of 16" in capsys.readouterr().out
 
 
 def test_a_run_that_was_stopped_at_once_has_only_its_incident(tmp_path: Path, capsys: Capsys) -> None:
     run = run_of(tmp_path / "run", poison([0], "gradient"))
     assert main(["verify", str(run)]) == 2
-    assert "nothing was recorded before the window 1 that stopped it" in capsys.readouterr().err
+    assert "nothing was recorded before the step 1 that stopped it" in capsys.readouterr().err
 
 
 def test_the_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
@@ -90,7 +90,7 @@ def test_what_does_not_come_again_is_said(
     run = run_of(tmp_path / "run", poison([6], "gradient"))
     replays_with(None, monkeypatch)
     assert main(["verify", str(run), "--incident", "1"]) == 1
-    assert "incident 1, window 7: did not come again" in capsys.readouterr().out
+    assert "incident 1, step 7: did not come again" in capsys.readouterr().out
     (incident,) = read_incidents(run)
     (run / "incidents.jsonl").write_text(json.dumps({**incident, "samples": [0]}) + "\n")
     replays_with(poison([6], "gradient"), monkeypatch)

@@ -65,7 +65,7 @@ def test_secrets_go(text: str) -> None:
         "http://[::1]:8080/x?epoch=3&monkey=1",
         "me@example.org: hello",
         "optim.lr=0.1 design=new passes=3",
-        "window 200/674  7,294 samples/s loss 0.6117  5 s left",
+        "step 200/674  7,294 samples/s loss 0.6117  5 s left",
         "if token == other: raise",
         "loss_per_token=3.5",
         "unexpected token: ','",

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.container, pytest.mark.xdist_group("compose")]
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = 12345
 ONE_THREAD = ("--set", "parallel.threads=1")
-QUICK = ("digits", *ONE_THREAD, "--set", "max_windows=20")
+QUICK = ("digits", *ONE_THREAD, "--set", "max_steps=20")
 STOPPED = "the same command goes on from there"
 LONG = ("digits", *ONE_THREAD, "--set", "epochs=100000", "--set", "log.every=20", "--set", "evaluate_every=1")
 
@@ -222,7 +222,7 @@ def test_stop_ends_with_a_checkpoint(project: Project) -> None:
         project.compose(*files, "up", "--detach", "--no-build", "train")
         container = project.container("train")
         metrics = project.root / "runs/stopped/metrics.jsonl"
-        wait_for(lambda: metrics.exists() and '"window": 40' in metrics.read_text(), "training")
+        wait_for(lambda: metrics.exists() and '"step": 40' in metrics.read_text(), "training")
         project.compose(*files, "stop", "train")
         # By itself, not killed after the grace period.
         assert engine("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "75"
@@ -230,7 +230,7 @@ def test_stop_ends_with_a_checkpoint(project: Project) -> None:
         assert list((project.root / "runs/stopped/checkpoints").glob("*/SHA256SUMS"))
         # The same command goes on.
         project.compose(*files, "up", "--detach", "--no-build", "train")
-        wait_for(lambda: "goes on after window" in engine("logs", container), "going on")
+        wait_for(lambda: "goes on after step" in engine("logs", container), "going on")
     finally:
         project.compose(*files, "kill", "train")
     assert project.strangers() == []
@@ -402,4 +402,4 @@ def test_the_helper_sees_trouble() -> None:
     )
     assert len(trouble(text)) == 4
     assert len(trouble(text, ["WARNING: y"])) == 3
-    assert trouble("0 errors were mirrored\nwindow 200/674") == []
+    assert trouble("0 errors were mirrored\nstep 200/674") == []

@@ -16,7 +16,7 @@ LIMITS = ["--cpus=2", "--memory=2g", "--memory-swap=2g", "--shm-size=64m", "--ne
 # Photographs; a model small enough that what it needs itself, with torch for launcher and rank, leaves room.
 RECIPE = """
 epochs: 100
-max_windows: 6
+max_steps: 6
 data: {name: folder, path: /data, image_size: 160, global_batch: 64, micro_batch: 32, evaluation_batch: 64}
 model: {width: 4}
 parallel: {threads: 1}

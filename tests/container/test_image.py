@@ -26,7 +26,7 @@ pytestmark = pytest.mark.container
 ROOT = Path(__file__).parents[2]
 STACK = "torch2.9-cu128"
 STACKS = ROOT.glob("stacks/*/stack.toml")
-# Imports, a compiled step, some windows, checkpoints: what every user's container must be able to do.
+# Imports, a compiled step, some steps, checkpoints: what every user's container must be able to do.
 PROBE = """
 set -e
 python - <<'END'
@@ -35,7 +35,7 @@ step = torch.compile(lambda x: torch.relu(x @ x) + 1)
 x = torch.ones(8, 8)
 assert torch.equal(step(x), torch.relu(x @ x) + 1)
 END
-short="--set parallel.threads=1 --set max_windows=4 --set checkpoint.every=2"
+short="--set parallel.threads=1 --set max_steps=4 --set checkpoint.every=2"
 trainer train digits $short --set data.workers=1 --out /tmp/run
 trainer checkpoints /tmp/run
 """
@@ -110,7 +110,7 @@ def test_a_run_that_would_go_with_the_container_says_so(train_image: str, tmp_pa
     """The first `docker run` of a newcomer has no -v."""
     kept = ["-v", f"{tmp_path}:/workspace/runs", f"--user={os.getuid()}"]
     for given, told in (([], True), (kept, False)):
-        words = ["trainer", "train", "digits", "--set=max_windows=1", "--set=parallel.threads=1"]
+        words = ["trainer", "train", "digits", "--set=max_steps=1", "--set=parallel.threads=1"]
         out = engine("run", *LIMITED, *given, train_image, *words)
         assert ('docker run -v "$PWD/runs:/workspace/runs" keeps it' in out) == told
     assert list(tmp_path.glob("digits-*/manifest.json"))

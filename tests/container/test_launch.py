@@ -36,7 +36,7 @@ def spec(train_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 def has_begun(name: str) -> bool:
     """Whether a row was shown: which one the first is depends on how fast the machine is."""
-    return "  window " in engine("logs", name, code=None, expected=(".*",))
+    return "  step " in engine("logs", name, code=None, expected=(".*",))
 
 
 def exit_code(name: str) -> int:
@@ -57,7 +57,7 @@ def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec
     assert exit_code(NAME) == 75
     engine("start", NAME)
     wait_for(lambda: engine("logs", NAME, expected=(".*",)).count("run folder") == 2, "a second start")
-    wait_for(lambda: "goes on after window" in engine("logs", NAME, expected=(".*",)), "going on")
+    wait_for(lambda: "goes on after step" in engine("logs", NAME, expected=(".*",)), "going on")
     assert container.timed(spec)[5] == "86400"
     assert "stopped by SIGUSR1" not in engine("logs", NAME, expected=(".*",))
     engine("exec", NAME, "sh", "-c", RING)

@@ -35,7 +35,7 @@ from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
 from trainer.train.evaluate import evaluate
 from trainer.train.run import assemble, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 
 @pytest.mark.parametrize("last", ["cross", "drop", "weighted"])
@@ -268,8 +268,8 @@ def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
     task = make_task(recipe)
     parts = assemble(recipe, task, World(0, 1, 0, CPU, None), workers)
     batches = parts.loader(parts.training.share.batches())
-    for window in range(parts.training.share.plan.windows):
-        train_window(parts.training, batches, window)
+    for step in range(parts.training.share.plan.steps):
+        train_step(parts.training, batches, step)
     figures = evaluate(
         task,
         parts.training.model,

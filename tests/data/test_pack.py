@@ -404,7 +404,7 @@ def test_from_images_to_weights(photographs: Path, tmp_path: Path) -> None:
         "data.corrupt_budget": 0.01,
         "data.micro_batch": 16,
         "data.global_batch": 32,
-        "max_windows": 6,
+        "max_steps": 6,
         "epochs": 1,
         "model.width": 4,
         "parallel.threads": 1,

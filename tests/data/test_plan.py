@@ -129,33 +129,33 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plan=plans(), world=st.sampled_from((1, 2, 4)))
-def test_ranks_together_read_each_window(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.windows * plan.shards))
+def test_ranks_together_read_each_step(plan: Plan, world: int) -> None:
+    whole = plan.read(np.arange(plan.steps * plan.shards))
     size = plan.global_batch
     for rank in range(world):
         share = Share(plan, rank, world)
         batches = share.batches()
         part = plan.read(share.shards(np.arange(len(batches))))
         per_rank = size // world
-        for window in range(plan.windows):
-            start = window * size + rank * per_rank
+        for step in range(plan.steps):
+            start = step * size + rank * per_rank
             for name in ("epoch", "sample", "weight"):
                 mine, all_ranks = getattr(part, name).flatten(), getattr(whole, name).flatten()
                 expected = all_ranks[start : start + per_rank]
-                assert np.array_equal(mine[window * per_rank : (window + 1) * per_rank], expected)
+                assert np.array_equal(mine[step * per_rank : (step + 1) * per_rank], expected)
 
 
 @given(plan=plans(), data=st.data())
 def test_starting_in_the_middle_is_the_same_order(plan: Plan, data: st.DataObject) -> None:
     share = Share(plan, data.draw(st.integers(0, 1)), 2)
-    first = data.draw(st.integers(0, plan.windows))
+    first = data.draw(st.integers(0, plan.steps))
     later, whole = share.batches(first), share.batches()
     assert list(later) == list(whole)[first * share.accumulation :]
 
 
 @given(plan=plans())
 def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
-    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.windows * plan.shards)))
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.shards)))
     for number in range(plan.epochs):
         seen = np.sort(sample[(epoch == number) & (weight > 0)])
         if plan.last == "drop":
@@ -163,13 +163,13 @@ def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
             assert len(np.unique(seen)) == len(seen)
         else:
             assert np.array_equal(seen, np.arange(plan.samples))
-    totals = weight.reshape(plan.windows, -1).sum(1)
-    assert totals.tolist() == [plan.window_samples(window) for window in range(plan.windows)]
+    totals = weight.reshape(plan.steps, -1).sum(1)
+    assert totals.tolist() == [plan.step_samples(step) for step in range(plan.steps)]
 
 
 @given(plan=plans())
 def test_epochs_done_counts_epochs_that_are_whole(plan: Plan) -> None:
-    counts = [plan.epochs_done(windows) for windows in range(plan.windows + 1)]
+    counts = [plan.epochs_done(steps) for steps in range(plan.steps + 1)]
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == plan.epochs
@@ -177,12 +177,12 @@ def test_epochs_done_counts_epochs_that_are_whole(plan: Plan) -> None:
 
 @given(plan=plans())
 def test_what_has_been_seen_adds_up(plan: Plan) -> None:
-    totals = [plan.window_samples(window) for window in range(plan.windows)]
-    assert [plan.samples_seen(w) for w in range(plan.windows + 1)] == [
+    totals = [plan.step_samples(step) for step in range(plan.steps)]
+    assert [plan.samples_seen(w) for w in range(plan.steps + 1)] == [
         sum(totals[:w]) for w in range(len(totals) + 1)
     ]
     if plan.last != "cross":
-        assert plan.epoch_at(plan.windows) == plan.epochs
+        assert plan.epoch_at(plan.steps) == plan.epochs
 
 
 @given(samples=st.integers(1, 100), micro_batch=st.integers(1, 16), world=st.integers(1, 5))
@@ -200,8 +200,8 @@ def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_w
     assert [rows[shard] for shard in sorted(rows) if rows[shard]] == expected
 
 
-def test_max_windows_ends_the_run() -> None:
-    assert Plan(100, 10, 5, 3, "cross", 0, max_windows=7).windows == 7
+def test_max_steps_ends_the_run() -> None:
+    assert Plan(100, 10, 5, 3, "cross", 0, max_steps=7).steps == 7
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_max_windows_ends_the_run() -> None:
     [
         (lambda: Plan(100, 10, 3, 1, "cross", 0), "not a multiple of data.micro_batch=3"),
         (lambda: Plan(0, 10, 5, 1, "cross", 0), "empty"),
-        (lambda: Plan(9, 10, 5, 1, "drop", 0), "leaves no window"),
+        (lambda: Plan(9, 10, 5, 1, "drop", 0), "leaves no step"),
         (lambda: Share(Plan(100, 10, 5, 1, "cross", 0), 0, 4), "x 4 ranks"),
     ],
 )

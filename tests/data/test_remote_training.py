@@ -106,12 +106,12 @@ def test_with_a_small_cache_each_piece_comes_once_an_epoch(s3: S3, about: About,
             largest = max(largest, sum(path.stat().st_size for path in tmp_path.glob("*.piece")))
     asked = asked_for(s3.app, about)
     assert max(asked) <= epochs
-    # At each border between epochs some of the last two windows' pieces may still be there.
+    # At each border between epochs some of the last two steps' pieces may still be there.
     assert epochs * len(PIECES) - 2 * together * (epochs - 1) <= sum(asked) <= epochs * len(PIECES)
     assert limit / 2 < largest <= limit
 
 
-def test_batches_in_windows_are_the_same_with_any_number_of_workers(
+def test_batches_in_steps_are_the_same_with_any_number_of_workers(
     s3: S3, about: About, tmp_path: Path
 ) -> None:
     what = remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B")

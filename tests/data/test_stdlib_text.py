@@ -25,7 +25,7 @@ from trainer.errors import BadInputError
 from trainer.train.attempt import _go_on
 from trainer.train.run import assemble, make_task
 from trainer.train.state import tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -78,7 +78,7 @@ def short_recipe(**keys: Any) -> Recipe:
     values = read_recipe("gpt-stdlib")
     values["data"] |= {"global_batch": 8, "micro_batch": 4}
     values["language"] |= {"layers": 2, "width": 64, "sequence_length": 128}
-    return make_recipe(**values | {"max_windows": 30, "ema": {"decay": 0.9}} | keys)
+    return make_recipe(**values | {"max_steps": 30, "ema": {"decay": 0.9}} | keys)
 
 
 @pytest.mark.compat
@@ -86,16 +86,16 @@ def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> No
     recipe = short_recipe()
     task = make_task(recipe)
 
-    def windows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, bytes]]:
+    def steps(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, bytes]]:
         t = (parts := assemble(recipe, task, ALONE, 0)).training
         if first:
             found, _ = newest_good(folder)
-            assert _go_on(t, found, ALONE).window == first
+            assert _go_on(t, found, ALONE).step == first
         t.replica.train()
         batches, losses = parts.loader(t.share.batches(first)), []
-        for window in range(first, last):
+        for step in range(first, last):
             before = float(t.loss)
-            train_window(t, batches, window)
+            train_step(t, batches, step)
             losses.append(float(t.loss) - before)
         tensors = tensors_of(t)
         state = {
@@ -107,11 +107,11 @@ def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> No
 
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    losses, whole = windows(tmp_path / "whole", 0, 30)
+    losses, whole = steps(tmp_path / "whole", 0, 30)
     assert losses[0] == pytest.approx(np.log(256), abs=0.3)
     assert np.mean(losses[-5:]) < 3.0
-    windows(tmp_path / "cut", 0, 17)
-    _, cut = windows(tmp_path / "cut", 17, 30)
+    steps(tmp_path / "cut", 0, 17)
+    _, cut = steps(tmp_path / "cut", 17, 30)
     assert cut == whole
 
 

@@ -1,4 +1,4 @@
-"""Promise: whichever rank gets the signal, all stop after the same window, and nobody waits for it."""
+"""Promise: whichever rank gets the signal, all stop after the same step, and nobody waits for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,18 +28,18 @@ def clock() -> Iterator[Clock]:
 
 
 def run_with_a_signal(world: World, rank: int, at: int, seconds: tuple[float, ...]) -> Any:
-    """Windows until all stop; the rank gets its signal in one of them, ranks differ in speed."""
+    """Steps until all stop; the rank gets its signal in one of them, ranks differ in speed."""
     with clock() as time:
         agreement = Agreement(world.group, 0)
         asked = 0
-        for window in range(1, 100_000):
+        for step in range(1, 100_000):
             time.now += seconds[world.rank % len(seconds)]
-            signal = 15 if world.rank == rank and window >= at else 0
+            signal = 15 if world.rank == rank and step >= at else 0
             before = agreement._under_way
-            decision = agreement.after(window, signal, save=False)
+            decision = agreement.after(step, signal, save=False)
             asked += agreement._under_way is not before
             if decision.signal:
-                return window, decision.signal, asked
+                return step, decision.signal, asked
     return None
 
 
@@ -48,32 +48,32 @@ def run_with_a_signal(world: World, rank: int, at: int, seconds: tuple[float, ..
     ("seconds", "at", "latest"),
     [((0.0,), 300, 10_003), ((0.002, 0.0), 300, 504), ((0.15, 0.12), 3, 9)],
 )
-def test_all_ranks_stop_after_the_same_window(
+def test_all_ranks_stop_after_the_same_step(
     ranks: Ranks, size: int, seconds: tuple[float, ...], at: int, latest: int
 ) -> None:
-    """Within a second of the slowest, and ten thousand windows."""
+    """Within a second of the slowest, and ten thousand steps."""
     answers = ranks.run(size, run_with_a_signal, size - 1, at, seconds)
-    assert len({window for window, _, _ in answers}) == 1
-    window, signal, _ = answers[0]
+    assert len({step for step, _, _ in answers}) == 1
+    step, signal, _ = answers[0]
     assert signal == 15
-    assert at <= window <= (at if size == 1 else latest)
+    assert at <= step <= (at if size == 1 else latest)
 
 
 def test_it_is_asked_about_once_a_second(ranks: Ranks) -> None:
-    ((window, _, asked), _) = ranks.run(2, run_with_a_signal, 0, 9_500, (0.001,))
-    assert 10_000 <= window <= 10_050
-    assert asked // 2 == 11, "begun and read; first after window 1"
+    ((step, _, asked), _) = ranks.run(2, run_with_a_signal, 0, 9_500, (0.001,))
+    assert 10_000 <= step <= 10_050
+    assert asked // 2 == 11, "begun and read; first after step 1"
 
 
 def saves(world: World) -> list[int]:
     with clock() as time:
         agreement = Agreement(world.group, 0)
         seen: list[int] = []
-        for window in range(1, 41):
+        for step in range(1, 41):
             time.now += 0.11
-            due = world.rank == 0 and window >= 10 * (len(seen) + 1)
-            if agreement.after(window, 0, due).save:
-                seen.append(window)
+            due = world.rank == 0 and step >= 10 * (len(seen) + 1)
+            if agreement.after(step, 0, due).save:
+                seen.append(step)
         return seen
 
 

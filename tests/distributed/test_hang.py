@@ -1,4 +1,4 @@
-"""Promise: a rank that hangs is named, with its phase and its window, and the job ends with code 76."""
+"""Promise: a rank that hangs is named, with its phase and its step, and the job ends with code 76."""
 
 import multiprocessing
 import os
@@ -77,9 +77,9 @@ _job("alone", 1, hang(Hang(0, "forward", 6)))
 _job("network", 2, hang(Hang(0, "communication", 3)), hang(Hang(1, "communication", 3)))
 _job("stuck-disk", 1, _stuck_disk)
 _job("off", 1, hang(Hang(0, "forward", 1)), hang_s=0, seconds=2 * HANG_S + 1)
-# Two forward passes of 1 s in a window: rank 0 waits longer than HANG_S, rank 1 makes progress all the time.
-_job("slow", 2, slow(1, 1.0, lambda window: window in (3, 4)))
-_job("slow-disk", 1, _slow_disk, max_windows=3, checkpoint={"every": 1})
+# Two forward passes of 1 s in a step: rank 0 waits longer than HANG_S, rank 1 makes progress all the time.
+_job("slow", 2, slow(1, 1.0, lambda step: step in (3, 4)))
+_job("slow-disk", 1, _slow_disk, max_steps=3, checkpoint={"every": 1})
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def endings(request: pytest.FixtureRequest) -> dict[str, Ending]:
 def test_a_hang_is_named(endings: dict[str, Ending], name: str) -> None:
     ending, where = endings[name], HANGS[name]
     assert is_named(ending, where), ending
-    waits = rf"; rank {1 - where.rank} waits in [a-z]+, window {where.window}(?! waits)"
+    waits = rf"; rank {1 - where.rank} waits in [a-z]+, step {where.step}(?! waits)"
     if where.phase not in ("checkpoint", "logging", "update"):  # there the other goes on for a while
         assert re.search(waits, ending.text), ending
     # The culprit says where it is; one that was stopped can't.
@@ -119,12 +119,12 @@ def test_every_phase_is_tried() -> None:
 def test_each_phase_comes_with_what_to_check(phase: str) -> None:
     verdict = judge([Seen(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
     assert verdict is not None
-    assert f"hangs in {phase}, window 3; check the " in verdict.line.replace("check whether", "check the")
+    assert f"hangs in {phase}, step 3; check the " in verdict.line.replace("check whether", "check the")
 
 
 def test_tree(endings: dict[str, Ending]) -> None:
     assert is_named(endings["tree"], Hang(1, "backward", 3)), endings["tree"]
-    assert "; rank 0 waits in communication, window 3;" in endings["tree"].text
+    assert "; rank 0 waits in communication, step 3;" in endings["tree"].text
 
 
 def test_worker(endings: dict[str, Ending]) -> None:
@@ -144,7 +144,7 @@ def test_recorded() -> None:
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
     ended = preloaded.run([sys.executable, "-c", code], cwd=ROOT, env=environment)
     assert re.search(
-        r"rank 1 hangs in forward, window 5; rank 0 waits .*; collective \d+, all_reduce of [\d]+ Float: "
+        r"rank 1 hangs in forward, step 5; rank 0 waits .*; collective \d+, all_reduce of [\d]+ Float: "
         "rank 0 entered it, rank 1 did not",
         ended.stdout,
     ), ended.stdout
@@ -159,7 +159,7 @@ def test_network(endings: dict[str, Ending]) -> None:
     """Where no rank is behind the others, none is blamed."""
     code, text, _ = endings["network"]
     assert code == EXIT_HANG
-    assert "all 2 ranks wait in communication, window 3, and none is behind the others; check the net" in text
+    assert "all 2 ranks wait in communication, step 3, and none is behind the others; check the net" in text
 
 
 def test_stuck_disk(endings: dict[str, Ending]) -> None:
@@ -203,13 +203,13 @@ class LeftError(Exception):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """The watch over a rank that is alone in window 7, of which it may say nothing for 20 s."""
+    """The watch over a rank that is alone in step 7, of which it may say nothing for 20 s."""
 
     def leaves(_: Watch, verdict: Verdict) -> None:
         raise LeftError(verdict.line)
 
     watch = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
-    pulse.PULSE.window = 7
+    pulse.PULSE.step = 7
     monkeypatch.setattr(Watch, "_leave", leaves)
     monkeypatch.setattr("trainer.distributed.hang.time", clock)
     watch._stopped = clock  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def nothing() -> None:
 def test_a_rank_without_progress_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     watched(monkeypatch, Clock(*[nothing] * 20))  # at the first look it notes where it is
     clock = Clock(*[nothing] * 21)
-    with pytest.raises(LeftError, match=r"no progress for 20 s: rank 0 hangs in start, window 7"):
+    with pytest.raises(LeftError, match=r"no progress for 20 s: rank 0 hangs in start, step 7"):
         watched(monkeypatch, clock)
     assert clock.now == 21
 
@@ -265,7 +265,7 @@ def test_no_watch_where_it_is_off() -> None:
 @pytest.mark.slow
 def test_a_job_that_was_really_suspended_goes_on() -> None:
     inside = 0.5  # seconds of each forward pass
-    job = Job(1, recipe_of(HANG_S, max_windows=4), slow(0, inside))
+    job = Job(1, recipe_of(HANG_S, max_steps=4), slow(0, inside))
     until = time.monotonic() + 60
     while not (job.folder / "metrics.jsonl").exists() and not job.over():
         assert time.monotonic() < until, job.end()
@@ -280,13 +280,13 @@ INJECTED = """
 import os
 if os.environ.get("RANK") == "1":
     from trainer.train import loop
-    original = loop.train_window
-    def stuck(training, batches, window):
-        if window == 20:
+    original = loop.train_step
+    def stuck(training, batches, step):
+        if step == 20:
             import time
             training.optimizer.step = lambda: time.sleep(1000)
-        original(training, batches, window)
-    loop.train_window = stuck
+        original(training, batches, step)
+    loop.train_step = stuck
 """
 
 
@@ -301,7 +301,7 @@ def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
     )
     assert ended.returncode == EXIT_HANG, ended.stderr
     head, *rest = ended.stderr.splitlines()
-    assert head.startswith("trainer: no progress for 3 s: rank 1 hangs in update, window 21; rank 0 waits in")
+    assert head.startswith("trainer: no progress for 3 s: rank 1 hangs in update, step 21; rank 0 waits in")
     assert rest[0] == "rank 1 is here:"
     assert "time.sleep(1000)" in rest[-1] or "sitecustomize.py" in rest[-1]
 
@@ -322,21 +322,20 @@ def _judged(*states: Seen) -> str:
 def test_many_ranks_are_a_short_line() -> None:
     states = [_seen(200)] * 1000 + [_seen(120, phase="data")]
     assert _judged(*states) == (
-        "no progress for 30 s: rank 1000 hangs in data, window 13; "
-        "1000 others wait in communication, window 13"
+        "no progress for 30 s: rank 1000 hangs in data, step 13; 1000 others wait in communication, step 13"
     )
     assert _judged(*states[-1:] * 5, *states[:2]).startswith(
-        "no progress for 30 s: ranks 0, 1 and 3 more hang in data, window 13; 2 others wait in"
+        "no progress for 30 s: ranks 0, 1 and 3 more hang in data, step 13; 2 others wait in"
     )
-    moved = replace(states[0], window=14)
+    moved = replace(states[0], step=14)
     assert _judged(moved, moved, *states[-2:]).endswith(
-        "; 3 others wait, most of them in communication, window 14"
+        "; 3 others wait, most of them in communication, step 14"
     )
 
 
 def test_all_in_one_place_that_is_no_collective_hang_there() -> None:
     data = _seen(120, phase="data")
-    assert _judged(data, data) == "no progress for 30 s: ranks 0 and 1 hang in data, window 13"
+    assert _judged(data, data) == "no progress for 30 s: ranks 0 and 1 hang in data, step 13"
 
 
 def test_nobody_is_blamed_too_early() -> None:
@@ -351,7 +350,7 @@ def test_a_silent_rank_is_blamed_wherever_it_is() -> None:
     """Stopped in a collective it may have made more marks than those that wait for it there."""
     stopped = replace(_seen(201, idle=0.0), silence=31.0)
     assert _judged(_seen(200), stopped, _seen(200)).startswith(
-        "no progress for 30 s: rank 1 gave no sign of life since communication, window 13; 2 others wait in"
+        "no progress for 30 s: rank 1 gave no sign of life since communication, step 13; 2 others wait in"
     )
 
 
@@ -370,13 +369,13 @@ def test_hosts_are_told_where_there_are_several() -> None:
     assert " s: rank 1 on b hangs in data" in _judged(*states)
 
 
-def test_a_window_that_compiles_has_more_time() -> None:
+def test_a_step_that_compiles_has_more_time() -> None:
     watched = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=30, timeout_s=200))
     watched._compiling_until = 3
     limits = {}
-    for window, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
-        pulse.PULSE.window, pulse.PULSE.phase = window, phase  # type: ignore[assignment]
-        limits[window, phase] = watched._limit()
+    for step, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
+        pulse.PULSE.step, pulse.PULSE.phase = step, phase  # type: ignore[assignment]
+        limits[step, phase] = watched._limit()
     assert limits == {
         (3, "forward"): 300,
         (3, "communication"): 150,  # before the collective's own time is over

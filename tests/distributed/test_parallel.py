@@ -11,13 +11,13 @@ import torch
 from torch import distributed as dist, nn
 
 from tests.helpers import preloaded
-from tests.helpers.digits_windows import DIGITS, train_digits
+from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import Ranks
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
-from trainer.models.batchnorm import WindowStatistics
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.sync_batchnorm import synchronise_batchnorm
 from trainer.train.run import check_request, make_task
 
@@ -125,16 +125,16 @@ def test_unused_parameters_are_looked_for_when_asked(ranks: Ranks) -> None:
     assert all("find_unused_parameters" in error for error in ranks.run(2, steps_of_forked, False))
 
 
-def synchronised(world: World, shape: tuple[int, ...], windows: int) -> dict[str, Any]:
+def synchronised(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
     """Output, gradients and running statistics of synchronised layers on one rank."""
     torch.manual_seed(1)
     layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
     nn.init.normal_(layer.weight)
     assert world.group is not None
     assert synchronise_batchnorm(layer, world.group) == 1
-    statistics = WindowStatistics(layer, world.group)
+    statistics = StepStatistics(layer, world.group)
     per_rank = shape[0] // world.size
-    for _ in range(windows):
+    for _ in range(steps):
         everyones = torch.randn(shape, dtype=torch.float64)
         weights = torch.randn(shape, dtype=torch.float64)
         mine = everyones[world.rank * per_rank :][:per_rank].clone().requires_grad_()
@@ -142,7 +142,7 @@ def synchronised(world: World, shape: tuple[int, ...], windows: int) -> dict[str
         layer.zero_grad()
         (output * weights[world.rank * per_rank :][:per_rank]).sum().backward()
         statistics.add(statistics.of_shard())
-        statistics.end_window()
+        statistics.end_step()
     assert mine.grad is not None
     parameters = [p.grad for p in layer.parameters() if p.grad is not None]
     return {
@@ -153,12 +153,12 @@ def synchronised(world: World, shape: tuple[int, ...], windows: int) -> dict[str
     }
 
 
-def alone(shape: tuple[int, ...], windows: int) -> dict[str, Any]:
+def alone(shape: tuple[int, ...], steps: int) -> dict[str, Any]:
     """torch's own BatchNorm on all of the samples."""
     torch.manual_seed(1)
     layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
     nn.init.normal_(layer.weight)
-    for _ in range(windows):
+    for _ in range(steps):
         x = torch.randn(shape, dtype=torch.float64)
         weights = torch.randn(shape, dtype=torch.float64)
         x.requires_grad_()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import digits_windows
-from tests.helpers.digits_windows import train_digits
+from tests.helpers import digits_steps
+from tests.helpers.digits_steps import train_digits
 from tests.helpers.toys import make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
@@ -17,7 +17,7 @@ from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
 from trainer.train.step import take_figures
 
-DIGITS = digits_windows.DIGITS
+DIGITS = digits_steps.DIGITS
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -88,11 +88,11 @@ def logged_rows(world: World) -> list[Any]:
     t = parts.training
     rows: list[Any] = []
     meter = Meter(t.share.plan, world.device, [rows.append], lambda: take_figures(t))
-    windows = range(t.share.plan.windows)
+    steps = range(t.share.plan.steps)
     train(
-        t, parts.loader(t.share.batches()), windows, meter, 2, lambda _: False, lambda _: None, lambda _: None
+        t, parts.loader(t.share.batches()), steps, meter, 2, lambda _: False, lambda _: None, lambda _: None
     )
-    return [(row["window"], row["loss"], row["gradient_norm"]) for row in rows]
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
 
 
 def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:
@@ -163,7 +163,7 @@ def dropout_patterns(world: World) -> list[float]:
     return train_digits(world, values, 0)[0]
 
 
-def test_dropout_is_keyed_by_window_and_shard_not_by_rank(ranks: Ranks) -> None:
+def test_dropout_is_keyed_by_step_and_shard_not_by_rank(ranks: Ranks) -> None:
     alone = torch.tensor(ranks.run(1, dropout_patterns)[0])
     for size in (2, 4):
         together = torch.tensor(ranks.run(size, dropout_patterns)).sum(0)

@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 from torch import distributed as dist, nn
 
 from tests.chaos import Tally
-from tests.helpers.digits_windows import DIGITS, train_digits
+from tests.helpers.digits_steps import DIGITS, train_digits
+from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.topologies import topologies
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from tests.helpers.windows import State, assert_same_bits, train_some
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed import agreement
 from trainer.distributed.parallel import World
@@ -22,7 +22,7 @@ from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_t
 from trainer.errors import BadInputError
 from trainer.train import attempt
 from trainer.train.run import assemble, check_request, make_task
-from trainer.train.step import take_figures, train_window
+from trainer.train.step import take_figures, train_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},
@@ -87,7 +87,7 @@ def reduce_random(world: World, shards: int, bucket_mb: int) -> tuple[list[torch
         gradients = [torch.randn(shape, generator=random) for shape in shapes]
         gradients[2] = gradients[2].contiguous(memory_format=torch.channels_last)
         tree.add_shard(gradients, torch.randn(3, generator=random, dtype=torch.float64))
-    sums = tree.end_window()
+    sums = tree.end_step()
     return sums.gradients, sums.figures
 
 
@@ -104,7 +104,7 @@ def test_real_ranks_make_the_same_sums(ranks: Ranks, bucket_mb: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
     values = {**DIGITS, "model": {"width": 8}, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
-    values["max_windows"] = 5
+    values["max_steps"] = 5
     wanted = ranks.run(1, train_digits, values, 0)[0]
     for size in SIZES[1:]:
         for losses, figures, weights in ranks.run(size, train_digits, values, 0):
@@ -118,18 +118,18 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
 
 
 def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor]]:
-    """Loss and weights after windows whose valid tokens are known late, of which the last is padded."""
+    """Loss and weights after steps whose valid tokens are known late, of which the last is padded."""
     recipe = make_recipe(
         data={"global_batch": 8, "micro_batch": 1},
-        window={"last": "weighted"},
+        step={"last": "weighted"},
         optim={"lr": 0.1, "clip": 0.5},
         parallel={"threads": 1, "reduction": reduction},
     )
     training_parts = assemble(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)
     t = training_parts.training
     batches = training_parts.loader(t.share.batches())
-    for window in range(t.share.plan.windows):
-        train_window(t, batches, window)
+    for step in range(t.share.plan.steps):
+        train_step(t, batches, step)
     return float(take_figures(t)["loss"]), [p.detach().clone() for p in t.parameters]
 
 
@@ -187,8 +187,8 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
     )
     parts = assemble(recipe, task, world, workers=0)
     batches = parts.loader(parts.training.share.batches())
-    for window in range(parts.training.share.plan.windows):
-        train_window(parts.training, batches, window)
+    for step in range(parts.training.share.plan.steps):
+        train_step(parts.training, batches, step)
     return {name: tensor.clone() for name, tensor in parts.training.model.state_dict().items()}
 
 
@@ -280,7 +280,7 @@ def reduce_mixed(world: World) -> list[torch.Tensor]:
         kinds = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
         gradients = [torch.randn(99, generator=random).to(kind) for kind in kinds]
         tree.add_shard(gradients, torch.ones(1, dtype=torch.float64))
-    return tree.end_window().gradients
+    return tree.end_step().gradients
 
 
 def test_gradients_of_several_dtypes_are_added_each_in_its_own(ranks: Ranks) -> None:
@@ -301,7 +301,7 @@ def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble_alone(recipe, task)
     model = parts.training.model
     before = [p.detach().clone() for p in model.parameters()]
-    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert moved == [True, True, False, False]
 
@@ -339,7 +339,7 @@ def bytes_received(world: World, elements: int) -> int:
         setattr(dist, name, counted(name))
     tree = TreeReduction(world.group, 25)
     tree.add_shard([torch.ones(elements)], torch.ones(0, dtype=torch.float64))
-    tree.end_window()
+    tree.end_step()
     for name, original in originals.items():
         setattr(dist, name, original)
     return received
@@ -373,20 +373,18 @@ def test_ranks_that_split_no_tree_are_refused() -> None:
         check_request(recipe, task, 2)
 
 
-def windows_of(
-    world: World, values: dict[str, Any], windows: range, state: State | None
-) -> tuple[State, Any]:
+def steps_of(world: World, values: dict[str, Any], steps: range, state: State | None) -> tuple[State, Any]:
     recipe = make_recipe(**values)
-    return train_some(recipe, make_task(recipe), windows, state, world)
+    return train_some(recipe, make_task(recipe), steps, state, world)
 
 
 @pytest.mark.parametrize("kind", ["batchnorm", "fp16"])
 def test_other_ranks_go_on_to_the_same_bits(ranks: Ranks, kind: str) -> None:
     values = {**DIGITS, **KINDS[kind], "parallel": {"threads": 1, "reduction": "tree"}}
-    wanted, _ = ranks.run(1, windows_of, values, range(6), None)[0]
+    wanted, _ = ranks.run(1, steps_of, values, range(6), None)[0]
     state = None
-    for size, windows in ((4, range(2)), (1, range(2, 3)), (2, range(3, 6))):
-        answers = ranks.run(size, windows_of, values, windows, state)
+    for size, steps in ((4, range(2)), (1, range(2, 3)), (2, range(3, 6))):
+        answers = ranks.run(size, steps_of, values, steps, state)
         state = answers[0][0]
         for other, _ in answers[1:]:
             assert_same_bits(state, other)

@@ -75,13 +75,13 @@ def test_running_out_is_explained(tmp_path: Path) -> None:
 def test_a_profile_has_kernels_and_the_devices_time(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 3)).to(GPU)
     profile = Profile(tmp_path, model, GPU, skip=2, warm_up=1, active=3)
-    for window in range(8):
+    for step in range(8):
         mark("forward")
         loss = model(torch.randn(16, 3, 64, 64, device=GPU)).mean()
         mark("backward")
         loss.backward()
         mark("host")
-        profile.window_done(window + 1)
+        profile.step_done(step + 1)
     text = profile.close()
     rows = {row.split("  ")[0]: row.split() for row in text.splitlines()}
     assert "device ms" in text

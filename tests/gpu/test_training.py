@@ -19,7 +19,7 @@ from trainer.observe.trace import Trace, fingerprints_of
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import Training, take_figures, train_window
+from trainer.train.step import Training, take_figures, train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 DIGITS: dict[str, Any] = {
-    "max_windows": 30,
+    "max_steps": 30,
     "epochs": 2,
     "data": {"global_batch": 64, "micro_batch": 16, "augment": "affine"},
     "model": {"width": 16, "dropout": 0.1},
@@ -61,7 +61,7 @@ def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float
         train(
             t,
             batches,
-            range(t.share.plan.windows),
+            range(t.share.plan.steps),
             meter,
             recipe.log.every,
             lambda _: False,
@@ -118,8 +118,8 @@ def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None
         t = assemble(recipe, make_task(recipe), world, workers=0).training
         assert t.average is not None
         batches = make_batches(t, recipe)
-        for window in range(30):
-            train_window(t, batches, window)
+        for step in range(30):
+            train_step(t, batches, step)
         kept_on = next(iter(t.average.tensors.values())).device.type
         assert kept_on == ("cpu" if on_cpu else "cuda")
         with t.average.in_place():
@@ -156,23 +156,23 @@ def test_a_deterministic_run_that_was_cut_ends_with_the_same_bits(
     def fresh() -> Training:
         return assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cuda", 0), None), 0).training
 
-    def windows(t: Training, numbers: range) -> None:
+    def steps(t: Training, numbers: range) -> None:
         source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
         loader = make_loader(source, torch.device("cuda", 0), recipe.data, 2)
         batches = loader(t.share.batches(numbers.start))
-        for window in numbers:
-            train_window(t, batches, window)
+        for step in numbers:
+            train_step(t, batches, step)
         loader.close()
 
     whole, first, second = fresh(), fresh(), fresh()
-    windows(whole, range(30))
-    windows(first, range(cut))
+    steps(whole, range(30))
+    steps(first, range(cut))
     write(tmp_path, cut, tensors_of(first), {})
     found, skipped = newest_good(tmp_path)
     assert found is not None
     assert not skipped
     load_tensors(second, cut, found.tensors)
-    windows(second, range(cut, 30))
+    steps(second, range(cut, 30))
     ends = [tensors_of(t) for t in (whole, second)]
     for file, tensors in ends[0].items():
         for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks import overhead
-from tests.helpers.counting import tiny_windows
+from tests.helpers.counting import tiny_steps
 from trainer.train import explain
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     # What goes by the clock, and so comes more or less often on another machine, is left out.
     setattr(explain, "_PAUSE_S", math.inf)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:
-        tiny_windows(Path(folder), steps, at)
+        tiny_steps(Path(folder), steps, at)
 
     def cos(angle: float) -> float:  # of the learning rate, once a step
         at(round(angle * steps / math.pi))

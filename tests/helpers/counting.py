@@ -1,4 +1,4 @@
-"""What the tests of counts share: the windows of the smallest task there is, and what is seen in each."""
+"""What the tests of counts share: the steps of the smallest task there is, and what is seen in each."""
 
 import contextlib
 from collections import Counter
@@ -85,26 +85,26 @@ def skip_with_another_torch() -> None:
         pytest.skip(f"counted with torch {_COUNTED_WITH}x, this is {torch.__version__}")
 
 
-def tiny_windows(folder: Path, windows: int, done: Callable[[int], None], log_every: int = 50) -> None:
+def tiny_steps(folder: Path, steps: int, done: Callable[[int], None], log_every: int = 50) -> None:
     """Trains the task of `python -m benchmarks overhead` by the trainer's whole loop.
 
     Args:
         folder: For its files.
-        windows: How many.
+        steps: How many.
         done: Told how many are done, after each and after all that the trainer does then.
-        log_every: Windows between two rows.
+        log_every: Steps between two rows.
     """
     at_home = overhead.by_trainer.__globals__
     original = at_home["train"]
 
-    def train(*arguments: Any, window_done: Callable[[int], None], **keywords: Any) -> None:
-        def both(window: int) -> None:
-            window_done(window)
-            done(window)
+    def train(*arguments: Any, step_done: Callable[[int], None], **keywords: Any) -> None:
+        def both(step: int) -> None:
+            step_done(step)
+            done(step)
 
-        original(*arguments, window_done=both, **keywords)
+        original(*arguments, step_done=both, **keywords)
 
-    recipe = overhead.tiny_recipe(windows)
+    recipe = overhead.tiny_recipe(steps)
     recipe = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": log_every})})
     # The machine is watched by the clock, in a thread: neither may be in what is counted.
     with mock.patch.dict(at_home, train=train), mock.patch.object(Machine, "_watch", lambda _: None):

@@ -14,7 +14,7 @@ import torch
 
 from trainer.config.recipe import Recipe
 from trainer.launch import rank, signals as preempt
-from trainer.train import between_windows
+from trainer.train import between_steps
 from trainer.train.attempt import train_rank
 from trainer.train.resume import Mode
 
@@ -28,7 +28,7 @@ class Attempt(NamedTuple):
 
 
 def small(**sections: Any) -> Recipe:
-    """A recipe that takes a second: 16 windows, two evaluations."""
+    """A recipe that takes a second: 16 steps, two evaluations."""
     sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch": 8, "micro_batch": 8}
     values: dict[str, Any] = {
         "epochs": 2,
@@ -64,7 +64,7 @@ def attempt(
         folder: The run folder; made if there is none.
         recipe: What to train; `small()` if None.
         mode: As `--resume`.
-        stop_at: The window after which it gets SIGTERM.
+        stop_at: The step after which it gets SIGTERM.
         stop_after: As `--stop-after`.
         before: Called in the fork: puts faults in.
     """
@@ -100,14 +100,14 @@ def _attempt(
     threading.excepthook = threading.__excepthook__
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     preempt.install()
-    window_done = between_windows.BetweenWindows.window_done
+    step_done = between_steps.BetweenSteps.step_done
 
     def stopping(self: Any, done: int) -> None:
         if done == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        window_done(self, done)
+        step_done(self, done)
 
-    replace(between_windows.BetweenWindows, "window_done", stopping)
+    replace(between_steps.BetweenSteps, "step_done", stopping)
     if before is not None:
         before()
     outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode, stop_after))

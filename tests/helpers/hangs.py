@@ -1,7 +1,7 @@
 """Runs of one, two or four ranks in which one hangs, in forked processes; how the job ended.
 
 A hang is put where a real one would be: into the reading of a sample, the model, the optimiser, a collective,
-the disk. It knows its window from the training loop and not from the marks that are under test.
+the disk. It knows its step from the training loop and not from the marks that are under test.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from trainer.launch import exit_record, rank
 from trainer.observe.log import Meter
 from trainer.observe.phases import PULSE
 from trainer.tasks.classification import Classification
-from trainer.train import between_windows, loop, step
+from trainer.train import between_steps, loop, step as step_file
 from trainer.train.attempt import train_rank
 
 PHASES = (
@@ -48,11 +48,11 @@ PHASES = (
 
 
 class Hang(NamedTuple):
-    """Which rank hangs, where, and in which window (counted from 1); "stopped": by SIGSTOP, at any place."""
+    """Which rank hangs, where, and in which step (counted from 1); "stopped": by SIGSTOP, at any place."""
 
     rank: int
     phase: str
-    window: int
+    step: int
 
 
 class Ending(NamedTuple):
@@ -64,7 +64,7 @@ class Ending(NamedTuple):
 
 
 def recipe_of(hang_s: float, **sections: Any) -> Recipe:
-    """Eight windows a pass, two passes; checkpoints at 5, 10 and 15, evaluation at 8 and 16."""
+    """Eight steps a pass, two passes; checkpoints at 5, 10 and 15, evaluation at 8 and 16."""
     parallel = {"threads": 1, "hang_s": hang_s, "timeout_s": 60, **sections.pop("parallel", {})}
     data = {"name": "synthetic", "image_size": 8, "samples": 64, "classes": 4, "global_batch": 8}
     data |= {"micro_batch": 2, "workers": 0, "resident": False, **sections.pop("data", {})}
@@ -173,20 +173,20 @@ def hang(where: Hang) -> Callable[[int], object]:
 
     def put(number: int) -> None:
         if number == where.rank:
-            _put(where, _tracked_window())
+            _put(where, _tracked_step())
 
     return put
 
 
 def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True) -> Callable[[int], object]:
-    """A fault for `Job`: this rank's forward passes take so long, in windows that `at` chooses."""
+    """A fault for `Job`: this rank's forward passes take so long, in steps that `at` chooses."""
 
     def put(this: int) -> None:
         if this == number:
-            window, loss = _tracked_window(), Classification.loss
+            step, loss = _tracked_step(), Classification.loss
 
             def slower(*arguments: Any) -> torch.Tensor:
-                for _ in range(round(seconds / 0.05) if at(window()) else 0):
+                for _ in range(round(seconds / 0.05) if at(step()) else 0):
                     time.sleep(0.05)  # pieces: a long sleep is over when a stopped process goes on
                 return loss(*arguments)
 
@@ -195,24 +195,24 @@ def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True
     return put
 
 
-def _tracked_window() -> Callable[[], int]:
-    at, train_window = [0], step.train_window
+def _tracked_step() -> Callable[[], int]:
+    at, train_step = [0], step_file.train_step
 
-    def tracked(training: Any, batches: Any, window: int) -> None:
-        at[0] = window + 1
-        train_window(training, batches, window)
+    def tracked(training: Any, batches: Any, step: int) -> None:
+        at[0] = step + 1
+        train_step(training, batches, step)
 
-    replace(loop, "train_window", tracked)
+    replace(loop, "train_step", tracked)
     return lambda: at[0]
 
 
-def _put(where: Hang, window: Callable[[], int]) -> None:
+def _put(where: Hang, step: Callable[[], int]) -> None:
     if where.phase == "data":
         fill = loader._Filler._fill
 
         def filled(self: Any, batch: int, *arguments: Any) -> Any:
             share = self._source.share
-            if share.plan.shuffle and batch // share.accumulation + 1 == where.window:
+            if share.plan.shuffle and batch // share.accumulation + 1 == where.step:
                 sleep_forever()
             return fill(self, batch, *arguments)
 
@@ -223,7 +223,7 @@ def _put(where: Hang, window: Callable[[], int]) -> None:
 
         def hooked(*arguments: Any) -> torch.Tensor:
             result = loss(*arguments)
-            if window() == where.window:
+            if step() == where.step:
                 result.register_hook(lambda _: sleep_forever())
             return result
 
@@ -233,11 +233,11 @@ def _put(where: Hang, window: Callable[[], int]) -> None:
         "forward": (Classification, "loss"),
         "stopped": (Classification, "loss"),
         "communication": (dist, "all_reduce"),
-        "update": (step, "clip_gradients"),
+        "update": (step_file, "clip_gradients"),
         "evaluation": (Classification, "measure"),
         "logging": (Meter, "stage"),
         # Only rank 0 stages a checkpoint; the others give it their losses.
-        "checkpoint": (between_windows, "stage" if where.rank == 0 else "sum_over_ranks"),
+        "checkpoint": (between_steps, "stage" if where.rank == 0 else "sum_over_ranks"),
     }
     thing, name = places[where.phase]
     original = getattr(thing, name)
@@ -245,16 +245,16 @@ def _put(where: Hang, window: Callable[[], int]) -> None:
     word: Any = Watch._word
 
     def noted(self: Watch) -> Any:
-        said.append(PULSE.window)
+        said.append(PULSE.step)
         return word(self)
 
     replace(Watch, "_word", noted)
 
     def stuck(*arguments: Any, **named: Any) -> Any:
-        if window() == where.window:
+        if step() == where.step:
             if where.phase != "stopped":
                 sleep_forever()
-            while said.count(where.window) < 2:  # the first of them has gone out then
+            while said.count(where.step) < 2:  # the first of them has gone out then
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
         return original(*arguments, **named)
@@ -264,27 +264,27 @@ def _put(where: Hang, window: Callable[[], int]) -> None:
 
 def is_named(ending: Ending, where: Hang) -> bool:
     """Whether the job ended with 76 and a line that names this hang, and nothing else."""
-    what = f"rank {where.rank} hangs in {where.phase}, window {where.window};"
+    what = f"rank {where.rank} hangs in {where.phase}, step {where.step};"
     if where.phase == "stopped":
-        what = f"rank {where.rank} gave no sign of life since forward, window {where.window};"
+        what = f"rank {where.rank} gave no sign of life since forward, step {where.step};"
     line = ending.text.partition("\n")[0]
     return ending.code == EXIT_HANG and line.startswith("trainer: no progress for ") and f" s: {what}" in line
 
 
 def random_hangs(random_: random.Random) -> Iterator[tuple[int, Hang, dict[str, Any]]]:
     """World sizes, hangs, and what else the recipe says."""
-    windows: dict[str, Sequence[int]] = {
+    steps: dict[str, Sequence[int]] = {
         "evaluation": (8, 16),
         "logging": range(2, 17, 2),
         "checkpoint": (5, 10, 15),
     }
     for phase in itertools.cycle(PHASES):
         size = random_.choice((2, 4) if phase in ("communication", "stopped") else (1, 2, 4))
-        window = random_.choice(windows.get(phase, range(1, 17)))
+        step = random_.choice(steps.get(phase, range(1, 17)))
         sections: dict[str, Any] = {"data": {"workers": random_.choice((0, 0, 2))}}
         if phase not in ("communication", "checkpoint"):  # these hang in what a tree doesn't do
             sections["parallel"] = {"reduction": random_.choice(("all_reduce", "tree"))}
-        yield size, Hang(random_.randrange(size), phase, window), sections
+        yield size, Hang(random_.randrange(size), phase, step), sections
 
 
 def hangs(count: int, seed: int, hang_s: float = 2.0) -> list[str]:

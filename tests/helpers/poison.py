@@ -1,4 +1,4 @@
-"""Windows of a small run that go bad, so that the guard of numbers has something to find."""
+"""Steps of a small run that go bad, so that the guard of numbers has something to find."""
 
 import math
 import os
@@ -20,22 +20,22 @@ SEED = {
 }
 
 
-def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
-    """What makes some windows go bad, in a fork."""
+def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[], None]:
+    """What makes some steps go bad, in a fork."""
 
     def install() -> None:
         at = -1
         loop, original = sys.modules["trainer.train.loop"], Classification.loss
-        train_window = loop.__dict__["train_window"]
+        train_step = loop.__dict__["train_step"]
 
-        def noted(t: Any, batches: Any, window: int) -> None:
+        def noted(t: Any, batches: Any, step: int) -> None:
             nonlocal at
-            at = window
-            train_window(t, batches, window)
+            at = step
+            train_step(t, batches, step)
 
         def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
             loss = original(self, model, batch)
-            if at not in windows or int(os.environ["RANK"]) != only_rank or not model.training:
+            if at not in steps or int(os.environ["RANK"]) != only_rank or not model.training:
                 return loss
             if harm == "leap":
                 return loss * 1e3
@@ -44,7 +44,7 @@ def poison(windows: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[
             zero = sum((p * 0).sum().abs().sqrt() for p in model.parameters())  # its slope there is infinite
             return loss + zero
 
-        replace(loop, "train_window", noted)
+        replace(loop, "train_step", noted)
         replace(Classification, "loss", harmed)
 
     return install

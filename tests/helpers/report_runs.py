@@ -25,10 +25,10 @@ _SHARES = {
 }
 
 
-def manifest(windows: int, /, **changes: Any) -> dict[str, Any]:
+def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
     """A manifest as `trainer.train.manifest` makes them."""
-    start = {"started": "2026-11-21T09:12:04+0000", "window": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
-    again = {**start, "started": "2026-11-21T12:02:11+0000", "window": windows // 3}
+    start = {"started": "2026-11-21T09:12:04+0000", "step": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
+    again = {**start, "started": "2026-11-21T12:02:11+0000", "step": steps // 3}
     return {
         "recipe": "resnet50",
         "config": {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"sinks": ["jsonl"]}, "path": None},
@@ -49,7 +49,7 @@ def manifest(windows: int, /, **changes: Any) -> dict[str, Any]:
         "host": "node17",
         "world_size": 8,
         "threads": 8,
-        "windows": windows,
+        "steps": steps,
         "notes": ["data.workers=12: 75 % of 16 CPUs"],
         "incidents": 2,
         "status": "finished",
@@ -69,7 +69,7 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
     speed = 1024 * EVERY / wall
     row: dict[str, Any] = {
         "kind": "train",
-        "window": n * EVERY,
+        "step": n * EVERY,
         "epoch": round(90 * t, 4),
         "loss": 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random(),
         "learning_rate": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
@@ -136,20 +136,18 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
     verdict = {"kind": "verdict", "cause": "data-cpu", "share": 0.27, "text": text}
     with (folder / "metrics.jsonl").open("w") as file:
         for n in range(1, rows + 1):
-            row, window = train_row(n, rows, draw), n * EVERY
+            row, step = train_row(n, rows, draw), n * EVERY
             row["loss"] += 30 * (n == leap)
             _write(file, row)
             if n % max(1, rows // 20) == 0:
                 quality = {"loss": 0.9 * row["loss"], "accuracy": 0.78 * (1 - math.exp(-4 * n / rows))}
-                _write(file, {"kind": "evaluation", "window": window, "epoch": row["epoch"], **quality})
+                _write(file, {"kind": "evaluation", "step": step, "epoch": row["epoch"], **quality})
                 for at in ("start", "end"):
                     held = {"memory/allocated_bytes": 2e10, "memory/reserved_bytes": 6.4e10}
-                    _write(
-                        file, {"kind": "memory", "window": window, "epoch": row["epoch"], "at": at, **held}
-                    )
+                    _write(file, {"kind": "memory", "step": step, "epoch": row["epoch"], "at": at, **held})
             if n == rows // 2:
-                _write(file, {**verdict, "window": window, "final": 0})
-        _write(file, {**verdict, "window": window, "final": 1})
+                _write(file, {**verdict, "step": step, "final": 0})
+        _write(file, {**verdict, "step": step, "final": 1})
         # Of the last attempt only.
         end: dict[str, float] = {
             "time/wall": 100.0,
@@ -160,9 +158,9 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
             "seconds": 29000.0,
         }
         money = {"energy/joules": 1.23e8, "cost/money": 812.4, "cost/per_thousand_samples": 0.0071}
-        _write(file, {"kind": "end", "window": window, **end, **money})
-    incident = {"number": 1, "window": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
-    infinite = {"number": 2, "window": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
+        _write(file, {"kind": "end", "step": step, **end, **money})
+    incident = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
+    infinite = {"number": 2, "step": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
     with (folder / "incidents.jsonl").open("w") as file:
         for one in (incident, infinite):
             _write(file, {**one, "gradient_norm": 181.2, "median": 2.3, "time": "2026-11-21T12:01:01+0000"})

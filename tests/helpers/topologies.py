@@ -28,7 +28,7 @@ _MOST_CHANGES = 4
 
 
 def kinds() -> list[dict[str, Any]]:
-    """As `chaos.kinds`, with windows that four ranks can share."""
+    """As `chaos.kinds`, with steps that four ranks can share."""
     return [{**kind, "accumulation": 4 << number % 2} for number, kind in enumerate(chaos.kinds())]
 
 

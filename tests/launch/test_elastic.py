@@ -20,7 +20,7 @@ SETTINGS = (
     *("parallel.reduction=tree", "checkpoint.every=10", "log.every=5"),
 )
 WORDS = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]
-# A launcher on another host. Its ranks stand still after a window while FOLDER/hold is there, so that the job
+# A launcher on another host. Its ranks stand still after a step while FOLDER/hold is there, so that the job
 # isn't over before the other node has died or come back.
 ON_HOST = """
 import ctypes, sys
@@ -33,14 +33,14 @@ HOLD = """
 import time
 from pathlib import Path
 from trainer.launch import signals as preempt
-from trainer.train import between_windows
-original = between_windows.BetweenWindows.window_done
-def window_done(self, done):
+from trainer.train import between_steps
+original = between_steps.BetweenSteps.step_done
+def step_done(self, done):
     while Path({folder!r}, f"hold-{{done}}").exists() and preempt.requested() is None:
         Path({folder!r}, f"at-{{done}}").touch()
         time.sleep(0.01)
     original(self, done)
-between_windows.BetweenWindows.window_done = window_done
+between_steps.BetweenSteps.step_done = step_done
 """
 
 
@@ -64,14 +64,14 @@ class Nodes:
         self.started.append(process)
         return process
 
-    def hold(self, window: int) -> None:
-        (self.folder / f"hold-{window}").touch()
+    def hold(self, step: int) -> None:
+        (self.folder / f"hold-{step}").touch()
 
-    def until_at(self, window: int) -> None:
-        until((self.folder / f"at-{window}").exists, self.log)
+    def until_at(self, step: int) -> None:
+        until((self.folder / f"at-{step}").exists, self.log)
 
-    def go_on(self, window: int) -> None:
-        (self.folder / f"hold-{window}").unlink()
+    def go_on(self, step: int) -> None:
+        (self.folder / f"hold-{step}").unlink()
 
     def log(self, number: int = 0) -> str:
         return self.logs[number].read_text()
@@ -87,8 +87,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_a_node_dies_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
-    for window in (25, 45):
-        nodes.hold(window)
+    for step in (25, 45):
+        nodes.hold(step)
     first, second = nodes.start(0), nodes.start(1)
     nodes.until_at(25)
     second.send_signal(signal.SIGKILL)  # the kernel ends its rank with it

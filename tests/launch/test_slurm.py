@@ -94,7 +94,7 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     until(lambda: "requeued, number 1" in _text(log))
     assert "the same command goes on from there" in _text(log)
     slurm.release(job)
-    until(lambda: _text(log).count("goes on after window") == 1 and _manifest(run)["status"] == "running")
+    until(lambda: _text(log).count("goes on after step") == 1 and _manifest(run)["status"] == "running")
     (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
     assert first == {"slurm_job": job, "slurm_nodes": f"{PREFIX}[1-2]"}
     assert second == {**first, "slurm_restarts": "1"}
@@ -169,7 +169,7 @@ def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -
         slurm.release(task)
     for _, run, log in tasks:
         until(partial(_is_finished, run))
-        assert _text(log).count("goes on after window") == 1
+        assert _text(log).count("goes on after step") == 1
 
 
 def _has_rows(run: Path) -> bool:
@@ -200,7 +200,7 @@ def test_before_its_time_is_up_a_job_writes_a_checkpoint_and_comes_back(slurm: S
     long = (*SETTINGS[:1], "epochs=1000", *SETTINGS[2:])
     job, log = _submit(slurm, _spec(tmp_path, settings=long, minutes=2, grace_seconds=10))
     until(lambda: "requeued, number 1" in _text(log), lambda: _text(log))
-    assert "stopped by SIGUSR1 after window" in _text(log)
+    assert "stopped by SIGUSR1 after step" in _text(log)
     slurm.tell("scancel", job)
 
 
@@ -213,7 +213,7 @@ def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) ->
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     slurm.release(job)
     until(lambda: slurm.state(job) == "COMPLETED")
-    assert "goes on after window" in _text(log)
+    assert "goes on after step" in _text(log)
     assert _manifest(run)["status"] == "finished"
 
 

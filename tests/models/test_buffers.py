@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from tests.helpers.own_compiled import Compiled, CompiledTask
 from tests.helpers.ports import free_port
+from tests.helpers.steps import State, assert_same_bits
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from tests.helpers.windows import State, assert_same_bits
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
 from trainer.launch import rank
 from trainer.train.run import Parts, assemble
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 F64 = torch.float64
 
@@ -122,24 +122,22 @@ def parts_of(world: World, task: TokenTask, reduction: str = "all_reduce", **par
     return assemble(recipe, task, world, workers=0)
 
 
-def train(
-    world: World, task: TokenTask, windows: range, state: State | None, *how: Any, **more: Any
-) -> State:
-    """Trains some windows of a run, from a saved state; gives the state after them."""
+def train(world: World, task: TokenTask, steps: range, state: State | None, *how: Any, **more: Any) -> State:
+    """Trains some steps of a run, from a saved state; gives the state after them."""
     parts = parts_of(world, task, *how, **more)
     t = parts.training
     if state is not None:
-        load_tensors(t, windows.start, state)
+        load_tensors(t, steps.start, state)
     t.replica.train()
-    batches = parts.loader(t.share.batches(windows.start))
-    for window in windows:
-        train_window(t, batches, window)
+    batches = parts.loader(t.share.batches(steps.start))
+    for step in steps:
+        train_step(t, batches, step)
     kinds = tensors_of(t).items()
     return {kind: {name: t.detach().clone() for name, t in part.items()} for kind, part in kinds}
 
 
-def train_kind(world: World, kind: str, windows: range, state: State | None, *how: Any) -> State:
-    return train(world, Task(kind), windows, state, *how)
+def train_kind(world: World, kind: str, steps: range, state: State | None, *how: Any) -> State:
+    return train(world, Task(kind), steps, state, *how)
 
 
 @pytest.mark.parametrize("kind", ["all", "complex", "own batchnorm", "frozen"])
@@ -170,14 +168,14 @@ def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: 
 
 
 def test_statistics_of_ones_own_are_those_of_torch() -> None:
-    """One update a window of one shard: what the model itself would do."""
+    """One update a step of one shard: what the model itself would do."""
     recipe = make_recipe(data={"global_batch": 8, "micro_batch": 8}, optim={"lr": 1e-9})
     for kind in ("complex", "own batchnorm", "own"):
         parts = assemble_alone(recipe, Task(kind))
         alone = Keeping(kind).train()
         batches = list(zip(range(4), parts.loader(parts.training.share.batches()), strict=False))
-        for window, batch in batches:
-            train_window(parts.training, iter([batch]), window)
+        for step, batch in batches:
+            train_step(parts.training, iter([batch]), step)
             alone(batch.fields["x"])
         for name, buffer in alone.named_buffers():
             assert torch.allclose(parts.training.model.get_buffer(name), buffer, rtol=1e-6), (kind, name)
@@ -227,7 +225,7 @@ def test_a_models_own_compiled_code_is_left_alone() -> None:
     assert (task.compiled, task.runs, task.losses) == (0, 0, 0)
     assert not model.get_buffer("mean").any()
     assert any("buffers mean:" in note for note in parts.notes)
-    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
     assert (task.compiled, task.runs) == (1, 2)
     assert model.get_buffer("mean").tolist() == pytest.approx([0.1] * 3, abs=0.09)
     assert model.get_buffer("mean").all()

@@ -21,7 +21,7 @@ from trainer.observe.log import Meter
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
-from trainer.train.step import take_figures, train_window
+from trainer.train.step import take_figures, train_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_a_compiler = pytest.mark.skipif(
@@ -71,16 +71,16 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
             epochs=4,
             compile={"mode": mode, "scope": scope},
             data={"global_batch": 8, "micro_batch": 4},
-            window={"last": last},
+            step={"last": last},
             optim={"lr": 0.01},
         )
         parts = assemble_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))
         batches = parts.loader(parts.training.share.batches())
         series = []
-        for window in range(parts.training.share.plan.windows):
-            train_window(parts.training, batches, window)
+        for step in range(parts.training.share.plan.steps):
+            train_step(parts.training, batches, step)
             series.append(float(parts.training.loss))
-            if window == 0:
+            if step == 0:
                 warm = graphs()
         losses.append(series)
         assert graphs() == warm
@@ -104,7 +104,7 @@ def trained_with_everything(
     recipe = make_recipe(
         **SMALL
         | {"memory": {"checkpointing": "blocks", "every": 2}, "compile": {"mode": mode, "scope": scope}}
-        | {"model": {"width": 4, "blocks": [1, 1]}, "max_windows": 3}
+        | {"model": {"width": 4, "blocks": [1, 1]}, "max_steps": 3}
     )
     task = make_task(recipe)
     parts = assemble(recipe, task, world, workers=0)
@@ -112,9 +112,9 @@ def trained_with_everything(
     batches = parts.loader(t.share.batches())
     t.replica.train()
     losses = []
-    for window in range(t.share.plan.windows):
+    for step in range(t.share.plan.steps):
         before = float(t.loss)
-        train_window(t, batches, window)
+        train_step(t, batches, step)
         losses.append(float(t.loss) - before)
     figures = evaluate(
         task, t.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
@@ -157,8 +157,8 @@ def test_compiled_dropout_is_recomputed_alike(
         parts = assemble_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
         batches = parts.loader(parts.training.share.batches())
         parts.training.replica.train()
-        for window in range(8):
-            train_window(parts.training, batches, window)
+        for step in range(8):
+            train_step(parts.training, batches, step)
         return [float(parts.training.loss), *(float(p.detach().sum()) for p in parts.training.parameters)]
 
     assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)
@@ -166,7 +166,7 @@ def test_compiled_dropout_is_recomputed_alike(
 
 def test_without_a_compiler_a_line_says_so_and_it_trains_eagerly(tmp_path: Path) -> None:
     """Through the command line, with a PATH that holds no compiler."""
-    settings = ["compile.mode=default", "max_windows=3", "epochs=1", "parallel.threads=1", "log.sinks=[csv]"]
+    settings = ["compile.mode=default", "max_steps=3", "epochs=1", "parallel.threads=1", "log.sinks=[csv]"]
     words = [word for setting in settings for word in ("--set", setting)]
     done = preloaded.run(
         [sys.executable, "-m", "trainer", "train", "digits", "--out", tmp_path / "run", *words],
@@ -218,19 +218,19 @@ def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("mode", "warm_up"), [("default", 1), ("reduce-overhead", 3)])
-def test_windows_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
+def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
     config = CompileConfig(mode=mode)
     assert config.warm_up == warm_up
     recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
     meter = Meter(t.share.plan, CPU, [], lambda: take_figures(t))
-    windows = range(t.share.plan.windows)
+    steps = range(t.share.plan.steps)
     train(
-        t, parts.loader(t.share.batches()), windows, meter, 100,
+        t, parts.loader(t.share.batches()), steps, meter, 100,
         lambda _: False, lambda _: None, lambda _: None, config.warm_up,
     )  # fmt: skip
-    assert meter.timed_samples == (len(windows) - warm_up) * 8
+    assert meter.timed_samples == (len(steps) - warm_up) * 8
 
 
 def test_gradients_stay_in_place_for_cuda_graphs() -> None:
@@ -246,8 +246,8 @@ def test_gradients_stay_in_place_for_cuda_graphs() -> None:
         addresses = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
         assert len(addresses) == (len(t.parameters) if graphs_used else 0)
         batches = assemble_alone(recipe, TokenTask(40)).loader(t.share.batches())
-        for window in range(t.share.plan.windows):
-            train_window(t, batches, window)
+        for step in range(t.share.plan.steps):
+            train_step(t, batches, step)
         after = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
         assert after == addresses
         weights.append([p.detach().clone() for p in t.parameters])

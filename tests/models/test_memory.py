@@ -17,11 +17,11 @@ from trainer.errors import BadInputError
 from trainer.host.memory import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
-from trainer.models.batchnorm import WindowStatistics
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.train.prepare import blank_batch, memory_to_come, too_much
 from trainer.train.run import make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -32,8 +32,8 @@ def train(**sections: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     batches = parts.loader(parts.training.share.batches())
     losses = []
     parts.training.replica.train()
-    for window in range(parts.training.share.plan.windows):
-        train_window(parts.training, batches, window)
+    for step in range(parts.training.share.plan.steps):
+        train_step(parts.training, batches, step)
         losses.append(float(parts.training.loss))
     return losses, parts.training.model.state_dict()
 
@@ -239,7 +239,7 @@ SYNTHETIC: dict[str, Any] = {
         **{"name": "synthetic", "image_size": 32, "classes": 10, "samples": 8},
         **{"global_batch": 2, "micro_batch": 2},
     },
-    "max_windows": 1,
+    "max_steps": 1,
 }
 
 
@@ -267,7 +267,7 @@ def test_blocks_that_pass_lists_are_computed_again_too(names: list[str]) -> None
         recipe = make_recipe(**SYNTHETIC, model={"name": "densenet121"}, memory=memory)
         parts = assemble_alone(recipe, make_task(recipe))
         parts.training.replica.train()
-        train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+        train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
         losses.append([float(parts.training.loss), float(parts.training.parameters[0].detach().sum())])
     assert losses[0] == losses[1]
 
@@ -284,31 +284,31 @@ def test_channels_last_changes_only_rounding() -> None:
     assert state["stem.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["a moving mean", "the mean of all windows"])
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["a moving mean", "the mean of all steps"])
 def test_statistics_without_accumulation_are_batchnorms_own(momentum: float | None) -> None:
     torch.manual_seed(0)
     ours, theirs = (nn.BatchNorm1d(3, momentum=momentum) for _ in range(2))
-    statistics = WindowStatistics(ours, None)
+    statistics = StepStatistics(ours, None)
     for _ in range(5):
         data = torch.randn(8, 3) * 2 + 1
         ours(data)
         statistics.add(statistics.of_shard())
-        statistics.end_window()
+        statistics.end_step()
         theirs(data)
     for name, tensor in theirs.state_dict().items():
         assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
 
 
-def test_statistics_of_a_window_are_the_mean_over_its_shards() -> None:
+def test_statistics_of_a_step_are_the_mean_over_its_shards() -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(3, momentum=0.25)
-    statistics = WindowStatistics(layer, None)
+    statistics = StepStatistics(layer, None)
     shards = [torch.randn(8, 3) for _ in range(4)]
     for shard in shards:
         layer(shard)
         layer(shard)  # once more, as activation checkpointing does
         statistics.add(statistics.of_shard())
-    statistics.end_window()
+    statistics.end_step()
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert torch.allclose(

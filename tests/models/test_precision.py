@@ -15,20 +15,20 @@ from trainer.config.recipe import Recipe
 from trainer.config.tasks import RegularizationConfig
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
-from trainer.models.batchnorm import WindowStatistics
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
 from trainer.tasks.augment import affine
 from trainer.tasks.classification import Classification
 from trainer.train.run import check_request, make_task
-from trainer.train.step import take_figures, train_window
+from trainer.train.step import take_figures, train_step
 
 pytestmark = pytest.mark.compat
 
 
 class Overflowing(TokenTask):
-    """Its loss is infinite in one window."""
+    """Its loss is infinite in one step."""
 
     def __init__(self, at: int) -> None:
         super().__init__(64, ragged=False, dtype=torch.float32)
@@ -39,8 +39,8 @@ class Overflowing(TokenTask):
         logits = model(batch.fields["x"].float())
         assert logits.dtype == torch.float16
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.fields["y"].flatten(), reduction="sum")
-        window, self.calls = self.calls // 2, self.calls + 1
-        return loss * float("inf") if window == self.at else loss
+        step, self.calls = self.calls // 2, self.calls + 1
+        return loss * float("inf") if step == self.at else loss
 
 
 def snapshot(training: Any) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     loader = assemble_alone(recipe, task).loader
     batches = loader(training.share.batches())
     states = []
-    for window in range(6):
-        train_window(training, batches, window)
+    for step in range(6):
+        train_step(training, batches, step)
         states.append(snapshot(training))
     before, after = states[at - 1], states[at]
     for name in ("weights", "average", "state"):
@@ -90,7 +90,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
-    """With uninitialised memory filled with NaN, the run goes on as if the first window hadn't been."""
+    """With uninitialised memory filled with NaN, the run goes on as if the first step hadn't been."""
     recipe = make_recipe(
         data={"global_batch": 8, "micro_batch": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
@@ -100,8 +100,8 @@ def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
     try:
         parts = assemble_alone(recipe, Overflowing(0))
         batches = parts.loader(parts.training.share.batches())
-        for window in range(4):
-            train_window(parts.training, batches, window)
+        for step in range(4):
+            train_step(parts.training, batches, step)
     finally:
         torch.use_deterministic_algorithms(False)
     assert int(parts.training.rates.applied) == 3
@@ -121,8 +121,8 @@ def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     parts = assemble_alone(recipe, task)
     batches = parts.loader(parts.training.share.batches())
     losses = []
-    for window in range(parts.training.share.plan.windows):
-        train_window(parts.training, batches, window)
+    for step in range(parts.training.share.plan.steps):
+        train_step(parts.training, batches, step)
         losses.append(float(parts.training.loss))
         parts.training.loss.zero_()
     return losses
@@ -138,18 +138,18 @@ def test_low_precision_follows_fp32(mode: str, optim: dict[str, Any]) -> None:
     assert full[-1] < full[0]
 
 
-def test_a_skipped_window_does_not_enter_batchnorm() -> None:
+def test_a_skipped_step_does_not_enter_batchnorm() -> None:
     layer = nn.BatchNorm1d(2)
-    statistics = WindowStatistics(layer, None)
+    statistics = StepStatistics(layer, None)
     for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
         layer(data)
         statistics.add(statistics.of_shard())
-        statistics.end_window(torch.tensor(skipped))
+        statistics.end_step(torch.tensor(skipped))
     assert layer.running_mean is not None
     assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
     layer(torch.ones(4, 2))
     statistics.add(statistics.of_shard())
-    statistics.end_window(torch.tensor(0.0))
+    statistics.end_step(torch.tensor(0.0))
     assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])
 
 
@@ -333,14 +333,14 @@ def test_the_first_that_is_not_finite_is_named(
         nn.init.constant_(model.two.bias, float("nan"))
     output = model(torch.ones(4, 2))
     (output.float() * 1e6).sum().backward()
-    watched.end_window(6)
-    watched.end_window(7)
-    watched.explain({"kind": "train", "window": 9, **{n: float(v) for n, v in watched.take().items()}})
+    watched.end_step(6)
+    watched.end_step(7)
+    watched.explain({"kind": "train", "step": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
     if place is None:
         assert not error
     else:
-        assert error == f"trainer: window 7: the first that wasn't finite was the {place}\n"
+        assert error == f"trainer: step 7: the first that wasn't finite was the {place}\n"
     assert float(watched.take()["nonfinite_place"]) == -1, "each row starts anew"
 
 
@@ -348,15 +348,15 @@ def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """fp16 with a learning rate that sends the weights far beyond its range."""
     recipe = make_recipe(
         precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup": 0.0}, model={"width": 8},
-        memory={"checkpointing": "blocks"}, max_windows=6, ema={"decay": 0.9},
+        memory={"checkpointing": "blocks"}, max_steps=6, ema={"decay": 0.9},
     )  # fmt: skip
     parts = assemble_alone(recipe, make_task(recipe))
     t = parts.training
     batches = parts.loader(t.share.batches())
     t.replica.train()
     assert t.nonfinite is not None
-    for window in range(6):
-        train_window(t, batches, window)
+    for step in range(6):
+        train_step(t, batches, step)
     figures = {name: float(figure) for name, figure in take_figures(t).items()}
-    t.nonfinite.explain({"kind": "train", "window": 6, **figures})
-    assert re.search(r"window [2-4]: the first that wasn't finite was the", capsys.readouterr().err)
+    t.nonfinite.explain({"kind": "train", "step": 6, **figures})
+    assert re.search(r"step [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

@@ -46,9 +46,9 @@ def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> N
 
 
 def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
-    assert attempt(tmp_path / "one", small(max_windows=2)).code == 0
+    assert attempt(tmp_path / "one", small(max_steps=2)).code == 0
     file = tmp_path / "one" / "model.safetensors"
-    again = small(max_windows=2, model={"width": 4, "init_from": str(file)})
+    again = small(max_steps=2, model={"width": 4, "init_from": str(file)})
     told = attempt(tmp_path / "two", again)
     assert (told.code, told.line) == (0, "") and f"starts from {file}" in told.said
 

@@ -15,7 +15,7 @@ from trainer.observe.memory import memory_source
 from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
 
-FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, window_samples=64, micro_batch=64)
+FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch=64)
 
 
 @pytest.mark.compat
@@ -24,7 +24,7 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert attempt(folder, small(log={"price_per_hour": 3600.0})).code == 0
     rows = read_rows(folder, ())
     (verdict,) = [row for row in rows if row["kind"] == "verdict" and row["final"]]
-    assert verdict["window"] == 16
+    assert verdict["step"] == 16
     assert verdict["text"]
     end = rows[-1]
     assert end["kind"] == "end"
@@ -33,7 +33,7 @@ def test_a_run_says_where_its_time_went_and_what_it_cost(tmp_path: Path) -> None
     assert end["time/evaluation"] > 0
     assert end["cost/money"] == pytest.approx(end["time/wall"])
     assert end["cost/per_thousand_samples"] == pytest.approx(1000 / end["samples_per_s"])
-    memory = [(row["window"], row["at"]) for row in rows if row["kind"] == "memory"]
+    memory = [(row["step"], row["at"]) for row in rows if row["kind"] == "memory"]
     assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
     assert all(row["memory/rss_bytes"] > 1 << 24 for row in rows if row["kind"] == "memory")
     trained = [row for row in rows if row["kind"] == "train"]
@@ -46,10 +46,10 @@ def test_a_run_that_goes_on_says_each_thing_once(tmp_path: Path) -> None:
     assert attempt(folder, stop_at=9).code == 75
     assert attempt(folder).code == 0
     rows = read_rows(folder, ())
-    memory = [(row["window"], row["at"]) for row in rows if row["kind"] == "memory"]
+    memory = [(row["step"], row["at"]) for row in rows if row["kind"] == "memory"]
     assert memory == [(0, "start"), (8, "end"), (8, "start"), (16, "end")]
-    assert [row["window"] for row in rows if row["kind"] == "train"] == sorted(
-        {row["window"] for row in rows if row["kind"] == "train"}
+    assert [row["step"] for row in rows if row["kind"] == "train"] == sorted(
+        {row["step"] for row in rows if row["kind"] == "train"}
     )
 
 
@@ -83,18 +83,18 @@ def test_another_error_keeps_its_traceback(tmp_path: Path) -> None:
     assert "Traceback" in ended.said
 
 
-def row(window: int, **times: float) -> dict[str, Any]:
+def row(step: int, **times: float) -> dict[str, Any]:
     wall = {"time/wall": 1.0, "time/forward": 1 - sum(times.values())}
     named = {f"time/{phase}": seconds for phase, seconds in times.items()}
-    return {"kind": "train", "window": window, "samples_per_s": 1.0, **wall, **named}
+    return {"kind": "train", "step": step, "samples_per_s": 1.0, **wall, **named}
 
 
 def test_a_moment_is_no_reason_to_speak_and_a_change_is() -> None:
     told: list[Any] = []
     advisor = Advisor(FACTS, None, told.append)
-    for window, share in enumerate([0.0, 0.9, 0.0, 0.9, 0.9, 0.9, 0.0, 0.0, 0.9]):
-        advisor(row(window, checkpoint=share))
-    assert [(one["window"], one["cause"]) for one in told] == [(4, "checkpoint"), (7, "none")]
+    for step, share in enumerate([0.0, 0.9, 0.0, 0.9, 0.9, 0.9, 0.0, 0.0, 0.9]):
+        advisor(row(step, checkpoint=share))
+    assert [(one["step"], one["cause"]) for one in told] == [(4, "checkpoint"), (7, "none")]
     verdict = advisor.conclude(9, row(9))
     assert verdict is not None
     assert verdict.cause == "checkpoint"
@@ -165,11 +165,11 @@ def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
     assert "(without that 2.4 x as fast); of 2 CPUs" in verdict.text
 
 
-def test_memory_that_grows_with_each_window_is_told() -> None:
+def test_memory_that_grows_with_each_step_is_told() -> None:
     told: list[Any] = []
     advisor = Advisor(dataclasses.replace(FACTS, memory_bytes=float(8 << 30)), None, told.append)
-    for window in range(1, 101):
-        advisor({**row(window), "memory/rss_bytes": float((1 << 30) + (window << 20))})
+    for step in range(1, 101):
+        advisor({**row(step), "memory/rss_bytes": float((1 << 30) + (step << 20))})
     advisor.conclude(100, row(100))
     (leak,) = [one for one in told if one["cause"] == "leak"]
-    assert leak["text"].startswith("host memory grows by 1.00 MiB with every window and is full after 7,0")
+    assert leak["text"].startswith("host memory grows by 1.00 MiB with every step and is full after 7,0")

@@ -1,4 +1,4 @@
-"""Promise: figures are right, arrive in every sink, and logging every 50 windows reads the device once."""
+"""Promise: figures are right, arrive in every sink, and logging every 50 steps reads the device once."""
 
 import csv
 import io
@@ -31,30 +31,30 @@ def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
     meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))
-    windows = t.share.plan.windows
+    steps = t.share.plan.steps
     batches = parts.loader(t.share.batches())
     train(
-        t, batches, range(windows), meter, log_every,
+        t, batches, range(steps), meter, log_every,
         lambda done: done == evaluation_at, lambda _: None, lambda _: None,
     )  # fmt: skip
     return meter
 
 
-def test_rows_hold_the_mean_loss_of_their_windows() -> None:
+def test_rows_hold_the_mean_loss_of_their_steps() -> None:
     every: list[Any] = []
     run_logged(1, [every.append])
     some: list[Any] = []
     run_logged(7, [some.append])
-    assert [row["window"] for row in every] == list(range(1, 26))
-    assert [row["window"] for row in some] == [7, 14, 21, 25]
+    assert [row["step"] for row in every] == list(range(1, 26))
+    assert [row["step"] for row in some] == [7, 14, 21, 25]
     losses = [row["loss"] for row in every]
     table = schedule(make_recipe(optim={"clip": 1.0}).optim, 25)
     assert [row["learning_rate"] for row in every] == pytest.approx(table), "of the row's own update"
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
-        part = losses[start : row["window"]]
+        part = losses[start : row["step"]]
         assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)
-        assert row["applied"] == row["window"]
-        assert row["epoch"] == row["window"] * 8 / 40
+        assert row["applied"] == row["step"]
+        assert row["epoch"] == row["step"] * 8 / 40
         assert row["samples_per_s"] > 0
         assert row["memory_bytes"] > 1 << 20
         assert row["gradient_norm"] > 0
@@ -64,8 +64,8 @@ def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytes
     clock = Clock()
     monkeypatch.setattr("trainer.observe.log.time", clock.time)
     rows: list[Any] = []
-    meter = run_logged(10, [rows.append, lambda row: row["window"] == 10 and clock.move(2.0)])
-    assert [row["window"] for row in rows] == [10, 20, 25]
+    meter = run_logged(10, [rows.append, lambda row: row["step"] == 10 and clock.move(2.0)])
+    assert [row["step"] for row in rows] == [10, 20, 25]
     assert [row.get("samples_per_s") for row in rows] == [None, 40.0, None]
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert (meter.busy_seconds, meter.timed_samples) == (2.0, 80)
@@ -74,16 +74,16 @@ def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytes
 def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
     rows: list[Any] = []
     run_logged(10, [rows.append], evaluation_at=13)
-    assert [row["window"] for row in rows] == [10, 13, 20, 25]
+    assert [row["step"] for row in rows] == [10, 13, 20, 25]
 
 
 def test_json_lines_are_json_also_for_infinities() -> None:
     file = io.StringIO()
     sink = jsonl_sink(file)
-    sink({"kind": "train", "window": 1, "loss": math.nan, "loss_scale": math.inf, "applied": 3})
+    sink({"kind": "train", "step": 1, "loss": math.nan, "loss_scale": math.inf, "applied": 3})
     text = file.getvalue()
     assert json.loads(text, parse_constant=pytest.fail) == {
-        "kind": "train", "window": 1, "loss": None, "loss_scale": None, "applied": 3,
+        "kind": "train", "step": 1, "loss": None, "loss_scale": None, "applied": 3,
     }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     tags = events.Tags()["scalars"]
     assert {"train/loss", "train/learning_rate", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
     read = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert read == [(row["window"], pytest.approx(row["loss"])) for row in rows]
+    assert read == [(row["step"], pytest.approx(row["loss"])) for row in rows]
 
 
 def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
@@ -116,16 +116,16 @@ def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
 
         return [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
 
-    for window in (1, 2):
-        sink({"kind": "train", "window": window, "loss": 0.5})
+    for step in (1, 2):
+        sink({"kind": "train", "step": step, "loss": 0.5})
     assert written() == []
     now += 0.25
-    sink({"kind": "train", "window": 3, "loss": 0.5})
+    sink({"kind": "train", "step": 3, "loss": 0.5})
     assert written() == [1, 2, 3]
-    sink({"kind": "train", "window": 4, "loss": 0.5})
-    sink({"kind": "evaluation", "window": 4, "loss": 0.5})
+    sink({"kind": "train", "step": 4, "loss": 0.5})
+    sink({"kind": "evaluation", "step": 4, "loss": 0.5})
     assert written() == [1, 2, 3, 4, 4]
-    sink({"kind": "train", "window": 5, "loss": 0.5})
+    sink({"kind": "train", "step": 5, "loss": 0.5})
     assert threading.active_count() == threads
     close()
     assert written() == [1, 2, 3, 4, 4, 5]
@@ -140,9 +140,9 @@ def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) ->
     kept, full = os.dup(opened), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, opened)
     with pytest.raises(OSError, match="No space left"):
-        sink({"kind": "evaluation", "window": 1, "loss": 0.5})
+        sink({"kind": "evaluation", "step": 1, "loss": 0.5})
     os.dup2(kept, opened)
-    sink({"kind": "evaluation", "window": 2, "loss": 0.5})
+    sink({"kind": "evaluation", "step": 2, "loss": 0.5})
     close()
     for number in (kept, full):
         os.close(number)
@@ -154,18 +154,18 @@ def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) ->
 
 def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
     sink = csv_sink(tmp_path)
-    sink({"kind": "train", "window": 1, "loss": 0.5})
-    sink({"kind": "train", "window": 2, "loss": math.inf, "samples_per_s": 10.0})
-    sink({"kind": "evaluation", "window": 2, "accuracy": 0.9})
-    sink({"kind": "train", "window": 3, "loss": 0.25})
+    sink({"kind": "train", "step": 1, "loss": 0.5})
+    sink({"kind": "train", "step": 2, "loss": math.inf, "samples_per_s": 10.0})
+    sink({"kind": "evaluation", "step": 2, "accuracy": 0.9})
+    sink({"kind": "train", "step": 3, "loss": 0.25})
     with (tmp_path / "train.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows == [
-        {"window": "1", "loss": "0.5", "samples_per_s": ""},
-        {"window": "2", "loss": "inf", "samples_per_s": "10.0"},
-        {"window": "3", "loss": "0.25", "samples_per_s": ""},
+        {"step": "1", "loss": "0.5", "samples_per_s": ""},
+        {"step": "2", "loss": "inf", "samples_per_s": "10.0"},
+        {"step": "3", "loss": "0.25", "samples_per_s": ""},
     ]
-    assert (tmp_path / "evaluation.csv").read_text().split() == ["window,accuracy", "2,0.9"]
+    assert (tmp_path / "evaluation.csv").read_text().split() == ["step,accuracy", "2,0.9"]
 
 
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
@@ -173,7 +173,7 @@ def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: 
     recipe = make_recipe(log={"sinks": list(sinks)})
     with open_folder(tmp_path, recipe, {}) as (opened, _):
         for sink in opened:
-            sink({"kind": "train", "window": 1, "loss": 0.5})
+            sink({"kind": "train", "step": 1, "loss": 0.5})
     made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
     assert {kind for kind, name in made.items() if (tmp_path / name).exists()} == set(sinks)
 
@@ -185,7 +185,7 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
     """One event, not one for each figure; and a table isn't written anew while it has the same columns."""
     monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: 100.0)
     recipe = make_recipe(log={"sinks": [kind]})
-    row: dict[str, float | int | str] = {"kind": "train", "window": 1, "epoch": 0.5}
+    row: dict[str, float | int | str] = {"kind": "train", "step": 1, "epoch": 0.5}
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []
     original = Path.open
@@ -218,11 +218,11 @@ def test_plain_lines_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
     display = Display(10)
-    display({"kind": "train", "window": 5, "loss": 0.5, "samples_per_s": 1000.0})
-    display({"kind": "evaluation", "window": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
+    display({"kind": "train", "step": 5, "loss": 0.5, "samples_per_s": 1000.0})
+    display({"kind": "evaluation", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
     display.close()
     out = capsys.readouterr().out
-    assert re.search(r"window 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
+    assert re.search(r"step 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
     assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
     assert "\x1b" not in out
 
@@ -235,10 +235,10 @@ def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pyt
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
     display = Display(10)
-    for window in range(1, 11):
-        display({"kind": "train", "window": window, "loss": 0.5, "samples_per_s": 1000.0})
+    for step in range(1, 11):
+        display({"kind": "train", "step": step, "loss": 0.5, "samples_per_s": 1000.0})
         clock.move(0.1)
-        display.window_done(window)
+        display.step_done(step)
     print("kept")
     display.close()
     shown = terminal.getvalue()

@@ -85,11 +85,11 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
         "memory/retries": 3,
     }
     row = memory_row(7, 0.5, "start", GPU)
-    assert (row["kind"], row["window"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
+    assert (row["kind"], row["step"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
     assert row["memory/allocated_bytes"] == 5 * GIB
     assert memory_figures(torch.device("cpu")) == {}
     assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
-        *("kind", "window", "epoch", "at", "memory/rss_bytes")
+        *("kind", "step", "epoch", "at", "memory/rss_bytes")
     }
 
 
@@ -286,9 +286,9 @@ def test_a_leak_is_found_with_its_slope(noise: float) -> None:
 
 
 def test_a_leak_behind_a_long_warm_up_is_found() -> None:
-    windows, sizes = series(0, "line", 2.0)
+    steps, sizes = series(0, "line", 2.0)
     warming = [size + min(n, 30) * 40 * MIB for n, size in enumerate(sizes)]
-    assert leak(windows, warming) == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
+    assert leak(steps, warming) == pytest.approx(200 * MIB / 120 / 50, rel=0.1)
 
 
 def test_noise_alone_is_no_leak() -> None:
@@ -298,10 +298,10 @@ def test_noise_alone_is_no_leak() -> None:
 def test_a_few_points_say_nothing_and_little_is_not_worth_a_word() -> None:
     assert leak([], []) is None
     assert leak([0, 50], [1, 1e12]) is None
-    windows = list(range(100))
-    assert leak(windows, [GIB + n * 1024 for n in windows]) is None
-    assert leak(windows, [GIB + n * 1024 for n in windows], least=1024) == 1024
-    assert leak([5] * 100, [GIB * n for n in windows]) is None
+    steps = list(range(100))
+    assert leak(steps, [GIB + n * 1024 for n in steps]) is None
+    assert leak(steps, [GIB + n * 1024 for n in steps], least=1024) == 1024
+    assert leak([5] * 100, [GIB * n for n in steps]) is None
 
 
 @given(st.lists(st.floats(0, 1e12), max_size=60))
@@ -313,7 +313,7 @@ def test_any_series_can_be_asked(sizes: list[float]) -> None:
 def test_the_line_about_a_leak() -> None:
     text = leak_text("host memory", 2 * MIB, GIB, 3 * GIB, "net.py:7 (self.kept.append(x)) keeps 9 blocks")
     assert text.startswith(
-        "host memory grows by 2.00 MiB with every window and is full after 1,024 more; net.py:7"
+        "host memory grows by 2.00 MiB with every step and is full after 1,024 more; net.py:7"
     )
     assert "log.tracemalloc=true" in leak_text("host memory", 2048, GIB)
 
@@ -326,17 +326,17 @@ torch.set_num_threads(1)
 model = torch.nn.Linear(256, 256)
 kept, caught = [], {}
 for leaks in (False, True):
-    windows, sizes = [], []
-    for window in range(400):
+    steps, sizes = [], []
+    for step in range(400):
         out = model(torch.randn(256, 256))
         out.sum().backward()
         if leaks:
             kept.append(out.detach())  # 256 KiB that nobody lets go of
-        caught[window % 50] = torch.zeros(64, 1024)  # 12.5 MiB, and then no more
-        if window % 10 == 9:
-            windows.append(window)
+        caught[step % 50] = torch.zeros(64, 1024)  # 12.5 MiB, and then no more
+        if step % 10 == 9:
+            steps.append(step)
             sizes.append(resident_bytes())
-    print((leak(windows, sizes) or 0) / 1024)
+    print((leak(steps, sizes) or 0) / 1024)
 """
 
 
@@ -397,15 +397,15 @@ def test_rows_are_looked_through() -> None:
             return "net.py:7 keeps them"
 
     trends = Trends(Looking())
-    for window in range(100):
-        trends({"kind": "train", "window": window, "memory/rss_bytes": 2 * GIB + window * MIB})
-        trends({"kind": "evaluation", "window": window})
-        trends({"kind": "train", "window": window, "memory/allocated_bytes": GIB})
+    for step in range(100):
+        trends({"kind": "train", "step": step, "memory/rss_bytes": 2 * GIB + step * MIB})
+        trends({"kind": "evaluation", "step": step})
+        trends({"kind": "train", "step": step, "memory/allocated_bytes": GIB})
     assert looks == 5  # after 8, 16, 32, 64, 128 rows
     (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})
     assert (
         line
-        == "host memory grows by 1.00 MiB with every window and is full after 925 more; net.py:7 keeps them"
+        == "host memory grows by 1.00 MiB with every step and is full after 925 more; net.py:7 keeps them"
     )
     assert Trends().lines({}) == []
 

@@ -56,11 +56,11 @@ def fresh_pulse() -> Iterator[None]:
     PULSE.on_device = None
 
 
-def train(model: nn.Module, profile: Profile | None, windows: int) -> list[float]:
+def train(model: nn.Module, profile: Profile | None, steps: int) -> list[float]:
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for window in range(windows):
+    for step in range(steps):
         mark("data")
         x = torch.randn(2, 1, 12, 12)
         mark("forward")
@@ -73,7 +73,7 @@ def train(model: nn.Module, profile: Profile | None, windows: int) -> list[float
         losses.append(float(loss.detach()))
         mark("host")
         if profile is not None:
-            profile.window_done(window + 1)
+            profile.step_done(step + 1)
     return losses
 
 
@@ -82,10 +82,10 @@ def make_net() -> Net:
     return Net()
 
 
-def profiled(folder: Path, windows: int = 9, **settings: Any) -> tuple[str, Net, list[float]]:
+def profiled(folder: Path, steps: int = 9, **settings: Any) -> tuple[str, Net, list[float]]:
     model = make_net()
     profile = Profile(folder, model, CPU, **{"skip": 2, "warm_up": 1, "active": 3, **settings})
-    losses = train(model, profile, windows)
+    losses = train(model, profile, steps)
     return profile.close(), model, losses
 
 
@@ -236,9 +236,9 @@ def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
     assert "module/stem" not in names
 
 
-@pytest.mark.parametrize(("windows", "recorded"), [(1, 0), (5, 2), (30, 3)])
-def test_runs_that_are_shorter_or_longer(tmp_path: Path, windows: int, recorded: int) -> None:
-    text, model, _ = profiled(tmp_path, windows)
+@pytest.mark.parametrize(("steps", "recorded"), [(1, 0), (5, 2), (30, 3)])
+def test_runs_that_are_shorter_or_longer(tmp_path: Path, steps: int, recorded: int) -> None:
+    text, model, _ = profiled(tmp_path, steps)
     assert PULSE.on_device is None
     assert not any(module._forward_hooks for module in model.modules())
     if not recorded:
@@ -261,18 +261,18 @@ def test_ranges_for_nsight_need_cuda(tmp_path: Path) -> None:
     assert not (tmp_path / TRACE).exists()
 
 
-def test_it_does_nothing_outside_its_windows(tmp_path: Path) -> None:
+def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
     profile = Profile(tmp_path, nn.Linear(1, 1), CPU, skip=1 << 60)
     calls: list[str] = []
     gc.disable()  # its callbacks would be calls as well
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if "call" in event else None)
     try:
-        for window in range(100):
-            profile.window_done(window)
+        for step in range(100):
+            profile.step_done(step)
     finally:
         sys.setprofile(None)
         gc.enable()
-    assert calls == ["window_done"] * 100 + [test_it_does_nothing_outside_its_windows.__name__]  # setprofile
+    assert calls == ["step_done"] * 100 + [test_it_does_nothing_outside_its_steps.__name__]  # setprofile
 
 
 @pytest.mark.parametrize(("flag", "kind"), [("--profile", "torch"), ("--nvtx", "nvtx"), (None, None)])

@@ -48,7 +48,7 @@ class Slow(TokenTask):
 def rows_of(
     task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Trains 12 windows of two shards; the rows of figures. `nap` is called in each phase of these tests."""
+    """Trains 12 steps of two shards; the rows of figures. `nap` is called in each phase."""
     recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
     parts = assemble_alone(recipe, task)
     t = parts.training
@@ -73,17 +73,17 @@ def rows_of(
         nap("evaluation")
         mark("logging")
 
-    def window_done(_: int) -> None:
+    def step_done(_: int) -> None:
         mark("checkpoint")
         nap("checkpoint")
 
     t.optimizer.step = update  # type: ignore[method-assign]
-    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, window_done)
+    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, step_done)
     rows.append({"kind": "train", **meter.rest()})
     return [row for row in rows if row["kind"] == "train"]
 
 
-# How often each of them happens in a window.
+# How often each of them happens in a step.
 TIMES = {"data": 2, "forward": 2, "backward": 2, "update": 1, "evaluation": 1, "checkpoint": 1}
 
 
@@ -135,12 +135,12 @@ class Event:
         return float(end_event.at - self.at) * 1e3
 
 
-def on_a_device(host: dict[str, float], device: dict[str, float], windows: int = 16) -> tuple[Split, Box]:
-    """What the timeline says of windows whose phases take so long on the host and on the device."""
+def on_a_device(host: dict[str, float], device: dict[str, float], steps: int = 16) -> tuple[Split, Box]:
+    """What the timeline says of steps whose phases take so long on the host and on the device."""
     clock = Box()
     marks = DeviceTimeline(clock.event)
-    for window in range(1, windows + 1):
-        PULSE.window = window
+    for step in range(1, steps + 1):
+        PULSE.step = step
         for phase in ("data", "host", "forward", "backward", "update", "logging"):
             marks(phase)
             clock.now += host.get(phase, 10e-6)
@@ -155,7 +155,7 @@ WORK = {"forward": 0.010, "backward": 0.020, "update": 0.002}
 
 def test_a_device_that_waits_for_data_says_so() -> None:
     split, _ = on_a_device({"data": 0.050}, WORK)
-    assert split.windows == 4
+    assert split.steps == 4
     assert split.seconds["data"] / 4 == pytest.approx(0.050 - 0.032, rel=0.02)
     assert split.seconds["backward"] / 4 == pytest.approx(0.020, rel=0.02)
 
@@ -173,11 +173,11 @@ def test_a_device_that_is_done_before_the_host_waits_for_it() -> None:
     assert split.caught_up == 4
 
 
-def test_windows_that_are_not_over_yet_are_read_later() -> None:
+def test_steps_that_are_not_over_yet_are_read_later() -> None:
     clock = Box()
     marks = DeviceTimeline(clock.event, every=1)
-    for window in (1, 2):
-        PULSE.window = window
+    for step in (1, 2):
+        PULSE.step = step
         for phase in ("data", "forward", "logging"):
             marks(phase)
             clock.launch(1.0 if phase == "forward" else 0.0)
@@ -185,14 +185,14 @@ def test_windows_that_are_not_over_yet_are_read_later() -> None:
     assert marks.read() == Split({**marks.read().seconds, "forward": 1.0}, 1, 0)
     clock.now = 2.5
     assert marks.read().seconds["forward"] == 1.0
-    assert marks.read().windows == 0
+    assert marks.read().steps == 0
 
 
 def test_what_a_device_says_replaces_what_the_host_says() -> None:
     PULSE.reset()
     start = reading(0)._replace(wall=0.0)
     host = {**start.host, "backward": start.host["backward"] + 0.5, "evaluation": 2.0}
-    end = start._replace(wall=10.0, host=host, window=8)
+    end = start._replace(wall=10.0, host=host, step=8)
     seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
     seconds |= {"data": 0.5, "forward": 0.5, "backward": 0.9}
     figures = split_between(start, end, Split(seconds, 2, 1))
@@ -200,7 +200,7 @@ def test_what_a_device_says_replaces_what_the_host_says() -> None:
     assert figures["time/evaluation"] == pytest.approx(2.0, abs=1e-3)
     assert figures["time/unexplained"] == pytest.approx(10 - 4 * 1.9 - 2.0, abs=1e-3)
     assert figures["gpu/caught_up"] == 0.5
-    # Slower windows happened to be sampled: no more is explained than there was.
+    # Slower steps happened to be sampled: no more is explained than there was.
     slow = split_between(start, end._replace(wall=5.0), Split(seconds, 2, 1))
     assert slow["time/unexplained"] == pytest.approx(0.0, abs=1e-9)
     assert slow["time/backward"] / slow["time/data"] == pytest.approx(1.8)

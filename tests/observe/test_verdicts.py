@@ -66,7 +66,7 @@ def test_a_case_of_make_slowdowns_is_run_and_says_something(tmp_path: Path) -> N
     """What it names depends on what else this machine does: `make slowdowns` looks at that."""
     case = next(case for case in FIRST if case.name == "digits-collect")
     bases.write_recipes(tmp_path)
-    settings = ("max_windows=10", "log.every=2", "parallel.threads=1", *case.settings)
+    settings = ("max_steps=10", "log.every=2", "parallel.threads=1", *case.settings)
     ending = execute(case.recipe, settings, case.injections, tmp_path, "collect", case.ranks)
     assert ending.code == 0, ending.text
     assert ending.verdict["text"]

@@ -21,7 +21,7 @@ from trainer.optim.muon import Muon, hidden_matrices, orthogonalise
 from trainer.optim.optimizers import Rates, layer_factors, make_optimizer, parameter_groups
 from trainer.train.evaluate import evaluate
 from trainer.train.run import make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -228,8 +228,8 @@ def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
     training = parts.training
     before = contents(training.model, training.optimizer)
     batches = parts.loader(training.share.batches())
-    for window in range(3):
-        train_window(training, batches, window)
+    for step in range(3):
+        train_step(training, batches, step)
     assert int(training.rates.applied) == 0
     assert same(before, contents(training.model, training.optimizer))
 
@@ -325,8 +325,8 @@ def test_it_learns_digits() -> None:
         task = make_task(recipe)
         parts = assemble_alone(recipe, task)
         batches = parts.loader(parts.training.share.batches())
-        for window in range(parts.training.share.plan.windows):
-            train_window(parts.training, batches, window)
+        for step in range(parts.training.share.plan.steps):
+            train_step(parts.training, batches, step)
         world = World(0, 1, 0, CPU, None)
         held = evaluate(
             task,

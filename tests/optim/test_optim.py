@@ -120,15 +120,15 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
         assert torch.allclose(p, alone, atol=1e-5), n
 
 
-def test_the_average_moves_every_few_windows_by_as_much() -> None:
+def test_the_average_moves_every_few_steps_by_as_much() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     average = WeightAverage(model, AverageConfig(decay=0.9, every=4, on_cpu=True))
     average._moved = 1000
     nn.init.constant_(model.weight, 2.0)
     seen = []
-    for window in range(1000, 1008):
-        average.update(window, None, torch.zeros(1))
+    for step in range(1000, 1008):
+        average.update(step, None, torch.zeros(1))
         seen.append(average.tensors["weight"].item())
     assert seen[:3] == [1.0] * 3
     assert seen[3:7] == pytest.approx([2 - 0.9**4] * 4)
@@ -175,21 +175,21 @@ def test_one_cycle_whose_warm_up_is_one_update_begins_at_the_peak() -> None:
     assert schedule(OptimConfig(lr=0.4, schedule="one-cycle", warmup=0.1), 10)[0] == pytest.approx(0.4)
 
 
-def test_the_average_catches_up_in_the_last_window_and_counts_what_it_missed() -> None:
-    """Also where some windows made no update: it moves for those that did since it moved last."""
+def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> None:
+    """Also where some steps made no update: it moves for those that did since it moved last."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     host, device = (WeightAverage(model, AverageConfig(decay=0.9, every=4)) for _ in range(2))
     nn.init.constant_(model.weight, 2.0)
     host._moved = 1000
     device._moved_at.fill_(1000)
-    for window in range(1000, 1007):
-        host.update(window, None, torch.zeros(1), last=window == 1006)
+    for step in range(1000, 1007):
+        host.update(step, None, torch.zeros(1), last=step == 1006)
     assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**7)
     applied = torch.tensor([1000])
-    for window in range(1000, 1007):
-        skipped = torch.tensor(float(window in (1001, 1003)))  # the second of them is the fourth window
-        device.update(window, skipped, applied, last=window == 1006)
+    for step in range(1000, 1007):
+        skipped = torch.tensor(float(step in (1001, 1003)))  # the second of them is the fourth step
+        device.update(step, skipped, applied, last=step == 1006)
         applied += 1 - skipped.to(torch.int64)
     assert device.tensors["weight"].item() == pytest.approx(2 - 0.9**5)
 

@@ -25,7 +25,7 @@ class Case(NamedTuple):
         cause: What the verdict must name.
         how: What is slow, for people.
         recipe: One of `bases.RECIPES`.
-        windows: How many to train.
+        steps: How many to train.
         settings: What else the command line sets.
         injections: What is put around the run.
         ranks: Processes.
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     cause: str
     how: str
     recipe: str
-    windows: int
+    steps: int
     settings: tuple[str, ...] = ()
     injections: tuple[Injection, ...] = ()
     ranks: int = 1
@@ -235,7 +235,7 @@ FIRST: tuple[Case, ...] = (
     Case(
         "digits-slow-fsync",
         "checkpoint",
-        "a checkpoint each 2nd window, each sync takes 50 ms (LD_PRELOAD)",
+        "a checkpoint each 2nd step, each sync takes 50 ms (LD_PRELOAD)",
         "digits",
         60,
         ("checkpoint.every=2",),
@@ -244,16 +244,16 @@ FIRST: tuple[Case, ...] = (
     Case(
         "synthetic-slow-checkpoints",
         "checkpoint",
-        "a checkpoint each 3rd window to a disk that takes 50 MB/s (LD_PRELOAD)",
+        "a checkpoint each 3rd step to a disk that takes 50 MB/s (LD_PRELOAD)",
         "synthetic",
         15,
         ("checkpoint.every=3", "log.every=1"),
         (slow_calls("run", name="checkpoints", mb_us=20_000),),
     ),
     Case(
-        "pack-each-window-kept",
+        "pack-each-step-kept",
         "checkpoint",
-        "a checkpoint after each window, each sync takes 30 ms (LD_PRELOAD)",
+        "a checkpoint after each step, each sync takes 30 ms (LD_PRELOAD)",
         "pack",
         30,
         ("checkpoint.every=1", _NARROW),
@@ -296,7 +296,7 @@ FIRST: tuple[Case, ...] = (
     Case(
         "digits-two-samples",
         "update",
-        "windows of 2 samples for a wide model",
+        "steps of 2 samples for a wide model",
         "digits",
         300,
         ("data.global_batch=2", "data.micro_batch=2", "model.width=96", "log.every=20"),
@@ -304,7 +304,7 @@ FIRST: tuple[Case, ...] = (
     Case(
         "synthetic-two-samples",
         "update",
-        "windows of 2 samples for ResNet-18, with AdamW and an average",
+        "steps of 2 samples for ResNet-18, with AdamW and an average",
         "synthetic",
         80,
         ("data.global_batch=2", "data.micro_batch=2", *_ADAM),

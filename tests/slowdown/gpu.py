@@ -16,7 +16,7 @@ _FACTS = Facts(
     local_ranks=1,
     threads=8,
     cpus=16.0,
-    window_samples=256,
+    step_samples=256,
     micro_batch=256,
     decodes=True,
 )

@@ -5,15 +5,15 @@ from tests.slowdown.cases import Case
 _PAIR = "data.micro_batch=16"
 
 
-def _case(name: str, how: str, recipe: str, windows: int, *settings: str, ranks: int = 1) -> Case:
-    return Case(f"healthy-{name}", "none", how, recipe, windows, settings, ranks=ranks)
+def _case(name: str, how: str, recipe: str, steps: int, *settings: str, ranks: int = 1) -> Case:
+    return Case(f"healthy-{name}", "none", how, recipe, steps, settings, ranks=ranks)
 
 
 HEALTHY: tuple[Case, ...] = (
     _case("digits", "as it is", "digits", 250, "log.every=10"),
     _case("digits-wide", "a wider model", "digits", 80, "model.width=48"),
-    _case("digits-batch-16", "windows of 16", "digits", 400, "data.global_batch=16", "data.micro_batch=16"),
-    _case("digits-accumulation", "4 shards a window", "digits", 150, "data.micro_batch=16", "log.every=10"),
+    _case("digits-batch-16", "steps of 16", "digits", 400, "data.global_batch=16", "data.micro_batch=16"),
+    _case("digits-accumulation", "4 shards a step", "digits", 150, "data.micro_batch=16", "log.every=10"),
     _case("digits-evaluated", "evaluated each epoch", "digits", 200, "evaluate_every=1", "log.every=10"),
     _case("digits-checkpoints", "a checkpoint each 50", "digits", 250, "checkpoint.every=50", "log.every=25"),
     _case("digits-one-thread", "one thread", "digits", 150, "parallel.threads=1"),

@@ -181,7 +181,7 @@ HELD_OUT: tuple[Case, ...] = (
     Case(
         "synthetic-slow-device",
         "checkpoint",
-        "a checkpoint each 4th window to a device that takes 40 MB/s (cgroup)",
+        "a checkpoint each 4th step to a device that takes 40 MB/s (cgroup)",
         "synthetic",
         16,
         ("checkpoint.every=4", "log.every=1"),
@@ -190,7 +190,7 @@ HELD_OUT: tuple[Case, ...] = (
     Case(
         "digits-every-tenth",
         "checkpoint",
-        "a checkpoint each 10th window, each sync takes 25 ms (LD_PRELOAD)",
+        "a checkpoint each 10th step, each sync takes 25 ms (LD_PRELOAD)",
         "digits",
         100,
         ("checkpoint.every=10",),
@@ -226,7 +226,7 @@ HELD_OUT: tuple[Case, ...] = (
     Case(
         "digits-muon-four-samples",
         "update",
-        "windows of 4 samples, Muon",
+        "steps of 4 samples, Muon",
         "digits",
         200,
         ("data.global_batch=4", "data.micro_batch=4", "optim.name=muon", "log.every=20"),

@@ -27,7 +27,7 @@ up, the server was asked too seldom or too often): those of `data-cpu`, `data-wo
 `photos-slow-open`, `shards-slow-disk` and `digits-evaluation-by-one`. So was `shards-slow-s3` †.
 `photos-three-workers` and `photos-one-worker` † were changed after a recorded run in which the training
 waited for data less than 15 % of the time, and which rightly said "none"; what is shown is the run of the
-changed case. Most runs here had 0.7 times the windows of the tables (`--scale 0.7`), for want of time.
+changed case. Most runs here had 0.7 times the steps of the tables (`--scale 0.7`), for want of time.
 
 As they first stood, the two replaced ones would have been two more misses: 68 of 73. By what the wrong
 verdicts of the first round showed, two rules were mended after it: ranks that are slow in turns are no

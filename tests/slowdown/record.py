@@ -13,7 +13,7 @@ from trainer.config.data import is_url
 from trainer.observe.diagnosis import Facts, Verdict, diagnose, merge
 
 FOLDER = Path(__file__).parents[1] / "verdicts"
-_NOT_PLACES = ("epoch", "learning_rate", "applied", "loss", "gradient_norm", "kind", "window", "loss_scale")
+_NOT_PLACES = ("epoch", "learning_rate", "applied", "loss", "gradient_norm", "kind", "step", "loss_scale")
 
 
 class Record(NamedTuple):
@@ -73,7 +73,7 @@ def record_of(
         local_ranks=ranks,
         threads=manifest["threads"],
         cpus=float(kept.get("cpu/limit", 0) or 0),
-        window_samples=data["global_batch"],
+        step_samples=data["global_batch"],
         micro_batch=data["micro_batch"],
         remote=is_url(str(data["path"])),
         decodes=data["name"] in ("folder", "table", "shards", "pack"),

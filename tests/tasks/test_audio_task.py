@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import preloaded
+from tests.helpers.steps import assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
-from tests.helpers.windows import assert_same_bits, dry_run, train_some
 from trainer.config.recipe import Recipe
 from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch

@@ -15,8 +15,8 @@ from torch import nn
 
 from tests.helpers import preloaded
 from tests.helpers.forked import attempt
+from tests.helpers.steps import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.toys import make_recipe
-from tests.helpers.windows import LITTLE, assert_same_bits, dry_run, train_some
 from tests.helpers.world import Ranks
 from trainer.config.data import LoaderConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
@@ -419,7 +419,7 @@ def test_what_the_model_is_called_with() -> None:
 def test_the_embedded_recipe_stopped_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Through whole attempts, with all that observes them."""
     chosen = recipe(
-        max_windows=6,
+        max_steps=6,
         evaluate_every=0,
         data={"name": "digits-canvas", "workers": 0},
         model={"width": 24, "blocks": [1, 1], "norm": "group"},

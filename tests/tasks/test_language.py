@@ -37,7 +37,7 @@ from trainer.optim.muon import hidden_matrices
 from trainer.optim.optimizers import parameter_groups
 from trainer.tasks.language import Language
 from trainer.train.run import check_request, make_plan, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 END = 0
 CPU = torch.device("cpu")
@@ -260,8 +260,8 @@ class InFloat64(Language):
 DOCUMENTS = a_text([3, 11, 1, 0, 7, 30, 12, 5, 2, 9, 4, 8], seed=4)
 
 
-def window_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one window that has every document in it."""
+def step_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step that has every document in it."""
     config = LanguageConfig(**SMALL, text=way, buckets=3, **keys)
     task = InFloat64(DOCUMENTS, config)
     assert len(task.train_data) < batch, "the last shard is filled up"
@@ -277,11 +277,11 @@ def window_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dic
             "warmup": 0,
             "weight_decay": 0,
         },
-        window={"last": "weighted"},
+        step={"last": "weighted"},
     )
     t = assemble_alone(recipe, task)
     before = {name: p.detach().clone() for name, p in t.training.model.named_parameters()}
-    train_window(t.training, t.loader(t.training.share.batches()), 0)
+    train_step(t.training, t.loader(t.training.share.batches()), 0)
     # Plain descent with a rate of 1 takes the gradient away from the weights.
     after = dict(t.training.model.named_parameters())
     return float(t.training.loss), {name: (p - after[name]).detach() for name, p in before.items()}
@@ -315,7 +315,7 @@ def test_ragged_documents_weigh_as_in_one_big_batch(
 ) -> None:
     """In micro-batches of unequal numbers of tokens, the last one padded with samples of weight 0."""
     wanted_loss, wanted = one_big_batch(**keys)
-    loss, found = window_of(way, shard, batch, **keys)
+    loss, found = step_of(way, shard, batch, **keys)
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -442,7 +442,7 @@ def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
     recipe, task = run_of(token_folder(tmp_path), text=way)
     check_request(recipe, task, 1)
     parts = assemble_alone(recipe, task)
-    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
     assert 4 < float(parts.training.loss) < 7, "about the logarithm of 257"
     about = task.describe()
     assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
@@ -556,7 +556,7 @@ def test_generating_is_what_the_model_says() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt-stdlib-gpu", "gpt-char-gpu"])
 def test_the_large_recipes_have_a_dry_run(name: str) -> None:
-    """Random tokens, and shapes alone: on two cores a window of theirs takes minutes."""
+    """Random tokens, and shapes alone: on two cores a step of theirs takes minutes."""
     values = read_recipe(name)
     values["data"] = values["data"] | {
         "name": "synthetic",
@@ -576,7 +576,7 @@ def test_the_large_recipes_have_a_dry_run(name: str) -> None:
 
 @pytest.mark.parametrize("way", ["stream", "packed", "padded"])
 @pytest.mark.parametrize("mode", ["bf16", "fp32"])
-def test_a_window_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
+def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> None:
     recipe = make_recipe(
         task="language",
         language={**SMALL, "text": way, "dropout": 0.1},
@@ -589,5 +589,5 @@ def test_a_window_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> 
     task = make_task(recipe)
     check_request(recipe, task, 1)
     parts = assemble_alone(recipe, task)
-    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
     assert abs(float(parts.training.loss) - math.log(256)) < 0.5

@@ -99,7 +99,7 @@ def test_fit_in_this_process() -> None:
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.figures["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"
-    assert [row["window"] for row in run.rows()] == sorted(row["window"] for row in run.rows())
+    assert [row["step"] for row in run.rows()] == sorted(row["step"] for row in run.rows())
     points = torch.from_numpy(Spirals().data()[1]["point"])
     labels = torch.from_numpy(Spirals().data()[1]["label"])
     right = (run.model()(points).argmax(1) == labels).float().mean()

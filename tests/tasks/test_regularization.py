@@ -22,7 +22,7 @@ from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.classification import Classification
 from trainer.tasks.mixing import mix
 from trainer.train.run import make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
 
@@ -120,8 +120,8 @@ def test_what_is_measured_is_neither_smoothed_nor_padding() -> None:
 
 
 def test_padding_is_never_mixed_into_samples() -> None:
-    values = {"epochs": 1, "window": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
-    with pytest.raises(BadInputError, match=r"would mix the padding .* use window\.last=cross"):
+    values = {"epochs": 1, "step": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
+    with pytest.raises(BadInputError, match=r"would mix the padding .* use step\.last=cross"):
         validated(Recipe, values, "mine")
 
 
@@ -206,15 +206,15 @@ def test_it_is_keyed_by_the_shard(regularization: dict[str, float]) -> None:
             data={"global_batch": 64, "micro_batch": 16},
             model={"width": 8},
             regularization=regularization,
-            max_windows=4,
+            max_steps=4,
             memory={"checkpointing": "blocks" if disturbed else "none"},
         )
         parts = assemble_alone(recipe, make_task(recipe))
         batches = parts.loader(parts.training.share.batches())
         parts.training.replica.train()
-        for window in range(4):
+        for step in range(4):
             if disturbed:
-                torch.rand(window + 1)
-            train_window(parts.training, batches, window)
+                torch.rand(step + 1)
+            train_step(parts.training, batches, step)
         losses.append(float(parts.training.loss))
     assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""Promise: the gradient of every window is that of its samples concatenated, whatever the cut."""
+"""Promise: the gradient of every step is that of its samples concatenated, whatever the cut."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.rng import permuted
 from trainer.train.run import assemble
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 
 class Case(NamedTuple):
@@ -56,28 +56,28 @@ class Capture:
         self.gradients.append(torch.cat(parts).clone())
 
 
-def window_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
     """What the trainer's own step computes, on one of the ranks."""
     data = {
         "global_batch": case.micro_batch * case.accumulation * case.world,
         "micro_batch": case.micro_batch,
         "resident": case.resident,
     }
-    recipe = make_recipe(epochs=case.epochs, data=data, window={"last": case.last})
+    recipe = make_recipe(epochs=case.epochs, data=data, step={"last": case.last})
     parts = assemble(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
     training = parts.training
     capture: Any = Capture(training.parameters)
     training.optimizer = capture
     plan = training.share.plan
     batches = parts.loader(training.share.batches())
-    for window in range(plan.windows):
-        train_window(training, batches, window)
+    for step in range(plan.steps):
+        train_step(training, batches, step)
     assert next(batches, None) is None
     return capture.gradients, training.loss, int(training.rates.applied)
 
 
-def expected_windows(case: Case) -> list[list[int]]:
-    """The samples of each window, by cutting lists: shares nothing with the plan but the order."""
+def expected_steps(case: Case) -> list[list[int]]:
+    """The samples of each step, by cutting lists: shares nothing with the plan but the order."""
     size = case.micro_batch * case.accumulation * case.world
     orders = [
         permuted(0, np.full(case.samples, epoch), np.arange(case.samples), case.samples).tolist()
@@ -85,10 +85,10 @@ def expected_windows(case: Case) -> list[list[int]]:
     ]
     if case.last == "cross":
         stream = [sample for order in orders for sample in order]
-        windows = -(-case.samples * case.epochs // size)
-        return [stream[number * size : (number + 1) * size] for number in range(windows)]
+        steps = -(-case.samples * case.epochs // size)
+        return [stream[number * size : (number + 1) * size] for number in range(steps)]
     cut = [order[at : at + size] for order in orders[: case.epochs] for at in range(0, case.samples, size)]
-    return [window for window in cut if case.last == "weighted" or len(window) == size]
+    return [step for step in cut if case.last == "weighted" or len(step) == size]
 
 
 def expected_gradient(task: TokenTask, model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
@@ -107,33 +107,33 @@ def initial_model(task: TokenTask) -> torch.nn.Module:
 
 @pytest.mark.compat
 @given(case=cases())
-def test_every_window_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
-    windows = expected_windows(case)
-    if not windows:
-        with pytest.raises(AssertionError, match="leaves no window"):
-            ranks.run(case.world, window_gradients, case)
+def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
+    steps = expected_steps(case)
+    if not steps:
+        with pytest.raises(AssertionError, match="leaves no step"):
+            ranks.run(case.world, step_gradients, case)
         return
-    answers = ranks.run(case.world, window_gradients, case)
+    answers = ranks.run(case.world, step_gradients, case)
     task = TokenTask(case.samples, case.ragged)
     model = initial_model(task)
     for gradients, _, applied in answers:
-        assert len(gradients) == applied == len(windows)
-    for number, samples in enumerate(windows):
+        assert len(gradients) == applied == len(steps)
+    for number, samples in enumerate(steps):
         wanted = expected_gradient(task, model, samples)
         for gradients, _, _ in answers:
             error = (gradients[number] - wanted).norm() / wanted.norm()
-            assert error <= 1e-12, f"window {number}: relative error {error}"
+            assert error <= 1e-12, f"step {number}: relative error {error}"
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("ragged", [False, True])
-def test_the_logged_loss_is_the_mean_over_each_window(ranks: Ranks, ragged: bool) -> None:
+def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) -> None:
     case = Case(20, 2, 2, 2, "weighted", 1, ragged, True)
-    answers = ranks.run(2, window_gradients, case)
+    answers = ranks.run(2, step_gradients, case)
     task = TokenTask(20, ragged)
     model = initial_model(task)
     wanted = 0.0
-    for samples in expected_windows(case):
+    for samples in expected_steps(case):
         logits = model(task.arrays["x"][samples]).flatten(0, 1)
         wanted += torch.nn.functional.cross_entropy(logits, task.arrays["y"][samples].flatten()).item()
     assert float(sum(loss for _, loss, _ in answers)) == pytest.approx(wanted, rel=1e-12)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from benchmarks import overhead
-from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
+from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -36,11 +36,11 @@ BYTECODES = 0.840
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
-_FIRST, _LAST = 99, 199  # windows; the figures of every 50th are among them
+_FIRST, _LAST = 99, 199  # steps; the figures of every 50th are among them
 
 
 def instructions(folder: Path, program: Path) -> list[int]:
-    """Of the trainer's windows and of the steps by hand, from one window to another."""
+    """Of the trainer's steps and of the steps by hand, from one step to another."""
     library = folder / "marks.so"
     source = HELPERS / "callgrind_marks.c"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", source, "-o", library], check=True)
@@ -109,7 +109,7 @@ def test_pythons_own_instructions_of_a_step(tmp_path: Path) -> None:
     before = sys.gettrace()
     ours, by_hand = Bytecodes(), Bytecodes()
     try:
-        tiny_windows(tmp_path, 150, ours.step)
+        tiny_steps(tmp_path, 150, ours.step)
 
         def cos(angle: float) -> float:  # of the learning rate, once a step
             by_hand.step(round(angle * 150 / math.pi))
@@ -126,7 +126,7 @@ def test_pythons_own_instructions_of_a_step(tmp_path: Path) -> None:
     assert ratio == pytest.approx(BYTECODES, rel=BYTECODES_TOLERANCE)
 
 
-def test_a_window_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> None:
+def test_a_step_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> None:
     """Operators, bytes that they copy, what would wait for a device, files opened: each time the same."""
     seen: list[Counter[str]] = []
     now: Counter[str] = Counter()
@@ -140,7 +140,7 @@ def test_a_window_between_two_rows_does_so_much_and_no_more(tmp_path: Path) -> N
             now[f"open {arguments[0]}"] += 1
 
     with auditing(opened), counting(now):
-        tiny_windows(tmp_path, 150, done)
+        tiny_steps(tmp_path, 150, done)
     between = seen[55:95]  # a row comes after every 50th
     assert between == between[:1] * len(between), [count - between[0] for count in between]
     one = between[0]

@@ -1,4 +1,4 @@
-"""Promise: what the first window compiled serves all others; nothing is compiled again."""
+"""Promise: what the first step compiled serves all others; nothing is compiled again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,13 @@ from trainer.train.run import make_task
 from trainer.train.step import take_figures
 
 CPU = torch.device("cpu")
-# Two micro-batches a window, and windows that cross the ends of epochs (or, weighted, are padded there); a
+# Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a
 # learning rate that changes in each; the digits' own augmentation, average of the weights and clipping.
 _DIGITS = (
     *("data.global_batch=400", "data.micro_batch=200", "model.width=4", "model.norm=group"),
-    *("max_windows=9", "log.every=4", "parallel.threads=1"),
+    *("max_steps=9", "log.every=4", "parallel.threads=1"),
 )
-_EVALUATED = (3, 6)  # windows done
+_EVALUATED = (3, 6)  # steps done
 
 
 @pytest.fixture
@@ -62,17 +62,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("blocks", "cross", False),
     ],
 )
-def test_nothing_is_compiled_after_the_first_window(
+def test_nothing_is_compiled_after_the_first_step(
     scope: str, last: str, resident: bool, compiled: list[Any]
 ) -> None:
-    words = [*_DIGITS, "compile.mode=default", f"compile.scope={scope}", f"window.last={last}"]
+    words = [*_DIGITS, "compile.mode=default", f"compile.scope={scope}", f"step.last={last}"]
     words += [f"data.resident={resident}", "data.workers=0"]
     recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
     task = make_task(recipe)
     parts = assemble_alone(recipe, task)
     t, world = parts.training, World(0, 1, 0, CPU, None)
     plan, rates, counts = t.share.plan, set[float](), list[int]()
-    assert plan.epoch_at(plan.windows) > 1 and t.accumulation == 2
+    assert plan.epoch_at(plan.steps) > 1 and t.accumulation == 2
 
     def evaluated(_: int) -> None:
         loader, share = parts.evaluation_loader, parts.evaluation_share
@@ -85,16 +85,16 @@ def test_nothing_is_compiled_after_the_first_window(
     train(
         t,
         parts.loader(t.share.batches()),
-        range(plan.windows),
+        range(plan.steps),
         Meter(plan, CPU, [], lambda: take_figures(t)),
         recipe.log.every,
-        lambda window: window in _EVALUATED,
+        lambda step: step in _EVALUATED,
         evaluated,
         done,
     )
-    assert len(rates) == plan.windows - 1  # the last one is kept
+    assert len(rates) == plan.steps - 1  # the last one is kept
     blocks = 2
-    assert counts[0] > 0 and counts == counts[:1] * plan.windows
+    assert counts[0] > 0 and counts == counts[:1] * plan.steps
     skip_with_another_torch()
     # Forward and backward; of blocks, the second is another function only where its shapes differ.
     assert counts[0] == (2 if scope == "model" else 2 * blocks)

@@ -1,4 +1,4 @@
-"""Promise: a window allocates so much and leaves nothing behind; a sample is moved once, as bytes."""
+"""Promise: a step allocates so much and leaves nothing behind; a sample is moved once, as bytes."""
 
 import gc
 import sys
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.autograd.profiler import profile
 
-from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_windows
+from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
 from tests.helpers.toys import assemble_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
@@ -20,35 +20,35 @@ from trainer.config.section import validated
 from trainer.data.ring import Ring
 from trainer.distributed.parallel import silenced
 from trainer.train.run import Parts, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
-# Of a window of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
+# Of a step of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
 ALLOCATIONS, ALLOCATED = 28, 1064
-# Bytes that operators copy in a window of the digits recipe, besides those of its batch: pixels to floats
+# Bytes that operators copy in a step of the digits recipe, besides those of its batch: pixels to floats
 # (16,384), the grid of the augmentation (32,768), and 2,620 of norms, the rate, BatchNorm's statistics and
 # which of its layers ran.
 COPIED_BY_DIGITS = 51_776
-_COUNTED = range(55, 95)  # windows between two rows
+_COUNTED = range(55, 95)  # steps between two rows
 
 
-def test_a_window_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> None:
+def test_a_step_allocates_so_much_and_gives_it_all_back(tmp_path: Path) -> None:
     # What was taken before it looks it doesn't see given back; so it looks twice.
     first, counted = (profile(use_cpu=True, profile_memory=True) for _ in range(2))
 
-    def done(window: int) -> None:
-        if window == _COUNTED.start - 1:
+    def done(step: int) -> None:
+        if step == _COUNTED.start - 1:
             first.__enter__()
-        elif window == _COUNTED.start:
+        elif step == _COUNTED.start:
             first.__exit__(None, None, None)
             counted.__enter__()
-        elif window == _COUNTED.stop:
+        elif step == _COUNTED.stop:
             counted.__exit__(None, None, None)
 
     with silenced(sys.stderr):
-        tiny_windows(tmp_path, 100, done)
+        tiny_steps(tmp_path, 100, done)
     sizes = changes(counted)
     taken = [size for size in sizes if size > 0]
-    assert len(taken) >= len(_COUNTED), "the windows weren't looked at"
+    assert len(taken) >= len(_COUNTED), "the steps weren't looked at"
     assert sum(sizes) == 0, "tensors stay"
     skip_with_another_torch()
     assert (len(taken), sum(taken)) == (ALLOCATIONS * len(_COUNTED), ALLOCATED * len(_COUNTED))
@@ -65,28 +65,28 @@ def changes(counted: profile) -> list[int]:
     return sizes
 
 
-def test_nothing_of_pythons_grows_from_window_to_window(tmp_path: Path) -> None:
-    """Bytes of Python's own memory after 350, 450, … windows, with no row of figures between."""
+def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
+    """Bytes of Python's own memory after 350, 450, … steps, with no row of figures between."""
     looks = range(350, 1000, 100)
     kept = array("q", [0] * len(looks))  # so that what is found takes no memory of its own
 
-    def done(window: int) -> None:
-        if window == 300:
+    def done(step: int) -> None:
+        if step == 300:
             gc.freeze()  # what is there already needn't be looked through each time
             tracemalloc.start()
-        if window in looks:
+        if step in looks:
             gc.collect()
             forget_names()
-            kept[looks.index(window)] = tracemalloc.get_traced_memory()[0]
+            kept[looks.index(step)] = tracemalloc.get_traced_memory()[0]
 
     try:
-        tiny_windows(tmp_path, looks[-1] + 1, done, log_every=1000)
+        tiny_steps(tmp_path, looks[-1] + 1, done, log_every=1000)
     finally:
         tracemalloc.stop()
         gc.unfreeze()
     assert all(kept), "not every look was taken"
     growth = np.diff(np.array(kept))
-    # A list that gets None in each window would take 800 bytes more each time. The median, because another
+    # A list that gets None in each step would take 800 bytes more each time. The median, because another
     # thread may keep something, once.
     assert abs(np.median(growth)) < 200, growth
 
@@ -103,19 +103,19 @@ def digits(*settings: str) -> Parts:
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_the_bytes_that_a_window_of_the_digits_copies(resident: bool) -> None:
+def test_the_bytes_that_a_step_of_the_digits_copies(resident: bool) -> None:
     parts = digits(f"data.resident={resident}")
     training = parts.training
     training.replica.train()
     batches = parts.loader(training.share.batches())
-    windows = []
-    for window in range(6):
+    steps = []
+    for step in range(6):
         with counting(seen := Counter[str]()):
-            train_window(training, batches, window)
-        windows.append(seen)
-    assert windows[1:] == windows[1:2] * 5
-    assert not of(windows[1], "waits")
-    copied = of(windows[1], "copied")
+            train_step(training, batches, step)
+        steps.append(seen)
+    assert steps[1:] == steps[1:2] * 5
+    assert not of(steps[1], "waits")
+    copied = of(steps[1], "copied")
     batch = (64 * 8 * 8 + 64 * 8) if resident else 0  # images and labels, gathered; or they lie in the ring
     assert copied.get("copied aten.index_select.default", 0) == batch
     assert copied["copied aten._to_copy.default"] == 4 * 64 * 8 * 8  # to float32, once

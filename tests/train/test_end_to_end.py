@@ -77,7 +77,7 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
     assert manifest["summary"]["accuracy"] == end["accuracy"]
-    assert manifest["windows"] == end["window"]
+    assert manifest["steps"] == end["step"]
     assert manifest["data"]["classes"] == list("0123456789")
     assert (manifest["data"]["mean"], manifest["data"]["std"]) == ([0.287], [0.354])
     assert yaml.safe_load((folder / "config.yaml").read_text()) == manifest["config"]
@@ -156,7 +156,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    wild = settings("optim.lr=1e30", "optim.clip=0", "max_windows=30")
+    wild = settings("optim.lr=1e30", "optim.clip=0", "max_steps=30")
     done = trainer(tmp_path, "train", "digits", "--out", "run", *SMALLER, *wild)
     assert done.returncode == 1
     assert "isn't finite; lower optim.lr" in done.stderr and "Traceback" not in done.stderr
@@ -185,11 +185,11 @@ def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
 
 def test_synthetic_resnet_runs_without_data(tmp_path: Path) -> None:
     words = settings("model.name=resnet18", "data.image_size=32", "data.samples=16", "data.global_batch=4")
-    words += settings("data.micro_batch=2", "data.classes=10", "max_windows=3", "parallel.threads=1")
+    words += settings("data.micro_batch=2", "data.classes=10", "max_steps=3", "parallel.threads=1")
     done = trainer(tmp_path, "train", "resnet50-synthetic", "--out", "run", *words)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "run")
-    assert rows[-1]["window"] == 3
+    assert rows[-1]["step"] == 3
     assert all(row["loss"] is not None for row in rows if row["kind"] == "train")
 
 

@@ -40,9 +40,9 @@ def guarded(**guard: Any) -> Recipe:
     return small(**SEED, guard=guard)
 
 
-def samples_of(recipe: Recipe, window: int) -> list[int]:
+def samples_of(recipe: Recipe, step: int) -> list[int]:
     plan = make_plan(recipe, make_task(recipe))
-    shards = np.arange(window * plan.shards, (window + 1) * plan.shards)
+    shards = np.arange(step * plan.shards, (step + 1) * plan.shards)
     samples: list[int] = plan.read(shards).sample.flatten().tolist()
     return samples
 
@@ -53,12 +53,12 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     recipe = small(**{**SEED, "optim": {"name": "adamw", "lr": 0.01, "clip": clip}}, checkpoint={"every": 1})
     stopped = attempt(folder, recipe, before=poison([7], harm))
     assert stopped.code == 1
-    assert f"window 8: the {harm} isn't finite" in stopped.line
+    assert f"step 8: the {harm} isn't finite" in stopped.line
     assert "Traceback" not in stopped.said
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "diverged" and manifest["reason"].endswith(stopped.line)
     (incident,) = read_incidents(folder)
-    assert (incident["number"], incident["window"], incident["kind"]) == (1, 8, "nonfinite")
+    assert (incident["number"], incident["step"], incident["kind"]) == (1, 8, "nonfinite")
     assert incident["samples"] == samples_of(recipe, 7)
     assert math.isnan(float(incident["loss"])) == (harm == "loss")
     # Nothing that was written lies behind the incident.
@@ -74,10 +74,10 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     assert whole.code == 0 and ending(folder) == ending(tmp_path / "whole")
 
 
-def test_stop_in_the_last_windows(tmp_path: Path) -> None:
+def test_stop_in_the_last_steps(tmp_path: Path) -> None:
     recipe = small(**SEED, log={"every": 50})
     stopped = attempt(tmp_path / "run", recipe, before=poison([15], "gradient"))
-    assert stopped.code == 1 and "window 16" in stopped.line
+    assert stopped.code == 1 and "step 16" in stopped.line
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -87,7 +87,7 @@ def test_skip(tmp_path: Path, harm: Harm) -> None:
     recipe = guarded(nonfinite="skip")
     done = attempt(folder, recipe, before=poison([3, 7, 8], harm))
     assert done.code == 0
-    assert [one["window"] for one in read_incidents(folder)] == [4, 8, 9]
+    assert [one["step"] for one in read_incidents(folder)] == [4, 8, 9]
     assert done.said.count("its update was not made") == 3
     rows = read_rows(folder)
     assert [row["applied"] for row in rows if row["kind"] == "train"][-1] == 13
@@ -99,12 +99,12 @@ def test_skip(tmp_path: Path, harm: Harm) -> None:
     assert attempt(cut, recipe, stop_at=6, before=poison([3, 7, 8], harm)).code == 75
     assert attempt(cut, recipe, stop_at=9, before=poison([3, 7, 8], harm)).code == 75
     assert attempt(cut, recipe, before=poison([3, 7, 8], harm)).code == 0
-    assert [one["window"] for one in read_incidents(cut)] == [4, 8, 9]
+    assert [one["step"] for one in read_incidents(cut)] == [4, 8, 9]
     assert ending(cut).weights == ending(folder).weights
 
 
 def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
-    """A window with a bad loss and one with a bad gradient leave the same weights: those without it."""
+    """A step with a bad loss and one with a bad gradient leave the same weights: those without it."""
     recipe = guarded(nonfinite="skip")
     harms: tuple[Harm, ...] = ("loss", "gradient")
     for harm in harms:
@@ -116,20 +116,20 @@ def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
 def test_rollback(tmp_path: Path, harm: Harm) -> None:
     kind = "spike" if harm == "leap" else "nonfinite"
     recipe = guarded(**{kind: "rollback"}, spike_history=10)
-    # The oracle: the same, told from the start to leave the window out.
+    # The oracle: the same, told from the start to leave the step out.
     whole = leaves_out_the_13th(tmp_path / "whole", kind)
     assert attempt(whole, recipe, before=poison([12], harm)).code == 0
     folder = tmp_path / "run"
     done = attempt(folder, recipe, before=poison([12], harm))
     assert done.code == 0
     trace = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
-    rows = [(row["kind"], int(row["window"])) for row in trace]
+    rows = [(row["kind"], int(row["step"])) for row in trace]
     assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
-    assert "back to the checkpoint before it" in done.said and "goes on after window 10" in done.said
-    assert "without window 13" in done.said
+    assert "back to the checkpoint before it" in done.said and "goes on after step 10" in done.said
+    assert "without step 13" in done.said
     assert ending(folder) == ending(whole)
     (incident,) = read_incidents(folder)
-    assert (incident["window"], incident["kind"], incident["samples"]) == (13, kind, samples_of(recipe, 12))
+    assert (incident["step"], incident["kind"], incident["samples"]) == (13, kind, samples_of(recipe, 12))
     if harm == "leap":
         return
     # Stopped before, within and after it, too.
@@ -145,9 +145,9 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
 
 
 def leaves_out_the_13th(folder: Path, kind: str) -> Path:
-    """A run folder of a run that was rolled back before its first window, so to say."""
+    """A run folder of a run that was rolled back before its first step, so to say."""
     folder.mkdir()
-    told = {"number": 1, "window": 13, "kind": kind, "policy": "rollback"}
+    told = {"number": 1, "step": 13, "kind": kind, "policy": "rollback"}
     (folder / "incidents.jsonl").write_text(json.dumps(told) + "\n")
     return folder
 
@@ -158,12 +158,12 @@ def test_a_row_is_the_mean_of_what_was_trained(tmp_path: Path) -> None:
         folder = leaves_out_the_13th(tmp_path / f"every-{every}", "spike")
         assert attempt(folder, small(**SEED, log={"every": every})).code == 0
         rows = read_rows(folder)
-        losses[every] = next(row["loss"] for row in rows if row["window"] == 14)
+        losses[every] = next(row["loss"] for row in rows if row["step"] == 14)
     assert losses[1] == losses[2]
 
 
 def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
-    """Writing a checkpoint takes long; and a signal comes in the middle of a window."""
+    """Writing a checkpoint takes long; and a signal comes in the middle of a step."""
 
     def install() -> None:
         poison([12], "gradient")()
@@ -174,7 +174,7 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
             return commit(*arguments)
 
         def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-            if number and sys.modules["trainer.observe.phases"].PULSE.window == at + 1 and model.training:
+            if number and sys.modules["trainer.observe.phases"].PULSE.step == at + 1 and model.training:
                 os.kill(os.getpid(), number)
             return harmed(self, model, batch)
 
@@ -187,14 +187,14 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
 def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
     recipe = guarded(nonfinite="rollback")
     done = attempt(tmp_path / "run", recipe, before=slowly(0.4))
-    assert done.code == 0 and "goes on after window 10" in done.said
+    assert done.code == 0 and "goes on after step 10" in done.said
 
 
 def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
     recipe = guarded(nonfinite="rollback")
     folder = tmp_path / "run"
     stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
-    assert stopped.code == 75 and "goes on after window 10" in stopped.said
+    assert stopped.code == 75 and "goes on after step 10" in stopped.said
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     assert attempt(folder, recipe).code == 0
     whole = leaves_out_the_13th(tmp_path / "whole", "nonfinite")
@@ -213,7 +213,7 @@ def test_rollback_to_the_very_start(tmp_path: Path) -> None:
 def test_too_many(tmp_path: Path, policy: str) -> None:
     recipe = guarded(nonfinite=policy, most=2)
     stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
-    assert stopped.code == 1 and "window 7" in stopped.line and "guard.most=2" in stopped.line
+    assert stopped.code == 1 and "step 7" in stopped.line and "guard.most=2" in stopped.line
     assert [one["policy"] for one in read_incidents(tmp_path / "run")] == [policy, "stop"]
 
 
@@ -229,7 +229,7 @@ def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
     done = attempt(tmp_path / "run", guarded(nonfinite=policy), before=install)
     assert done.code == code and "Traceback" not in done.said
     told = done.said if policy == "skip" else done.line
-    assert "window 7: the gradient isn't finite" in told and "No space left on device" in told
+    assert "step 7: the gradient isn't finite" in told and "No space left on device" in told
 
 
 def test_off(tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ def test_off(tmp_path: Path) -> None:
 def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
     """An overflow is no incident while the scale can be its cause; gradients that are always bad are one."""
     scaled = {"precision": {"mode": "fp16", "initial_scale": 2.0**60}}
-    assert attempt(tmp_path / "run", small(**SEED, **scaled, max_windows=12)).code == 0
+    assert attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12)).code == 0
     scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
     bad = attempt(tmp_path / "bad", small(**SEED, **scaled), before=poison(range(16), "gradient"))
-    assert bad.code == 1 and "window 4: the gradient isn't finite" in bad.line
+    assert bad.code == 1 and "step 4: the gradient isn't finite" in bad.line
     lost = attempt(tmp_path / "lost", small(**SEED, **scaled), before=poison([2], "loss"))
-    assert lost.code == 1 and "window 3: the loss isn't finite" in lost.line
+    assert lost.code == 1 and "step 3: the loss isn't finite" in lost.line
 
 
 def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: Any, told: Path) -> None:
@@ -308,10 +308,10 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
     done = two_ranks(tmp_path / "run", recipe, poison([7], harm, only_rank=1))
     assert {one.code for one in done} == {1 if policy == "stop" else 0}, done
     (incident,) = read_incidents(tmp_path / "run")
-    assert (incident["window"], incident["policy"]) == (8, policy)
+    assert (incident["step"], incident["policy"]) == (8, policy)
     assert incident["samples"] == samples_of(recipe, 7)
     if policy == "stop":
-        assert all(f"window 8: the {harm} isn't finite" in one.line for one in done)
+        assert all(f"step 8: the {harm} isn't finite" in one.line for one in done)
         return
     ending(tmp_path / "run")
     other = two_ranks(tmp_path / "other", recipe, poison([7], "gradient", only_rank=0))
@@ -323,13 +323,13 @@ def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
     recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 12})
     for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
-        assert one.code == 1 and "window 13" in one.line
+        assert one.code == 1 and "step 13" in one.line
         assert "status diverged" in one.said
     assert len(read_incidents(tmp_path / "run")) == 1
 
 
 def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
-    """Before its first window a run has ten times as long as in a window."""
+    """Before its first step a run has ten times as long as in a step."""
     seen = tmp_path / "seen"
 
     def install() -> None:
@@ -339,13 +339,13 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
 
         def looked_at(*arguments: Any) -> Any:
             with seen.open("a") as file:
-                print(pulse.phase, pulse.window, file=file)
+                print(pulse.phase, pulse.step, file=file)
             return assemble(*arguments)
 
         replace(module, "assemble", looked_at)
 
     done = attempt(tmp_path / "run", small(**SEED, guard={"nonfinite": "rollback"}), before=install)
-    assert done.code == 0 and "goes on after window 10" in done.said, done.line
+    assert done.code == 0 and "goes on after step 10" in done.said, done.line
     assert seen.read_text().splitlines() == ["start 0"] * 2
 
 
@@ -354,8 +354,8 @@ CONFIG = GuardConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, s
 
 def test_a_leap_is_judged_by_what_was_before() -> None:
     history: list[float] = []
-    for window in range(30):
-        assert judge(CONFIG, window, 1.0 + 0.1 * (window % 2), 1.0, history) is None
+    for step in range(30):
+        assert judge(CONFIG, step, 1.0 + 0.1 * (step % 2), 1.0, history) is None
     assert len(history) == 10
     kept = list(history)
     found = judge(CONFIG, 30, 1.5, 1.0, history)
@@ -364,13 +364,13 @@ def test_a_leap_is_judged_by_what_was_before() -> None:
     assert judge(CONFIG, 31, 1.4, 1.0, history) is None, "1.05 + 5 x 1.4826 x 0.05 is 1.42"
     assert judge(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
     median = median_and_deviation(history)
-    assert all(judge(CONFIG, 33 + window, 0.0, 0.0, history) is None for window in range(9))
-    assert median_and_deviation(history) == median, "a window without valid units is nothing to compare with"
+    assert all(judge(CONFIG, 33 + step, 0.0, 0.0, history) is None for step in range(9))
+    assert median_and_deviation(history) == median, "a step without valid units is nothing to compare with"
 
 
 def test_there_is_no_leap_without_a_history() -> None:
     history: list[float] = []
-    assert all(judge(CONFIG, window, 10.0**window, 1.0, history) is None for window in range(10))
+    assert all(judge(CONFIG, step, 10.0**step, 1.0, history) is None for step in range(10))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -395,18 +395,18 @@ def test_what_would_happen_again_is_forgotten() -> None:
     recipe = small()
     plan = make_plan(recipe, make_task(recipe))
     incidents = [
-        {"window": 3, "policy": "skip"},
-        {"window": 9, "policy": "skip"},
-        {"window": 12, "policy": "rollback"},
-        {"window": 13, "policy": "rollback", "samples": samples_of(recipe, 12)},
-        {"window": 14, "policy": "rollback", "samples": [1]},  # of another plan
-        {"window": 17, "policy": "rollback"},  # and beyond the end of this one
-        {"window": 20, "policy": "stop"},
+        {"step": 3, "policy": "skip"},
+        {"step": 9, "policy": "skip"},
+        {"step": 12, "policy": "rollback"},
+        {"step": 13, "policy": "rollback", "samples": samples_of(recipe, 12)},
+        {"step": 14, "policy": "rollback", "samples": [1]},  # of another plan
+        {"step": 17, "policy": "rollback"},  # and beyond the end of this one
+        {"step": 20, "policy": "stop"},
     ]
     assert incidents_before(incidents, 8, plan) == [incidents[0], incidents[2], incidents[3]]
 
 
-@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"window": "a", "policy": "rollback"}\n'])
+@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"step": "a", "policy": "rollback"}\n'])
 def test_an_odd_list_of_incidents_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "incidents.jsonl").write_text(text)
     with pytest.raises(BadInputError, match=r"can't be read as a list of incidents"):
@@ -415,5 +415,5 @@ def test_an_odd_list_of_incidents_is_one_line(tmp_path: Path, text: str) -> None
 
 def test_a_finding_in_words() -> None:
     assert str(Finding(4, "spike", "stop", 9.0, 1.0, 1.0, 0.5)) == (
-        "window 5: the loss leapt to 9, 16 deviations above 1"
+        "step 5: the loss leapt to 9, 16 deviations above 1"
     )

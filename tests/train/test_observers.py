@@ -12,8 +12,8 @@ import torch
 from torch import distributed as dist, nn
 
 from tests.helpers.own_compiled import CompiledTask
+from tests.helpers.steps import LITTLE, assert_same_bits
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
-from tests.helpers.windows import LITTLE, assert_same_bits
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
@@ -65,7 +65,7 @@ def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -> tuple[Any, Any]:
-    """Two windows of a run, with all that observes them or (no kind of profile) nothing.
+    """Two steps of a run, with all that observes them or (no kind of profile) nothing.
 
     Returns:
         The state after them; and what was drawn from random generators before, and counted.
@@ -88,11 +88,11 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -
             explain(stack, recipe, parts, ALONE, 1, meter)
             profile = Profile(folder, t.model, CPU, kind=kind, skip=1, warm_up=0, active=1)
             stack.callback(profile.close)
-            stack.enter_context(memory_tracker("two windows", say=None))
-            done = profile.window_done
+            stack.enter_context(memory_tracker("two steps", say=None))
+            done = profile.step_done
         drawn = (torch.rand(2).tolist(), random.random(), np.random.rand())
-        windows = range(min(2, t.share.plan.windows))
-        train(t, parts.loader(t.share.batches()), windows, meter, 1, lambda _: False, lambda _: None, done)
+        steps = range(min(2, t.share.plan.steps))
+        train(t, parts.loader(t.share.batches()), steps, meter, 1, lambda _: False, lambda _: None, done)
         state = {
             kind: {n: v.detach().clone() for n, v in part.items()} for kind, part in tensors_of(t).items()
         }

@@ -24,7 +24,7 @@ from trainer.rng import permuted
 from trainer.tasks.classification import Classification
 from trainer.train import prepare
 from trainer.train.run import Parts, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 # Fifty come to the second pass over the digits, and to the twentieth over the few synthetic images.
 STEPS, FEWER, BATCH = 200, 50, 32
@@ -33,7 +33,7 @@ DATA: dict[str, dict[str, Any]] = {
     "synthetic": {"name": "synthetic", "image_size": 16, "classes": 10, "samples": 80},
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Largest relative difference of a window's loss from that of the loop, over the first 50 windows and over
+# Largest relative difference of a step's loss from that of the loop, over the first 50 steps and over
 # all: rounding grows (a ReLU that is on in one of them is off in the other), so the mathematics is compared
 # in float64, where it doesn't come far enough to be seen.
 TOLERANCE = {"fp64": (1e-10, 1e-10), "fp32": (1e-3, 2e-2), "bf16": (2e-3, 3e-2), "fp16": (2e-3, 3e-2)}
@@ -42,7 +42,7 @@ TOLERANCE = {"fp64": (1e-10, 1e-10), "fp32": (1e-3, 2e-2), "bf16": (2e-3, 3e-2),
 def recipe_of(task: str, mode: str, steps: int, **sections: Any) -> Recipe:
     values: dict[str, Any] = {
         "epochs": 100,
-        "max_windows": steps,
+        "max_steps": steps,
         "data": {**DATA[task], "global_batch": BATCH, "micro_batch": BATCH},
         "model": {"width": 8},
         "precision": {
@@ -69,7 +69,7 @@ class Doubled(Classification):
 
 
 def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Parts, nn.Module, list[float]]:
-    """What was trained, the model as it was at first, and the loss of each window."""
+    """What was trained, the model as it was at first, and the loss of each step."""
     task = make_task(recipe)
     if doubled:
         task = Doubled(recipe.data, recipe.model, recipe.regularization, recipe.seed)
@@ -79,9 +79,9 @@ def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Parts, nn.Module, list[fl
     batches = parts.loader(t.share.batches())
     t.replica.train()
     losses = []
-    for window in range(t.share.plan.windows):
+    for step in range(t.share.plan.steps):
         t.loss.zero_()
-        train_window(t, batches, window)
+        train_step(t, batches, step)
         losses.append(float(t.loss))
     return parts, initial, losses
 
@@ -90,7 +90,7 @@ class ByHand:
     """The loop, its model and the average of its weights."""
 
     def __init__(self, recipe: Recipe, initial: nn.Module) -> None:
-        self.recipe, self.steps = recipe, recipe.max_windows or 0
+        self.recipe, self.steps = recipe, recipe.max_steps or 0
         self.model = copy.deepcopy(initial).requires_grad_(True).train()
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -125,7 +125,7 @@ class ByHand:
         dtype = decayed[0].dtype
         for step in range(self.steps):
             picked = order(len(label), step)
-            window_loss = 0.0
+            step_loss = 0.0
             for start in range(0, BATCH, micro_batch):
                 part = picked[start : start + micro_batch]
                 pixels = torch.addcmul(-mean / std, image[part].float(), 1 / (255 * std)).to(dtype)
@@ -133,8 +133,8 @@ class ByHand:
                     logits = self.model(pixels)
                     loss = F.cross_entropy(logits, label[part], label_smoothing=0.1, reduction="sum") / BATCH
                 scaler.scale(loss).backward()
-                window_loss += loss.item()
-            losses.append(window_loss)
+                step_loss += loss.item()
+            losses.append(step_loss)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip)
             before = scaler.get_scale()
@@ -202,7 +202,7 @@ def compare(data: str, mode: str, sections: dict[str, Any], steps: int) -> ByHan
     return hand
 
 
-# The mathematics in the fast suite, with all of its parts at once where images repeat within a window; of the
+# The mathematics in the fast suite, with all of its parts at once where images repeat within a step; of the
 # other formats one part.
 FAST = [
     *(("digits", "fp64", part) for part in PARTS),

@@ -167,9 +167,9 @@ def test_neither_threads_nor_strides_nor_nan_count() -> None:
     assert other[0] != one[0] and other[1] != one[1], "NaN and -NaN, 0 and -0 are other bits"
 
 
-def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = None, window: int = 0) -> str:
+def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = None, step: int = 0) -> str:
     file = io.StringIO()
-    write = trace_to(file, ["a", "b"], known or [], window)
+    write = trace_to(file, ["a", "b"], known or [], step)
     for row, prints in rows:
         write(row, prints)
     return file.getvalue()
@@ -179,8 +179,8 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     figures = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "applied": 3}
     text = written(
-        ({"kind": "train", "window": 2, **figures}, [-1, 255]),
-        ({"kind": "evaluation", "window": 2, "loss": 5e-324}, []),
+        ({"kind": "train", "step": 2, **figures}, [-1, 255]),
+        ({"kind": "evaluation", "step": 2, "loss": 5e-324}, []),
     )
     file.write_text(text + '{"kind": "train", "win')
     rows, names, bad = read_trace(file)
@@ -195,22 +195,22 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
         Traced("evaluation", 2, {"loss": "5e-324"}, {}),
     ]
     assert read_trace(tmp_path / "none") == ([], [], 0)
-    file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "window": 4, "tensors": ["1"]}\n')
+    file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "step": 4, "tensors": ["1"]}\n')
     assert len(read_trace(file)[0]) == 2 and read_trace(file)[2] == 4
 
 
 def test_names_are_written_once_for_all_attempts(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"kind": "train", "window": 2}
+    row: dict[str, Any] = {"kind": "train", "step": 2}
     assert written((row, [1, 2]), (row, [1, 2])).count("names") == 1
-    assert "names" not in written((row, [1, 2]), known=["a", "b"], window=1)
-    # Another model, by --resume force: of its windows alone.
+    assert "names" not in written((row, [1, 2]), known=["a", "b"], step=1)
+    # Another model, by --resume force: of its steps alone.
     file = tmp_path / "trace.jsonl"
-    file.write_text(written((row, [1, 2]), known=["a"], window=1))
-    assert file.read_text().startswith('{"kind": "names", "window": 1,')
+    file.write_text(written((row, [1, 2]), known=["a"], step=1))
+    assert file.read_text().startswith('{"kind": "names", "step": 1,')
 
 
-def row(window: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> Traced:
-    return Traced(kind, window, {"loss": loss}, tensors or {"a": "0", "b": "0"})
+def row(step: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> Traced:
+    return Traced(kind, step, {"loss": loss}, tensors or {"a": "0", "b": "0"})
 
 
 RUN = [row(2), row(4), row(4, "evaluation"), row(6)]

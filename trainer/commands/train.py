@@ -52,13 +52,13 @@ def add_parser(commands: Any) -> None:
         "--stop-after",
         type=int,
         metavar="N",
-        help="stop after N windows of the run with a checkpoint, as a signal would (code 75)",
+        help="stop after N steps of the run with a checkpoint, as a signal would (code 75)",
     )
     train.add_argument(
         "--profile",
         action="store_const",
         const="torch",
-        help="look at a few windows with torch's profiler: a trace in the run folder, and where the time "
+        help="look at a few steps with torch's profiler: a trace in the run folder, and where the time "
         "goes by operator and by module",
     )
     train.add_argument(
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
         action="store_const",
         const="nvtx",
         dest="profile",
-        help="mark phases, modules and operators of these windows for Nsight Systems instead (make profile)",
+        help="mark phases, modules and operators of these steps for Nsight Systems instead (make profile)",
     )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
     train.set_defaults(run=_run)

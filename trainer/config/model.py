@@ -121,7 +121,7 @@ class CompileConfig(Section):
 
     @property
     def warm_up(self) -> int:
-        """Windows before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
+        """Steps before speed is measured: the first compiles; CUDA graphs are recorded in the next two."""
         return 3 if self.cuda_graphs else 1
 
     @property

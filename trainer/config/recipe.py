@@ -17,7 +17,7 @@ from trainer.config.training import (
     LogConfig,
     OptimConfig,
     ParallelConfig,
-    WindowConfig,
+    StepConfig,
 )
 
 # Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
@@ -45,7 +45,7 @@ class Recipe(Section):
     )
     seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
     epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
-    max_windows: int | None = Field(None, ge=1, description="stop after this many windows (optimiser steps)")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
     evaluate_every: int = Field(1, ge=0, description="epochs between evaluations; 0: only at the end")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")
     cudnn_benchmark: bool = Field(
@@ -56,7 +56,7 @@ class Recipe(Section):
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    window: WindowConfig = WindowConfig()
+    step: StepConfig = StepConfig()
     precision: PrecisionConfig = PrecisionConfig()
     language: LanguageConfig = LanguageConfig()
     audio: AudioConfig = AudioConfig()
@@ -118,10 +118,10 @@ class Recipe(Section):
                 "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
                 "nothing to mix; use a larger one or 0"
             )
-        if mixing and self.window.last == "weighted":
+        if mixing and self.step.last == "weighted":
             raise ValueError(
-                "regularization.mixup and cutmix would mix the padding of window.last=weighted into samples; "
-                "use window.last=cross"
+                "regularization.mixup and cutmix would mix the padding of step.last=weighted into samples; "
+                "use step.last=cross"
             )
         unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
         if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:

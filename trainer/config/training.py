@@ -12,12 +12,12 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class WindowConfig(Section):
-    """How the last, incomplete window of an epoch is treated."""
+class StepConfig(Section):
+    """How the last, incomplete step of an epoch is treated."""
 
     last: Last = Field(
         "cross",
-        description="the last window of an epoch: cross into the next epoch, drop it, or weighted (padded)",
+        description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
     )
 
 
@@ -66,7 +66,7 @@ class AverageConfig(Section):
     """Exponential moving average of the weights (EMA); what is evaluated where there is one."""
 
     decay: float = Field(0.0, ge=0, lt=1, description="decay of the average at each update; 0: no average")
-    every: int = Field(1, ge=1, description="windows between two movements, which are then larger")
+    every: int = Field(1, ge=1, description="steps between two movements, which are then larger")
     on_cpu: bool = Field(False, description="keep it in the host's memory, at the price of a copy each time")
 
     @model_validator(mode="after")
@@ -100,7 +100,7 @@ class ParallelConfig(Section):
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
-        description="how a window's gradients are added; tree: the same bits on any number of ranks that "
+        description="how a step's gradients are added; tree: the same bits on any number of ranks that "
         "splits global_batch / micro_batch into powers of two",
     )
     compress: Literal["none", "bf16"] = Field(
@@ -144,7 +144,7 @@ class ParallelConfig(Section):
 
 
 class GuardConfig(Section):
-    """What happens when a window's numbers are bad."""
+    """What happens when a step's numbers are bad."""
 
     nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
         "stop",
@@ -164,7 +164,7 @@ class GuardConfig(Section):
 class LogConfig(Section):
     """What is logged."""
 
-    every: int = Field(50, ge=1, description="windows between two rows of figures")
+    every: int = Field(50, ge=1, description="steps between two rows of figures")
     sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
     )
@@ -185,7 +185,7 @@ class LogConfig(Section):
 class CheckpointConfig(Section):
     """When what a run has learned is made durable. None of this changes what it learns."""
 
-    every: int = Field(0, ge=0, description="windows between two checkpoints; 0: only by time")
-    minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by windows")
+    every: int = Field(0, ge=0, description="steps between two checkpoints; 0: only by time")
+    minutes: float = Field(10.0, ge=0, description="minutes between two checkpoints; 0: only by steps")
     keep: int = Field(2, ge=1, le=1000, description="how many of the newest are kept")
     best: bool = Field(True, description="keep the one with the best evaluation, too")

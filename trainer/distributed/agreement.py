@@ -1,8 +1,8 @@
 """What the ranks decide together about once a second: whether to stop, and whether to write a checkpoint.
 
 A signal reaches one rank and not the others, and clocks differ; but all ranks must stop after the same
-window. So a few numbers go round in one small collective on the CPU, every so many windows. How many is
-agreed in it too, from the slowest rank's time per window; it is started at the end of a window and read at
+step. So a few numbers go round in one small collective on the CPU, every so many steps. How many is
+agreed in it too, from the slowest rank's time per step; it is started at the end of a step and read at
 the end of the next, so that nobody waits for it.
 """
 
@@ -15,13 +15,13 @@ from torch import distributed as dist
 from trainer.observe.phases import communicating, mark
 
 _SECONDS_BETWEEN = 1.0
-# Windows this long aren't slowed down by waiting for the collective; and a stop then comes a window sooner.
-_LONG_WINDOW_SECONDS = 0.1
-_MOST_WINDOWS = 10_000
+# Steps this long aren't slowed down by waiting for the collective; and a stop then comes a step sooner.
+_LONG_STEP_SECONDS = 0.1
+_MOST_STEPS = 10_000
 
 
 class Decision(NamedTuple):
-    """What all ranks do after the window that they are at.
+    """What all ranks do after the step that they are at.
 
     Attributes:
         signal: The signal that asks for a stop, as a number; 0: none.
@@ -38,24 +38,24 @@ NOTHING = Decision(0, False)
 class Agreement:
     """The ranks' side of it; alone there is nobody to ask."""
 
-    def __init__(self, group: dist.ProcessGroup | None, window: int) -> None:
-        """Starts at a window, the same on every rank.
+    def __init__(self, group: dist.ProcessGroup | None, step: int) -> None:
+        """Starts at a step, the same on every rank.
 
         Args:
             group: A process group for CPU tensors; None for a single rank.
-            window: Windows done.
+            step: Steps done.
         """
         self._group = group
-        self._asked_at = self._ask_at = window + 1
+        self._asked_at = self._ask_at = step + 1
         self._clock = time.monotonic()
         self._wish = torch.zeros(3, dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def after(self, window: int, signal: int, save: bool) -> Decision:
-        """What to do after a window.
+    def after(self, step: int, signal: int, save: bool) -> Decision:
+        """What to do after a step.
 
         Args:
-            window: Windows done; each is asked about once, in order.
+            step: Steps done; each is asked about once, in order.
             signal: The signal that this rank got, or 0.
             save: Whether this rank finds that it is time for a checkpoint.
 
@@ -65,26 +65,26 @@ class Agreement:
         if self._group is None:
             return Decision(signal, save) if signal or save else NOTHING
         if self._under_way is not None:
-            return self._read(window)
-        if window < self._ask_at:
+            return self._read(step)
+        if step < self._ask_at:
             return NOTHING
         now = time.monotonic()
-        per_window = (now - self._clock) / max(1, window - self._asked_at + 1)
-        self._clock, self._asked_at = now, window
-        self._wish.copy_(torch.tensor([float(signal), float(save), per_window], dtype=torch.float64))
+        per_step = (now - self._clock) / max(1, step - self._asked_at + 1)
+        self._clock, self._asked_at = now, step
+        self._wish.copy_(torch.tensor([float(signal), float(save), per_step], dtype=torch.float64))
         self._under_way = dist.all_reduce(self._wish, dist.ReduceOp.MAX, self._group, async_op=True)
         # The same on every rank, for it was agreed the last time.
-        return self._read(window) if self._long_windows else NOTHING
+        return self._read(step) if self._long_steps else NOTHING
 
-    _long_windows = False
+    _long_steps = False
 
-    def _read(self, window: int) -> Decision:
+    def _read(self, step: int) -> Decision:
         assert self._under_way is not None
         before = communicating()
         self._under_way.wait()
         mark(before)
         self._under_way = None
-        signal, save, per_window = self._wish.tolist()
-        self._long_windows = per_window > _LONG_WINDOW_SECONDS
-        self._ask_at = window + min(_MOST_WINDOWS, max(1, round(_SECONDS_BETWEEN / max(per_window, 1e-9))))
+        signal, save, per_step = self._wish.tolist()
+        self._long_steps = per_step > _LONG_STEP_SECONDS
+        self._ask_at = step + min(_MOST_STEPS, max(1, round(_SECONDS_BETWEEN / max(per_step, 1e-9))))
         return Decision(int(signal), save > 0)

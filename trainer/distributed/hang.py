@@ -31,7 +31,7 @@ from trainer.observe.phases import PULSE
 
 _LOOKS = 20  # in the time without progress that is allowed
 _LONGEST_INTERVAL = 5.0  # seconds
-_PATIENCE = 10  # times that long while a window compiles, and at the end
+_PATIENCE = 10  # times that long while a step compiles, and at the end
 _NAMED = 3
 _FRAMES = 20
 _NOTHING = "-"
@@ -61,7 +61,7 @@ class Seen:
     Attributes:
         rank: Its number.
         count: Its marks.
-        window: The window that it did, counted from 1.
+        step: The step that it did, counted from 1.
         phase: What it did there; "failed" or "done" once it has left.
         idle: Seconds without progress, by its own clock, when it said so.
         silence: Seconds since then, by this rank's clock; counted from when it began to listen.
@@ -70,7 +70,7 @@ class Seen:
 
     rank: int
     count: int
-    window: int
+    step: int
     phase: str
     idle: float
     silence: float = 0.0
@@ -78,8 +78,8 @@ class Seen:
 
     @property
     def where(self) -> str:
-        """Phase and window in words."""
-        return f"{self.phase}, window {self.window}" if self.window else "the start"
+        """Phase and step in words."""
+        return f"{self.phase}, step {self.step}" if self.step else "the start"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Watch:
         """Watches from here on; again after a rollback.
 
         Args:
-            compiling_until: The last window in which something may be compiled; 0: none.
+            compiling_until: The last step in which something may be compiled; 0: none.
         """
         self._compiling_until = compiling_until
         if self._seconds and not self._threads:
@@ -269,7 +269,7 @@ class Watch:
 
     def _limit(self) -> float:
         """Seconds without progress that are allowed now."""
-        if PULSE.phase != "end" and PULSE.window > self._compiling_until:
+        if PULSE.phase != "end" and PULSE.step > self._compiling_until:
             return self._seconds
         patient = _PATIENCE * self._seconds
         return min(patient, 0.75 * self._timeout) if PULSE.phase == "communication" else patient
@@ -355,7 +355,7 @@ class Watch:
     def _seen(self) -> Seen:
         phase = self._left or PULSE.phase
         host = platform.node()
-        return Seen(self._world.rank, PULSE.count, PULSE.window, phase, self._idle, host=host)
+        return Seen(self._world.rank, PULSE.count, PULSE.step, phase, self._idle, host=host)
 
     def _word(self) -> str:
         self._number += 1

@@ -117,7 +117,7 @@ def sum_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Sums a bucket of gradients over the ranks; DDP's own hook would divide by their number.
 
-    The loss is already divided by the window's total over all ranks, so that a sum is what's right.
+    The loss is already divided by the step's total over all ranks, so that a sum is what's right.
     """
     mark("communication")
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
@@ -170,7 +170,7 @@ def replicate(
     """Wraps a model so that backward sums its gradients over the ranks.
 
     Alone it stays as it is, and so it does where a tree sums them: then all ranks take rank 0's tensors.
-    Buffers are not broadcast at each forward: `WindowStatistics` keeps them equal at a window's cost.
+    Buffers are not broadcast at each forward: `StepStatistics` keeps them equal at a step's cost.
     """
     if group is None:
         return model
@@ -200,11 +200,11 @@ def replicate(
 
 
 def _lay_out_buckets(replica: DistributedDataParallel) -> None:
-    """Lets DDP lay out its buckets before the first window, so that a run that goes on has the same ones.
+    """Lets DDP lay out its buckets before the first step, so that a run that goes on has the same ones.
 
     DDP sums its first backward pass in a single bucket and all others in buckets by the order in which that
     pass brought gradients (torch's reducer.cpp, rebuild_buckets). Over more than two ranks the order of a sum
-    depends on where in a bucket an element lies, so the first window after a resume would have other bits.
+    depends on where in a bucket an element lies, so the first step after a resume would have other bits.
     A backward pass over zeros brings it forward, in the reverse order of the parameters: nearly the real one.
     """
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
@@ -245,7 +245,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """The context of every shard of a window but the last: gradients only accumulate."""
+    """The context of every shard of a step but the last: gradients only accumulate."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

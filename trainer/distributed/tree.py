@@ -1,4 +1,4 @@
-"""Sums of a window's shards in one order, whatever the number of ranks: so their bits are the same.
+"""Sums of a step's shards in one order, whatever the number of ranks: so their bits are the same.
 
 Floating-point sums depend on their order, and accumulation on one rank adds in another order than ranks among
 each other do. Here shards are added as in a knockout tournament: neighbours first, then the sums of
@@ -60,7 +60,7 @@ class Tournament:
 
 
 class TreeReduction:
-    """One rank's part of a window's sums, and what the ranks make of their parts."""
+    """One rank's part of a step's sums, and what the ranks make of their parts."""
 
     def __init__(self, group: dist.ProcessGroup | None, bucket_mb: int) -> None:
         """Adds over the ranks of a group in pieces of so many MiB; None: there is one rank."""
@@ -72,7 +72,7 @@ class TreeReduction:
         """Takes over a shard's gradients and figures."""
         self._own.add(Sums(gradients, figures))
 
-    def end_window(self) -> Sums:
+    def end_step(self) -> Sums:
         """The sums over all shards of all ranks, the same bits on each; collective."""
         own = self._own.total()
         if self._group is None:
@@ -84,7 +84,7 @@ class TreeReduction:
 
 
 def shares_a_tree(shards: int, ranks: int) -> bool:
-    """Whether so many ranks do whole branches of a window's tree: one rank, or a power of two shards each."""
+    """Whether so many ranks do whole branches of a step's tree: one rank, or a power of two shards each."""
     each = shards // ranks
     return ranks == 1 or each & (each - 1) == 0
 

@@ -1,12 +1,12 @@
-"""Running statistics: one update per window, from all of its shards on all ranks.
+"""Running statistics: one update per step, from all of its shards on all ranks.
 
 Left alone, they would be updated once per micro-batch, so that the momentum would depend on the
 accumulation, on the number of ranks (each keeping its own) and on activation checkpointing (counted
-twice). Instead every statistic becomes the mean of what the window's shards, each starting from the value
-before the window, made of it; a shard that left it out doesn't count. Without accumulation on one rank that
+twice). Instead every statistic becomes the mean of what the step's shards, each starting from the value
+before the step, made of it; a shard that left it out doesn't count. Without accumulation on one rank that
 is what torch always does.
 
-Momentum 1 makes BatchNorm's running buffers each shard's own statistics during a window; their mean then
+Momentum 1 makes BatchNorm's running buffers each shard's own statistics during a step; their mean then
 makes one update.
 """
 
@@ -37,7 +37,7 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
     ]
 
 
-class WindowStatistics:
+class StepStatistics:
     """The statistics that a model's forward pass keeps in its buffers; none is fine too."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, found: Found | None = None) -> None:
@@ -77,14 +77,14 @@ class WindowStatistics:
             self._sums = shard
 
     def set_sum(self, total: torch.Tensor) -> None:
-        """Takes the sum over the shards of a window, float64 (n,), that somebody else made."""
+        """Takes the sum over the shards of a step, float64 (n,), that somebody else made."""
         self._sums = list(total.split([part.size for part in self._parts])) if self._parts else []
 
-    def end_window(self, skipped: torch.Tensor | None = None) -> None:
+    def end_step(self, skipped: torch.Tensor | None = None) -> None:
         """Puts the updated statistics into the model.
 
         Args:
-            skipped: float (), on the device: 1 if the window overflowed in fp16. Its statistics may hold
+            skipped: float (), on the device: 1 if the step overflowed in fp16. Its statistics may hold
                 infinities then, and are left out.
         """
         for part, total in zip(self._parts, self._sums, strict=True):
@@ -116,7 +116,7 @@ class _BatchNorms:
             momenta.append(0.0 if layer.momentum is None else layer.momentum)
             owners += [number] * (2 * layer.running_mean.numel())
         self._cumulative: torch.Tensor | None = None
-        if any(layer.momentum is None for layer in layers):  # the mean of all windows
+        if any(layer.momentum is None for layer in layers):  # the mean of all steps
             self._cumulative = torch.tensor([layer.momentum is None for layer in layers], device=device)
         for layer in layers:
             layer.momentum = 1.0
@@ -131,7 +131,7 @@ class _BatchNorms:
 
     def reload(self) -> None:
         self._kept = torch.cat(self._buffers).to(self._dtype)
-        self._before = self._windows = torch.stack(self._counters)
+        self._before = self._steps = torch.stack(self._counters)
 
     def of_shard(self) -> torch.Tensor:
         # A layer that was left out holds the shard's before: its counter tells, also of compiled code.
@@ -146,10 +146,10 @@ class _BatchNorms:
     def update(self, total: torch.Tensor, skipped: torch.Tensor | None) -> None:
         sums, counts = total.to(self._dtype).split((len(self._owners), len(self._counters)))
         ran = counts > 0 if skipped is None else (counts > 0) & (skipped == 0)
-        self._windows = self._windows + ran
+        self._steps = self._steps + ran
         momenta = self._momenta
         if self._cumulative is not None:
-            momenta = torch.where(self._cumulative, 1 / self._windows.clamp(min=1), momenta)
+            momenta = torch.where(self._cumulative, 1 / self._steps.clamp(min=1), momenta)
         of_layers = torch.stack((counts.clamp(min=1), momenta * ran))  # no step for a layer that didn't run
         count, momentum = of_layers.gather(1, self._owners.expand(2, -1))
         updated = torch.lerp(self._kept, sums / count, momentum)
@@ -157,5 +157,5 @@ class _BatchNorms:
         torch._foreach_copy_(self._buffers, self._kept.split(self._sizes))
         if self._rounds:  # go on from what a checkpoint holds
             self._kept = torch.cat(self._buffers).to(self._dtype)
-        torch._foreach_copy_(self._counters, self._windows.unbind())
-        self._before = self._windows
+        torch._foreach_copy_(self._counters, self._steps.unbind())
+        self._before = self._steps

@@ -1,8 +1,8 @@
-"""Buffers other than BatchNorm's that a training forward pass changes: one update per window for them, too.
+"""Buffers other than BatchNorm's that a training forward pass changes: one update per step for them, too.
 
-A running mean of one's own, spectral norm's vectors, InstanceNorm's statistics. Each shard of a window starts
+A running mean of one's own, spectral norm's vectors, InstanceNorm's statistics. Each shard of a step starts
 from the same values. Floating-point and complex buffers become the mean of what the shards that changed them
-made of it; integers move by the mean of the changes, rounded (a counter counts windows).
+made of it; integers move by the mean of the changes, rounded (a counter counts steps).
 """
 
 from collections.abc import Sequence
@@ -83,13 +83,13 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back the values from before the window."""
+        """Puts back the values from before the step."""
         for (module, key), buffer, kept in zip(self._places, self._buffers, self._kept, strict=True):
             module._buffers[key] = buffer  # the forward pass may have put another tensor in its place
             buffer.copy_(kept)
 
     def update(self, total: torch.Tensor, skipped: torch.Tensor | None) -> None:
-        """Takes the sum over a window's shards, float64 (size,)."""
+        """Takes the sum over a step's shards, float64 (size,)."""
         *sums, counts = total.split([*self._sizes, len(self._sizes)])
         for number, (kept, added, count) in enumerate(zip(self._kept, sums, counts.unbind(), strict=True)):
             mean = added / count.clamp(min=1)

@@ -32,33 +32,33 @@ class FirstNonFinite:
             module.register_forward_pre_hook(functools.partial(self._before, label))
             module.register_forward_hook(functools.partial(self._after, label))
 
-    def end_window(self, window: int) -> None:
-        """Remembers where the window was wrong first, if it was and none before."""
+    def end_step(self, step: int) -> None:
+        """Remembers where the step was wrong first, if it was and none before."""
         self._flags[-1] = True
         place = self._flags.to(torch.uint8).argmax()
-        found = torch.where(place < len(self._flags) - 1, place + window * len(self._flags), _NONE)
+        found = torch.where(place < len(self._flags) - 1, place + step * len(self._flags), _NONE)
         self._first = torch.minimum(self._first, found)
         self._flags.zero_()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Window and number of the first place, over all ranks and since the last call, each (); -1: none."""
+        """Step and number of the first place, over all ranks and since the last call, each (); -1: none."""
         first, self._first = self._first, torch.full_like(self._first, _NONE)
         if self._group is not None:
             dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
         none = first == _NONE
-        window, place = first // len(self._flags), first % len(self._flags)
+        step, place = first // len(self._flags), first % len(self._flags)
         return {
-            "nonfinite_window": torch.where(none, -1, window),
+            "nonfinite_step": torch.where(none, -1, step),
             "nonfinite_place": torch.where(none, -1, place),
         }
 
     def explain(self, row: Row) -> None:
-        """A sink: names the place on standard error, if the windows of the row had one."""
+        """A sink: names the place on standard error, if the steps of the row had one."""
         number = int(row.get("nonfinite_place", -1))
         if number >= 0:
             place = next(name for name, place in self._places.items() if place == number)
-            window = int(row["nonfinite_window"]) + 1
-            warn(f"window {window}: the first that wasn't finite was the {place}")
+            step = int(row["nonfinite_step"]) + 1
+            warn(f"step {step}: the first that wasn't finite was the {place}")
 
     def _before(self, label: str, module: nn.Module, inputs: Any) -> None:
         # A model's own torch.compile is to make the code that it makes without us.

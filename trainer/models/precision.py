@@ -91,7 +91,7 @@ def make_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler | N
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """1.0 if the gradients of this window overflowed, else 0.0; float32 () on their device, unread.
+    """1.0 if the gradients of this step overflowed, else 0.0; float32 () on their device, unread.
 
     There is no public name for it. Reading the scale before and after instead would miss a scale that
     can't shrink, and cost a copy.

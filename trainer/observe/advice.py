@@ -58,11 +58,11 @@ class Advisor:
         recent = [*self._before[-1:], verdict.cause]
         told = self._before[0] if self._before else "none"
         if len(recent) == 2 and recent[0] == recent[1] != told:
-            self._tell(_row(verdict, int(row["window"]), final=False))
+            self._tell(_row(verdict, int(row["step"]), final=False))
             told = verdict.cause
         self._before = [told, verdict.cause]
 
-    def conclude(self, window: int, rest: Row) -> Verdict | None:
+    def conclude(self, step: int, rest: Row) -> Verdict | None:
         """The verdict on the whole attempt, with the time after its last row; None if nothing was timed."""
         if not self._begun:
             return None
@@ -70,8 +70,8 @@ class Advisor:
         verdict = self._diagnose(merge(self._rows))
         limit = self._facts.memory_bytes
         for line in self._trends.lines({"memory/rss_bytes": limit} if limit else {}):
-            self._tell(_row(Verdict("leak", 0.0, line), window, final=False))
-        self._tell(_row(verdict, window, final=True))
+            self._tell(_row(Verdict("leak", 0.0, line), step, final=False))
+        self._tell(_row(verdict, step, final=True))
         return verdict
 
     def totals(self, samples_per_s: float) -> dict[str, float]:
@@ -88,8 +88,8 @@ class Advisor:
         return diagnose(figures, dataclasses.replace(self._facts, waits=waits))
 
 
-def _row(verdict: Verdict, window: int, final: bool) -> dict[str, float | int | str]:
-    return {"kind": "verdict", "window": window, **verdict._asdict(), "final": int(final)}
+def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | str]:
+    return {"kind": "verdict", "step": step, **verdict._asdict(), "final": int(final)}
 
 
 @contextmanager

@@ -23,12 +23,12 @@ class Display:
     interpreter from the loop at bad moments.
     """
 
-    def __init__(self, windows: int) -> None:
+    def __init__(self, steps: int) -> None:
         """Chooses the bar if standard output is a terminal."""
         console = Console()
-        self._windows = windows
+        self._steps = steps
         self._figures = ""
-        self._window = 0
+        self._step = 0
         self._shown = time.monotonic()
         self._started = self._shown
         self._bar: Progress | None = None
@@ -44,15 +44,15 @@ class Display:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._bar.add_task("training", total=windows, figures="")
+            self._task = self._bar.add_task("training", total=steps, figures="")
             self._bar.start()
 
-    def window_done(self, window: int) -> None:
+    def step_done(self, step: int) -> None:
         """Moves the bar; cheap enough for every step."""
-        self._window = window
+        self._step = step
         if self._bar is not None and time.monotonic() - self._shown > _BAR_SECONDS:
             self._shown = time.monotonic()
-            self._bar.update(self._task, completed=window, figures=self._figures)
+            self._bar.update(self._task, completed=step, figures=self._figures)
             self._bar.refresh()
 
     def __call__(self, row: Row) -> None:
@@ -68,9 +68,9 @@ class Display:
             self.say(f"  epoch {row['epoch']:>6.2f}  {self._figures}")
         elif self._bar is None and time.monotonic() - self._shown > _LINE_SECONDS:
             self._shown = time.monotonic()
-            window = int(row["window"])
-            left = (self._shown - self._started) / window * (self._windows - window)
-            self.say(f"  window {window}/{self._windows}  {self._figures}  {left:.0f} s left")
+            step = int(row["step"])
+            left = (self._shown - self._started) / step * (self._steps - step)
+            self.say(f"  step {step}/{self._steps}  {self._figures}  {left:.0f} s left")
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -86,7 +86,7 @@ class Display:
     def close(self) -> None:
         """Leaves the bar as far as the run came."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._window, figures=self._figures)
+            self._bar.update(self._task, completed=self._step, figures=self._figures)
             self._bar.refresh()
             self._bar.stop()
             self._bar = None
@@ -96,7 +96,7 @@ def _figures(row: Mapping[str, float | int | str]) -> list[str]:
     shown = {"samples_per_s": "{:,.0f} samples/s", "loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
     told = [text.format(row[name]) for name, text in shown.items() if name in row]
     if row["kind"] == "evaluation":  # whatever else a task measures
-        known = {"kind", "window", "epoch", *shown}
+        known = {"kind", "step", "epoch", *shown}
         told += [f"{name} {value:.4f}" for name, value in row.items() if name not in known]
     return told
 

@@ -25,7 +25,7 @@ class Facts:
         local_ranks: Those of this host.
         threads: Intra-op threads of a rank.
         cpus: CPUs that this host's part of the job may use.
-        window_samples: Global batch.
+        step_samples: Global batch.
         micro_batch: Samples of a shard.
         remote: Whether the data comes over the network.
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
@@ -38,7 +38,7 @@ class Facts:
     local_ranks: int
     threads: int
     cpus: float
-    window_samples: int
+    step_samples: int
     micro_batch: int
     remote: bool = False
     decodes: bool = False
@@ -258,10 +258,10 @@ def _sync(where: str) -> str:
 
 
 def _update(e: _Evidence) -> Verdict | None:
-    share, samples = e.share("update"), e.facts.window_samples // e.facts.ranks
+    share, samples = e.share("update"), e.facts.step_samples // e.facts.ranks
     if share < 0.2 or samples > 16:
         return None
-    text = f"update: the optimiser takes {share:.0%} of the time, for windows of {samples} samples a rank"
+    text = f"update: the optimiser takes {share:.0%} of the time, for steps of {samples} samples a rank"
     return Verdict("update", share, f"{text}: raise data.global_batch and data.micro_batch")
 
 

@@ -32,35 +32,35 @@ class _Held(NamedTuple):
     bytes: int
 
 
-def leak(windows: Sequence[float], sizes: Sequence[float], least: float = _LEAST_BYTES) -> float | None:
-    """Bytes per window by which memory grows; None if it doesn't, or nobody can tell yet.
+def leak(steps: Sequence[float], sizes: Sequence[float], least: float = _LEAST_BYTES) -> float | None:
+    """Bytes per step by which memory grows; None if it doesn't, or nobody can tell yet.
 
     The first third of what is known is left out: caches, worker start and the allocator's warm-up grow, too,
     but come to an end. A leak grows in each part of the rest at about the same pace.
 
     Args:
-        windows: At which memory was measured, ascending.
+        steps: At which memory was measured, ascending.
         sizes: Bytes then; one of these for each of those.
         least: Bytes by which it must have grown to be worth a word.
     """
-    start = len(windows) // 3
-    step = max(1, -(-(len(windows) - start) // _POINTS))
-    x, y = windows[start::step], sizes[start::step]
+    start = len(steps) // 3
+    stride = max(1, -(-(len(steps) - start) // _POINTS))
+    x, y = steps[start::stride], sizes[start::stride]
     if len(x) < _FEWEST or x[-1] <= x[0]:
         return None
     slope = median(
         (y[b] - y[a]) / (x[b] - x[a]) for a in range(len(x)) for b in range(a + 1, len(x)) if x[b] > x[a]
     )
     grown = slope * (x[-1] - x[0])
-    level = median(size - slope * window for window, size in zip(x, y, strict=True))
-    noise = median(abs(size - slope * window - level) for window, size in zip(x, y, strict=True))
+    level = median(size - slope * step for step, size in zip(x, y, strict=True))
+    noise = median(abs(size - slope * step - level) for step, size in zip(x, y, strict=True))
     if grown < max(least, _NOISE * noise):
         return None
     quarter = len(x) // 4
     means = [median(y[part * quarter : (part + 1) * quarter]) for part in range(4)]
-    steps = [after - before for before, after in pairwise(means)]
+    changes = [after - before for before, after in pairwise(means)]
     # A single jump, and what levels out, grow unevenly.
-    return slope if min(steps) >= _PACE * max(steps) else None
+    return slope if min(changes) >= _PACE * max(changes) else None
 
 
 def leak_text(
@@ -76,7 +76,7 @@ def leak_text(
         site: From `Growth.site`, if known.
     """
     pace = f"{slope / _MIB:,.2f} MiB" if slope >= _MIB / 10 else f"{slope / 1024:,.1f} KiB"
-    text = f"{what} grows by {pace} with every window"
+    text = f"{what} grows by {pace} with every step"
     if limit is not None and limit > size:
         text += f" and is full after {(limit - size) / slope:,.0f} more"
     if site is not None:
@@ -101,9 +101,9 @@ class Trends:
         if row["kind"] != "train":
             return
         self._rows += 1
-        for key, (windows, sizes) in self._seen.items():
+        for key, (steps, sizes) in self._seen.items():
             if key in row:
-                windows.append(float(row["window"]))
+                steps.append(float(row["step"]))
                 sizes.append(float(row[key]))
         # After the warm-up, and then rarely: a look takes its time.
         if self._growth is not None and self._rows % 8 == 0 and (self._rows // 8).bit_count() == 1:
@@ -118,8 +118,8 @@ class Trends:
         site = None if self._growth is None else self._growth.site()
         return [
             leak_text(_WHAT[key], slope, sizes[-1], limits.get(key), site)
-            for key, (windows, sizes) in self._seen.items()
-            if (slope := leak(windows, sizes)) is not None
+            for key, (steps, sizes) in self._seen.items()
+            if (slope := leak(steps, sizes)) is not None
         ]
 
 

@@ -1,7 +1,7 @@
 """Figures of a run: kept on the device, read late, handed to sinks.
 
 A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "memory", "verdict",
-"end"), `window` (windows done) and figures. To add a sink is to write such a function.
+"end"), `step` (steps done) and figures. To add a sink is to write such a function.
 """
 
 import time
@@ -24,9 +24,9 @@ Sink = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class _Moment:
-    """A point in a run: windows done, and when, for the host and (in its stream) for the device."""
+    """A point in a run: steps done, and when, for the host and (in its stream) for the device."""
 
-    window: int
+    step: int
     host: float
     event: torch.cuda.Event | None
 
@@ -41,7 +41,7 @@ class _Moment:
 class _Staged:
     start: _Moment
     end: _Moment
-    windows: int
+    steps: int
     names: tuple[str, ...]
     values: torch.Tensor
     prints: torch.Tensor | None
@@ -53,12 +53,12 @@ class _Staged:
 class Order(Protocol):
     """What a row says of the order of a run's samples."""
 
-    def epoch_at(self, windows: int) -> float:
-        """Epochs that so many windows are, with the part of the one under way."""
+    def epoch_at(self, steps: int) -> float:
+        """Epochs that so many steps are, with the part of the one under way."""
         ...
 
-    def samples_seen(self, windows: int) -> int:
-        """Samples of weight 1 in so many windows from the start."""
+    def samples_seen(self, steps: int) -> int:
+        """Samples of weight 1 in so many steps from the start."""
         ...
 
 
@@ -68,8 +68,8 @@ class Meter:
     The figures of a logging step are copied to page-locked memory and read when the next row is due.
 
     Attributes:
-        busy_seconds: Time of the windows that were timed.
-        left_out: Numbers of the windows that aren't trained.
+        busy_seconds: Time of the steps that were timed.
+        left_out: Numbers of the steps that aren't trained.
         timed_samples: Samples in them.
         sinks: Where the rows go.
         gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
@@ -89,13 +89,13 @@ class Meter:
         take_figures: Callable[[], Mapping[str, torch.Tensor]],
         trace: Trace | None = None,
     ) -> None:
-        """Starts at window 0.
+        """Starts at step 0.
 
         Args:
             plan: For epochs and samples.
             device: Where the figures are.
             sinks: Where the rows go.
-            take_figures: Returns tensors () and starts them anew; "loss" is a sum over the windows
+            take_figures: Returns tensors () and starts them anew; "loss" is a sum over the steps
                 since the last call, all others are shown as they are.
             trace: Records what proves the run, or None.
         """
@@ -105,7 +105,7 @@ class Meter:
         self._take_figures = take_figures
         self._trace = trace
         self._staged: _Staged | None = None
-        self._window = 0
+        self._step = 0
         self.busy_seconds = 0.0
         self.timed_samples = 0
         self.left_out: Collection[int] = ()
@@ -124,59 +124,57 @@ class Meter:
         self._reading = reading(0)
         self.start_clock(0)
 
-    def go_on(self, window: int, busy_seconds: float, timed_samples: int) -> None:
+    def go_on(self, step: int, busy_seconds: float, timed_samples: int) -> None:
         """Starts where an earlier attempt stopped: at its last row of figures, with its time and samples."""
-        self._window = window
+        self._step = step
         self.busy_seconds, self.timed_samples = busy_seconds, timed_samples
-        self._reading = reading(window)
-        self.start_clock(window)
+        self._reading = reading(step)
+        self.start_clock(step)
 
     @property
-    def window(self) -> int:
-        """Windows at the last row of figures."""
-        return self._window
+    def step(self) -> int:
+        """Steps at the last row of figures."""
+        return self._step
 
-    def start_clock(self, window: int) -> None:
-        """Times from here on: after the first window, which compiles and warms up, and evaluations."""
-        self._start = self._now(window)
+    def start_clock(self, step: int) -> None:
+        """Times from here on: after the first step, which compiles and warms up, and evaluations."""
+        self._start = self._now(step)
 
-    def _now(self, window: int) -> _Moment:
+    def _now(self, step: int) -> _Moment:
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return _Moment(window, time.perf_counter(), event)
+        return _Moment(step, time.perf_counter(), event)
 
-    def stage(self, window: int) -> None:
-        """Takes the figures of the windows since the last call; all ranks call it together."""
+    def stage(self, step: int) -> None:
+        """Takes the figures of the steps since the last call; all ranks call it together."""
         self.deliver()
-        if window == self._window:
+        if step == self._step:
             return
         figures = self._take_figures()
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
         values = self._on_its_way(values)
         prints = None if self._trace is None else self._on_its_way(self._trace.take())
-        split, table, more = self._explanation(window)
-        now = self._now(window)  # last: its event says that all the copies above have arrived
-        windows = window - self._window - sum(self._window <= one < window for one in self.left_out)
+        split, table, more = self._explanation(step)
+        now = self._now(step)  # last: its event says that all the copies above have arrived
+        steps = step - self._step - sum(self._step <= one < step for one in self.left_out)
         self._staged = _Staged(
-            self._start, now, max(1, windows), tuple(figures), values, prints, split, table, more
+            self._start, now, max(1, steps), tuple(figures), values, prints, split, table, more
         )
-        self._start, self._window = now, window
+        self._start, self._step = now, step
 
-    def _explanation(
-        self, window: int
-    ) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
+    def _explanation(self, step: int) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
         """Where the time went since it was last told, of this rank and of all, and what the sources say."""
         # Ranks must not part here: what they do together doesn't go by the clock.
         if self.gather is None and time.perf_counter() - self._reading.wall < self.pause_s:
             return {}, None, {}
-        split, table = self._where_the_time_went(window)
+        split, table = self._where_the_time_went(step)
         return split, table, {name: value for source in self.sources for name, value in source().items()}
 
-    def _where_the_time_went(self, window: int) -> tuple[dict[str, float], torch.Tensor | None]:
+    def _where_the_time_went(self, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
         """Of this rank, and of all of them: a table (ranks, phases) on its way."""
-        earlier, self._reading = self._reading, reading(window)
+        earlier, self._reading = self._reading, reading(step)
         device = self._timeline.read() if self._timeline else None
         split = split_between(earlier, self._reading, device)
         if self.gather is None:
@@ -200,17 +198,17 @@ class Meter:
             staged.end.event.synchronize()
         row: dict[str, float | int | str] = {
             "kind": "train",
-            "window": staged.end.window,
-            "epoch": round(self._plan.epoch_at(staged.end.window), 4),
+            "step": staged.end.step,
+            "epoch": round(self._plan.epoch_at(staged.end.step), 4),
             **dict(zip(staged.names, staged.values.tolist(), strict=True)),
             "memory_bytes": used_memory(self._device),
         }
-        row["loss"] = float(row["loss"]) / staged.windows
+        row["loss"] = float(row["loss"]) / staged.steps
         if self._trace is not None and staged.prints is not None:
-            exact = {name: row[name] for name in ("kind", "window", "epoch", *staged.names)}
+            exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}
             self._trace.write(exact, staged.prints.tolist())
         seen = self._plan.samples_seen
-        samples = seen(staged.end.window) - seen(staged.start.window)
+        samples = seen(staged.end.step) - seen(staged.start.step)
         seconds = staged.end.seconds_since(staged.start)
         if samples and seconds > 0:  # a clock may stand still between two rows: then there is no speed
             self.busy_seconds += seconds
@@ -223,7 +221,7 @@ class Meter:
 
     def rest(self) -> dict[str, float]:
         """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""
-        return split_between(self._reading, reading(self._window))
+        return split_between(self._reading, reading(self._step))
 
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}

@@ -162,10 +162,10 @@ def _status(key: str) -> int:
 
 
 class PhasePeaks:
-    """Peaks of a GPU's memory by phase, in the windows that are looked at: one per row of figures is enough.
+    """Peaks of a GPU's memory by phase, in the steps that are looked at: one per row of figures is enough.
 
     A phase's peak is of what its host code allocated: torch counts when memory is given out, not when the
-    device comes to use it. A look costs two calls of the allocator, so other windows are left alone.
+    device comes to use it. A look costs two calls of the allocator, so other steps are left alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -176,14 +176,14 @@ class PhasePeaks:
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """Call where a phase begins, in a window that is looked at."""
+        """Call where a phase begins, in a step that is looked at."""
         if self._device is None:
             return
         self.leave()
         self._phase, self._peak = phase, Peak(self._device)
 
     def leave(self, _phase: str = "") -> None:
-        """Call at the end of a window that is looked at."""
+        """Call at the end of a step that is looked at."""
         if self._peak is not None:
             self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._peak.close())
             self._peak = None
@@ -197,7 +197,7 @@ class PhasePeaks:
 def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, float]:
     """Gives cached memory back if the configuration says so; what that freed and cost, for the row.
 
-    The cost comes twice: here, where the device is waited for, and in the next windows, which have to ask
+    The cost comes twice: here, where the device is waited for, and in the next steps, which have to ask
     CUDA for memory again.
     """
     if config.empty_cache == "never" or device.type != "cuda":
@@ -211,9 +211,9 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
     return {"memory/freed_bytes": freed, **seconds}
 
 
-def memory_row(window: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
+def memory_row(step: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
     """A row on memory at a moment that matters: `at` the "start" or "end" of an epoch, or an "evaluation"."""
-    moment: dict[str, float | int | str] = {"kind": "memory", "window": window, "epoch": epoch, "at": at}
+    moment: dict[str, float | int | str] = {"kind": "memory", "step": step, "epoch": epoch, "at": at}
     return {**moment, "memory/rss_bytes": resident_bytes(), **memory_figures(device)}
 
 

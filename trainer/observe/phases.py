@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 Phase = Literal[
-    "start",  # until the first window: imports that come late, the loader's workers, a rollback
+    "start",  # until the first step: imports that come late, the loader's workers, a rollback
     "data",  # waiting for a batch, or loading it in this process
     "copy",  # on a GPU: waiting for a batch on its way from the host
     "forward",
@@ -31,7 +31,7 @@ class Pulse:
 
     Attributes:
         phase: What it does.
-        window: The window that it does, or did last, counted from 1.
+        step: The step that it does, or did last, counted from 1.
         count: Marks so far.
         beats: Signs of progress that other ranks don't give, while a checkpoint is written.
         since: When the phase began, as `time.perf_counter_ns` has it.
@@ -39,7 +39,7 @@ class Pulse:
         on_device: Told of each mark, to leave it in the device's stream as well; None on a CPU.
     """
 
-    __slots__ = ("beats", "count", "on_device", "phase", "since", "spent", "window")
+    __slots__ = ("beats", "count", "on_device", "phase", "since", "spent", "step")
 
     def __init__(self) -> None:
         self.on_device: Callable[[Phase], None] | None = None
@@ -48,7 +48,7 @@ class Pulse:
     def reset(self) -> None:
         """Starts anew: before the ranks do the first thing together."""
         self.phase: Phase = "start"
-        self.window = self.count = self.beats = 0
+        self.step = self.count = self.beats = 0
         self.since = time.perf_counter_ns()
         self.spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
 

@@ -1,4 +1,4 @@
-"""`--profile`: a few windows under torch's profiler, or with NVTX ranges for Nsight Systems.
+"""`--profile`: a few steps under torch's profiler, or with NVTX ranges for Nsight Systems.
 
 The trace opens in https://ui.perfetto.dev and chrome://tracing, and TensorBoard's profiler plugin takes it.
 In it lie the phases of `trainer.observe.phases` and the calls of each module as ranges. See
@@ -31,7 +31,7 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 
 
 class Profile:
-    """Looks at some windows of a run, after those that compile and warm up.
+    """Looks at some steps of a run, after those that compile and warm up.
 
     Outside them it does nothing. Inside them the run is slower than else: what the profiler shows is where
     the time goes, not how much there is of it.
@@ -57,9 +57,9 @@ class Profile:
             device: Of the rank.
             kind: "torch" writes a trace; "nvtx" leaves ranges for `nsys profile -c cudaProfilerApi`, and
                 nothing where there is no CUDA.
-            skip: Windows of this attempt to leave alone at first.
-            warm_up: Windows that the profiler runs in, but whose events are thrown away.
-            active: Windows that are recorded.
+            skip: Steps of this attempt to leave alone at first.
+            warm_up: Steps that the profiler runs in, but whose events are thrown away.
+            active: Steps that are recorded.
             modules: Whether modules get ranges; not if they are compiled, which would compile them anew.
         """
         self._folder, self._model, self._device, self._kind = folder, model, device, kind
@@ -70,8 +70,8 @@ class Profile:
         self._closing = contextlib.ExitStack()
         self._step: Callable[[], None] = lambda: None
 
-    def window_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
-        """Call between two windows: starts, goes on, or ends."""
+    def step_done(self, done: int) -> None:  # noqa: ARG002  (counted from the start of the attempt)
+        """Call between two steps: starts, goes on, or ends."""
         self._done += 1
         if not self._begin <= self._done <= self._end:
             return
@@ -88,7 +88,7 @@ class Profile:
         """Ends it, if the run ended first; returns what it found, for people."""
         self._stop()
         if not self._text and self._kind == "torch":
-            return f"--profile: the run ended before window {self._end} of this attempt: nothing was recorded"
+            return f"--profile: the run ended before step {self._end} of this attempt: nothing was recorded"
         return self._text
 
     def _start(self) -> None:

@@ -30,8 +30,8 @@ def jsonl_sink(file: TextIO) -> Sink:
     return write
 
 
-def keep_rows(file: Path, window: int) -> int:
-    """Removes the rows of later windows from a file of rows, and what can't be read; no file is fine.
+def keep_rows(file: Path, step: int) -> int:
+    """Removes the rows of later steps from a file of rows, and what can't be read; no file is fine.
 
     Returns:
         How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.
@@ -42,33 +42,33 @@ def keep_rows(file: Path, window: int) -> int:
     if not file.exists():
         return 0
     *lines, _ = file.read_bytes().split(b"\n")
-    kept, done = list[bytes](), _window_in_json
+    kept, done = list[bytes](), _step_in_json
     if file.suffix == ".csv":
-        kept = [line for line in lines[:1] if b"window" in _cells(line)]
-        column = _cells(kept[0]).index(b"window") if kept else -1
-        lines, done = lines[1:] if kept else lines, partial(_window_in_table, column)
-    windows = [done(line) for line in lines]
-    kept += [line for line, at in zip(lines, windows, strict=True) if at is not None and at <= window]
+        kept = [line for line in lines[:1] if b"step" in _cells(line)]
+        column = _cells(kept[0]).index(b"step") if kept else -1
+        lines, done = lines[1:] if kept else lines, partial(_step_in_table, column)
+    steps = [done(line) for line in lines]
+    kept += [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
     beside = file.with_suffix(".tmp")
     beside.write_bytes(b"".join(line + b"\n" for line in kept))
     beside.replace(file)
-    return windows.count(None)
+    return steps.count(None)
 
 
-def _window_in_json(line: bytes) -> int | None:
+def _step_in_json(line: bytes) -> int | None:
     try:
         row = strict_json.parse(line)
-        window = row["window"]
+        step = row["step"]
         if (
             row.get("kind") == "end"
         ):  # goes: the attempt that repeats the end or extends the run writes its own
             return sys.maxsize
     except (ValueError, KeyError, TypeError, IndexError):
         return None
-    return window if isinstance(window, int) else None
+    return step if isinstance(step, int) else None
 
 
-def _window_in_table(column: int, line: bytes) -> int | None:
+def _step_in_table(column: int, line: bytes) -> int | None:
     try:
         line.decode()
         return int(_cells(line)[column]) if column >= 0 else None
@@ -112,7 +112,7 @@ def _header(path: Path) -> list[str]:
     return lines[0].split(",") if lines else []
 
 
-def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], None]]:
+def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:
     """TensorBoard scalars, one event per row: an event per scalar, as add_scalar does, costs 71 us each.
 
     TensorBoard's own writer has a thread, whose Python (checksums, mostly) runs whenever the training lets go
@@ -151,7 +151,7 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
             value=[
                 Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
                 for name, value in row.items()
-                if name in begun and name not in ("window", "epoch") and isinstance(value, float | int)
+                if name in begun and name not in ("step", "epoch") and isinstance(value, float | int)
             ]
         )
 
@@ -159,7 +159,7 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
         nonlocal written
         rows, waiting[:] = waiting[:], []
         for at, row in rows:
-            event = Event(wall_time=at, step=row["window"], summary=summary(row))
+            event = Event(wall_time=at, step=row["step"], summary=summary(row))
             records.write(event.SerializeToString())
         file.flush()
         written = time.monotonic()
@@ -178,8 +178,8 @@ def tensorboard_sink(folder: Path, window: int = 0) -> tuple[Sink, Callable[[], 
             file.close()
 
     records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-    if window:  # what an earlier attempt wrote of later windows is not shown then
+    if step:  # what an earlier attempt wrote of later steps is not shown then
         started = SessionLog(status=SessionLog.START)
-        records.write(Event(wall_time=time.time(), step=window + 1, session_log=started).SerializeToString())
+        records.write(Event(wall_time=time.time(), step=step + 1, session_log=started).SerializeToString())
     file.flush()
     return write, close

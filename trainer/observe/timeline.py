@@ -1,7 +1,7 @@
 """Where the time of a training went: seconds in each phase, by the host's marks and by the device's.
 
 On a CPU the marks of `observe.phases` say it all. On a GPU the host only starts what the device does later.
-There the marks of some windows are left in the stream as events, and read when they are over, without waiting
+There the marks of some steps are left in the stream as events, and read when they are over, without waiting
 for them: the time between two is what the device spent in that phase, waiting included. So an input pipeline
 that is too slow shows as time in "data" exactly where the device stood still for it.
 """
@@ -18,9 +18,9 @@ import torch
 from trainer.observe.memory import PhasePeaks
 from trainer.observe.phases import PHASES, PULSE, Phase
 
-SAMPLED_EVERY = 4  # windows; about 3 us for each event, so below 10 us a window
+SAMPLED_EVERY = 4  # steps; about 3 us for each event, so below 10 us a step
 _RING = 4096
-_PEAKS_EVERY = 16 * SAMPLED_EVERY  # windows whose peaks of memory are looked at: that costs more
+_PEAKS_EVERY = 16 * SAMPLED_EVERY  # steps whose peaks of memory are looked at: that costs more
 # The host waits in these for what it started, or does them itself: its own clock is right.
 OF_HOST: tuple[Phase, ...] = ("start", "evaluation", "logging", "checkpoint", "end")
 OF_DEVICE = tuple(phase for phase in PHASES if phase not in OF_HOST)
@@ -47,19 +47,19 @@ def _cuda_event() -> Event:
 
 
 class Split(NamedTuple):
-    """Seconds of the device in each phase of the sampled windows, how many these were, and how far behind.
+    """Seconds of the device in each phase of the sampled steps, how many these were, and how far behind.
 
     `caught_up` of them had the device at the backward pass already when the host had only just started it
     all: there the device waits for the host.
     """
 
     seconds: Mapping[Phase, float]
-    windows: int
+    steps: int
     caught_up: int
 
 
 class DeviceTimeline:
-    """The marks of every fourth window, in the device's stream."""
+    """The marks of every fourth step, in the device's stream."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DeviceTimeline:
         every: int = SAMPLED_EVERY,
         peaks: PhasePeaks | None = None,
     ) -> None:
-        """Starts with none; `peaks` looks at the memory of every so many windows as well."""
+        """Starts with none; `peaks` looks at the memory of every so many steps as well."""
         self._make, self._every, self._peaks = make_event, every, peaks
         self._free: list[Event] = []
         self._open: list[tuple[Phase, Event]] = []
@@ -75,13 +75,13 @@ class DeviceTimeline:
 
     def __call__(self, phase: Phase) -> None:
         """A mark: to be set as `PULSE.on_device`."""
-        if not self._open and (PULSE.window % self._every or phase != "data"):
+        if not self._open and (PULSE.step % self._every or phase != "data"):
             return
         if len(self._open) + sum(len(events) for events, _ in self._closed) >= _RING:
             self._free.extend(event for _, event in self._open)
             self._open = []
             return  # rows are far apart: what is there already is enough
-        if self._peaks is not None and PULSE.window % _PEAKS_EVERY == 0:
+        if self._peaks is not None and PULSE.step % _PEAKS_EVERY == 0:
             (self._peaks.leave if phase in OF_HOST else self._peaks.enter)(phase)
         event = self._free.pop() if self._free else self._make()
         event.record()
@@ -94,29 +94,29 @@ class DeviceTimeline:
     def read(self) -> Split:
         """What is over since the last call; never waits."""
         seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
-        windows = caught_up = 0
+        steps = caught_up = 0
         while self._closed and self._closed[0][0][-1][1].query():
             events, early = self._closed.popleft()
             for (phase, event), (_, following) in itertools.pairwise(events):
                 seconds[phase] += event.elapsed_time(following) / 1e3
             self._free.extend(event for _, event in events)
-            windows += 1
+            steps += 1
             caught_up += early
-        return Split(seconds, windows, caught_up)
+        return Split(seconds, steps, caught_up)
 
 
 class Reading(NamedTuple):
-    """A point in time: the wall's seconds, the host's seconds in each phase until then, and windows done."""
+    """A point in time: the wall's seconds, the host's seconds in each phase until then, and steps done."""
 
     wall: float
     host: Mapping[Phase, float]
-    window: int
+    step: int
 
 
-def reading(window: int) -> Reading:
-    """Now, after so many windows."""
+def reading(step: int) -> Reading:
+    """Now, after so many steps."""
     host = {phase: spent / 1e9 for phase, spent in PULSE.read().items()}
-    return Reading(time.perf_counter(), host, window)
+    return Reading(time.perf_counter(), host, step)
 
 
 def split_between(start: Reading, end: Reading, device: Split | None = None) -> dict[str, float]:
@@ -125,23 +125,23 @@ def split_between(start: Reading, end: Reading, device: Split | None = None) -> 
     Args:
         start: The earlier one.
         end: The later one.
-        device: What the device said of the windows between, on a GPU.
+        device: What the device said of the steps between, on a GPU.
 
     Returns:
         Seconds: `time/wall`, and for each phase `time/<phase>`; they add up to it with `time/unexplained`.
     """
     wall = end.wall - start.wall
     spent = {phase: end.host[phase] - start.host[phase] for phase in PHASES}
-    if device is not None and device.windows:
+    if device is not None and device.steps:
         room = max(0.0, wall - sum(spent[phase] for phase in OF_HOST))
-        scale = (end.window - start.window) / device.windows
+        scale = (end.step - start.step) / device.steps
         measured = sum(device.seconds.values()) * scale
-        # The sampled windows may have been slower than the rest: no more can be explained than there was.
+        # The sampled steps may have been slower than the rest: no more can be explained than there was.
         scale *= min(1.0, room / measured) if measured else 0.0
         spent.update({phase: device.seconds[phase] * scale for phase in OF_DEVICE})
     figures: dict[str, float] = {f"time/{phase}": seconds for phase, seconds in spent.items()}
-    if device is not None and device.windows:
-        figures["gpu/caught_up"] = device.caught_up / device.windows
+    if device is not None and device.steps:
+        figures["gpu/caught_up"] = device.caught_up / device.steps
     return {"time/wall": wall, **figures, "time/unexplained": wall - sum(spent.values())}
 
 

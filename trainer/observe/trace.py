@@ -1,7 +1,7 @@
 """What proves a run: the exact figures of each row, and a fingerprint of every tensor of the model.
 
 `trace.jsonl` holds a line with the names of the tensors, and then for each row of figures one with `kind`,
-`window`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text, too.
+`step`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text, too.
 """
 
 import itertools
@@ -104,20 +104,20 @@ def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) ->
     return torch.mv(rows, keys) + torch.mv(upper, upper_keys)
 
 
-def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], window: int) -> Callable[..., None]:
+def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int) -> Callable[..., None]:
     """Makes the function that writes rows to a file.
 
     Args:
         file: Open for appending.
         names: Of the tensors.
         known: Those that the file names last, from an earlier attempt.
-        window: Windows done.
+        step: Steps done.
     """
-    due, window = list(names) != list(known), window if known else 0
+    due, step = list(names) != list(known), step if known else 0
 
     def write(row: Mapping[str, Any], prints: Sequence[int] = ()) -> None:
         nonlocal due
-        lines = [{"kind": "names", "window": window, "tensors": list(names)}] if due else []
+        lines = [{"kind": "names", "step": step, "tensors": list(names)}] if due else []
         exact = {
             name: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
@@ -136,13 +136,13 @@ class Traced:
 
     Attributes:
         kind: "train" or "evaluation".
-        window: Windows done.
+        step: Steps done.
         figures: By name, as the text that stands in the file.
         tensors: Fingerprints by name; an evaluation has none.
     """
 
     kind: str
-    window: int
+    step: int
     figures: Mapping[str, str]
     tensors: Mapping[str, str]
 
@@ -165,12 +165,12 @@ def read_trace(file: Path) -> tuple[list[Traced], list[str], int]:
         try:
             # Numbers as text: equal texts are equal bits, -0.0 and all.
             row = json.loads(line, parse_float=str, parse_int=str)
-            kind, window, tensors = str(row.pop("kind")), int(row.pop("window")), row.pop("tensors")
+            kind, step, tensors = str(row.pop("kind")), int(row.pop("step")), row.pop("tensors")
             if kind == "names":
                 names = [str(name) for name in tensors]
                 continue
             prints = dict(zip(names, map(str, tensors), strict=True)) if tensors else {}
-            rows.append(Traced(kind, window, {name: str(value) for name, value in row.items()}, prints))
+            rows.append(Traced(kind, step, {name: str(value) for name, value in row.items()}, prints))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             bad += 1
     return rows, names, bad
@@ -181,14 +181,14 @@ class Difference:
     """Where two runs part.
 
     Attributes:
-        window: The row that differs first; nothing says in which window since the row before.
-        after: The last window at which all was the same.
+        step: The row that differs first; nothing says in which step since the row before.
+        after: The last step at which all was the same.
         figures: What differs in that row: (name, recorded, replayed).
         tensors: The tensors that differ there, in the model's order.
         of: The number of tensors that were compared there.
     """
 
-    window: int
+    step: int
     after: int
     figures: list[tuple[str, str, str]] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
@@ -197,9 +197,9 @@ class Difference:
 
 def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> Difference | None:
     """Compares every row with its replay, and the other way round; None if all of them are the same."""
-    here, there = ({(row.window, row.kind): row for row in rows} for rows in (recorded, replayed))
+    here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
-    for window, at_once in itertools.groupby(rows, key=lambda row: row[0]):
+    for step, at_once in itertools.groupby(rows, key=lambda row: row[0]):
         figures, tensors, of = list[tuple[str, str, str]](), list[str](), 0
         for one in at_once:
             row, again = here.get(one), there.get(one)
@@ -211,8 +211,8 @@ def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> 
             tensors += [name for name, _, _ in _differing(row.tensors, again.tensors)]
             of = max(of, len(row.tensors), len(again.tensors))
         if figures or tensors:
-            after = max((before for before, _ in rows if before < window), default=0)
-            return Difference(window, after, figures, tensors, of)
+            after = max((before for before, _ in rows if before < step), default=0)
+            return Difference(step, after, figures, tensors, of)
     return None
 
 

@@ -19,7 +19,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
         """Starts from the weights as they are."""
         self._config = config
-        self._moved = 0  # windows at the last movement
+        self._moved = 0  # steps at the last movement
         self._model = model
         self._weights = [parameter.data for parameter in model.parameters()]
         self._device = self._weights[0].device
@@ -35,36 +35,36 @@ class WeightAverage:
         self._average = list(self.tensors.values())
 
     def update(
-        self, window: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
+        self, step: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
     ) -> None:
-        """Moves towards the weights after a window, if it is due: for all updates since it moved last.
+        """Moves towards the weights after a step, if it is due: for all updates since it moved last.
 
         At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
         TensorFlow's ExponentialMovingAverage.
 
         Args:
-            window: Its number; without a scaler that is the number of updates before it.
+            step: Its number; without a scaler that is the number of updates before it.
             skipped: float (), on the device: 1 if there was no update; None where that can't be.
-            applied: int64 (1,), on the device: updates before this window's.
+            applied: int64 (1,), on the device: updates before this step's.
             last: Whether it is the run's last, after which the average moves in any case.
         """
-        done, decay = window + 1, self._config.decay
+        done, decay = step + 1, self._config.decay
         if done % self._config.every and not last:
             return
         if skipped is None:
-            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + window)))
+            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + step)))
             self._moved = done
         else:
-            # Windows of which only the device knows whether they made an update.
+            # Steps of which only the device knows whether they made an update.
             updates = applied + (1 - skipped).to(torch.int64)
             missed = updates - self._moved_at
             share = torch.maximum(1 - decay**missed, 9 / (10 + applied)) * (missed > 0)
             self._move(share[0])
             self._moved_at.copy_(updates)
 
-    def go_on(self, window: int) -> None:
-        """Continues after so many windows, the average and `moved_at` having been restored."""
-        self._moved = window - window % self._config.every
+    def go_on(self, step: int) -> None:
+        """Continues after so many steps, the average and `moved_at` having been restored."""
+        self._moved = step - step % self._config.every
 
     @property
     def moved_at(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class WeightAverage:
 
 
 class _Staging:
-    """Weights on their way to the host: page-locked memory, filled in the background, read a window later."""
+    """Weights on their way to the host: page-locked memory, filled in the background, read a step later."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self._host = [torch.empty_like(weight, device="cpu", pin_memory=True) for weight in weights]

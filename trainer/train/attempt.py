@@ -31,7 +31,7 @@ from trainer.observe.profile import Kind
 from trainer.observe.trace import Trace
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
-from trainer.train.between_windows import BetweenWindows, Incident, Requeue
+from trainer.train.between_steps import BetweenSteps, Incident, Requeue
 from trainer.train.explain import explain, memory_explained, profiled
 from trainer.train.guard import Guard
 from trainer.train.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
@@ -68,8 +68,8 @@ def train_rank(
         recipe_name: For the manifest.
         folder: The run folder; rank 0 writes to it. If it holds a run, that is gone on with.
         mode: Whether a changed configuration may go on.
-        stop_after: The window after which to stop with a checkpoint, or None.
-        profile: Whether to look at some windows, and how.
+        stop_after: The step after which to stop with a checkpoint, or None.
+        profile: Whether to look at some steps, and how.
         task: What is learned; None: what the recipe names.
 
     Returns:
@@ -100,7 +100,7 @@ def train_rank(
             code = _train(request, world, stored, watch)
             if code != _ROLLED_BACK:
                 return code
-            PULSE.window = 0  # it may take as long as the first time
+            PULSE.step = 0  # it may take as long as the first time
             mark("start")
             stored = read_stored(folder)
 
@@ -154,11 +154,11 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 task.describe(),
                 data,
                 notes,
-                progress.window,
+                progress.step,
                 stored,
             )
             manifest["incidents"] = len(incidents)
-            desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.window, stored)
+            desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.step, stored)
         sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
         advisor = explain(stack, recipe, parts, world, local_size, meter)
@@ -167,11 +167,11 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         guard = _make_guard(recipe, t, at, progress.history, refused, len(incidents), log)
         writer, display = (desk.writer, desk.display) if desk else (None, None)
         profile = profiled(stack, kind if desk else None, folder, recipe, parts, world.device)
-        between = BetweenWindows(
+        between = BetweenSteps(
             recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused, profile
         )
         between.run_id = desk.manifest["run_id"] if desk else ""
-        watch.start(progress.window + recipe.compile.warm_up if parts.compiled else 0)
+        watch.start(progress.step + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
                 with memory_explained(recipe, parts, world, folder if desk else None):
@@ -229,7 +229,7 @@ def _make_guard(
 
 def _after_incident(
     incident: Incident,
-    between: BetweenWindows,
+    between: BetweenSteps,
     log: IncidentLog,
     recipe: Recipe,
     world: World,
@@ -278,10 +278,10 @@ def _open_desk(
     manifest: dict[str, Any],
     parts: Parts,
     world: World,
-    window: int,
+    step: int,
     stored: Stored | None,
 ) -> _Desk:
-    """Opens the run folder for a run that goes on after so many windows; the stack closes it."""
+    """Opens the run folder for a run that goes on after so many steps; the stack closes it."""
     check_space(folder, parts.training.model, copies=_copies(recipe))
     if stored is not None:  # all ranks have read theirs: they agreed
         try:
@@ -292,13 +292,13 @@ def _open_desk(
             ) from error
         if aside:
             warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
-    sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, window, parts.training.model))
+    sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, step, parts.training.model))
     display = introduce(manifest, parts, world, folder)
     stack.callback(display.close)
     sinks.append(display)
     if parts.training.nonfinite is not None:
         sinks.append(parts.training.nonfinite.explain)
-    writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, window or None)
+    writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, step or None)
     stack.callback(writer.abandon)
     return _Desk(manifest, sinks, trace, display, writer)
 
@@ -312,7 +312,7 @@ def _is_through(
 ) -> int | None:
     """The exit code if the folder's run has come to its end, which is told; else it may be gone on with."""
     check_resumable(folder, stored, recipe.model_dump(mode="json"), kind, data, mode)
-    over = ended(folder, stored, mode, make_plan(recipe, task).windows)
+    over = ended(folder, stored, mode, make_plan(recipe, task).steps)
     if over and _is_first():
         print(over[0], flush=True)
     return over[1] if over else None
@@ -388,16 +388,16 @@ def _go_on(
     """Puts a checkpoint into the run."""
     if found is not None and stop_after is not None and found.step >= stop_after:
         raise BadInputError(
-            f"--stop-after {stop_after}: {found.path} is of window {found.step} already; give a later one"
+            f"--stop-after {stop_after}: {found.path} is of step {found.step} already; give a later one"
         )
     if found is None:
         return Progress()
     # At its own end a run lacks only its weights: what ended it there is what is repeated.
-    at_its_end = stored is not None and found.step == t.share.plan.windows == stored.windows
-    if found.step >= t.share.plan.windows and not (at_its_end and found.state.get("figures")):
+    at_its_end = stored is not None and found.step == t.share.plan.steps == stored.steps
+    if found.step >= t.share.plan.steps and not (at_its_end and found.state.get("figures")):
         raise BadInputError(
-            f"{found.path} is of window {found.step}, and this configuration ends at {t.share.plan.windows}: "
-            "nothing is left to train; raise epochs or max_windows, or give another --out"
+            f"{found.path} is of step {found.step}, and this configuration ends at {t.share.plan.steps}: "
+            "nothing is left to train; raise epochs or max_steps, or give another --out"
         )
     try:
         progress = from_state(found.step, found.state)
@@ -419,19 +419,19 @@ def _how_it_goes_on(
     notes = [note] if (note := binding_note(os.environ)) else []
     notes += [f"checkpoint left out: {line}" for line in skipped]
     if refused:
-        notes.append(f"without window {', '.join(str(window + 1) for window in sorted(refused))}")
+        notes.append(f"without step {', '.join(str(step + 1) for step in sorted(refused))}")
     if stored is None:
         return notes
-    if not progress.window:
+    if not progress.step:
         return [*notes, "begins again: the earlier attempt left no checkpoint"]
-    notes.append(f"goes on after window {progress.window}")
+    notes.append(f"goes on after step {progress.step}")
     if stored.status == "finished":
-        notes[-1] += f": the run ended at window {stored.windows} and is extended"
+        notes[-1] += f": the run ended at step {stored.steps} and is extended"
     if stored.world_size != world.size:
         tree = stored.config.get("parallel", {}).get("reduction") == "tree"
         sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"
         notes.append(
             f"on {world.size} rank{'s' * (world.size > 1)} instead of {stored.world_size}: the same "
-            f"samples in the same windows, {sums}"
+            f"samples in the same steps, {sums}"
         )
     return notes

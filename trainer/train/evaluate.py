@@ -38,7 +38,7 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    shards = share.plan.windows * share.plan.shards
+    shards = share.plan.steps * share.plan.shards
     tables: dict[str, torch.Tensor] = {}
     units = torch.zeros(shards, dtype=torch.float64, device=world.device)
     batches = share.batches()

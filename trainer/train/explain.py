@@ -55,7 +55,7 @@ def explain(
         threads=torch.get_num_threads(),
         cpus=limits.cpus,
         memory_bytes=limits.memory_bytes or None,
-        window_samples=recipe.data.global_batch,
+        step_samples=recipe.data.global_batch,
         micro_batch=recipe.data.micro_batch,
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
@@ -98,7 +98,7 @@ def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path | 
 def profiled(
     stack: ExitStack, kind: Kind | None, folder: Path, recipe: Recipe, parts: Parts, device: torch.device
 ) -> Profile | None:
-    """What looks at some windows, until the stack is closed at the latest."""
+    """What looks at some steps, until the stack is closed at the latest."""
     if kind is None:
         return None
     skip = recipe.compile.warm_up + 4

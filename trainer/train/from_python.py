@@ -40,7 +40,7 @@ class Fitted:
     figures: dict[str, float]
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl: "train" (each log.every windows) or "evaluation"; for plots."""
+        """Rows of metrics.jsonl: "train" (each log.every steps) or "evaluation"; for plots."""
         lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
@@ -104,7 +104,7 @@ def fit(
         )
     run = Fitted(folder, opened, {})
     evaluations = run.rows("evaluation")
-    known = {"kind", "window", "epoch", "time", "seconds"}
+    known = {"kind", "step", "epoch", "time", "seconds"}
     run.figures.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
     return run
 

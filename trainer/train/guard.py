@@ -1,8 +1,8 @@
-"""Guards: windows whose loss or gradients aren't finite, and losses that leap; found without stopping.
+"""Guards: steps whose loss or gradients aren't finite, and losses that leap; found without stopping.
 
-The device keeps loss and gradient norm of the last windows; they are read late, together, and always before a
+The device keeps loss and gradient norm of the last steps; they are read late, together, and always before a
 checkpoint: so that no checkpoint lies behind an incident that nobody knows of yet. Every rank reads the
-same numbers after the same window, and so does the same.
+same numbers after the same step, and so does the same.
 """
 
 import math
@@ -17,17 +17,17 @@ from torch import distributed as dist
 from trainer.config.training import GuardConfig
 from trainer.distributed.parallel import sum_over_ranks
 
-_MOST_WINDOWS = 100  # that are looked at together
+_MOST_STEPS = 100  # that are looked at together
 _NORMAL = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 _LEAST_DEVIATION = 0.01  # of the median: a loss that hardly varies has no spikes of a hundredth
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found in a window.
+    """What was found in a step.
 
     Attributes:
-        window: Its number, from 0.
+        step: Its number, from 0.
         kind: nonfinite or spike.
         policy: What is to be done.
         loss: Its loss, over all ranks.
@@ -37,7 +37,7 @@ class Finding:
         one_too_many: Whether the run stops for it because there were too many.
     """
 
-    window: int
+    step: int
     kind: Literal["nonfinite", "spike"]
     policy: Literal["stop", "skip", "rollback"]
     loss: float
@@ -47,35 +47,33 @@ class Finding:
     one_too_many: bool = False
 
     def __str__(self) -> str:
-        window = f"window {self.window + 1}"
+        step = f"step {self.step + 1}"
         if self.median is not None and self.deviation is not None:
             leap = (self.loss - self.median) / self.deviation
-            return (
-                f"{window}: the loss leapt to {self.loss:.4g}, {leap:.0f} deviations above {self.median:.4g}"
-            )
-        return f"{window}: the {'gradient' if math.isfinite(self.loss) else 'loss'} isn't finite"
+            return f"{step}: the loss leapt to {self.loss:.4g}, {leap:.0f} deviations above {self.median:.4g}"
+        return f"{step}: the {'gradient' if math.isfinite(self.loss) else 'loss'} isn't finite"
 
 
 class Ring:
-    """Loss and gradient norm of the last windows, on the device."""
+    """Loss and gradient norm of the last steps, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Has room for so many windows."""
+        """Has room for so many steps."""
         self.size = size
         self.values = torch.zeros(2, size, dtype=torch.float64, device=device)
         self._losses, self._norms = self.values[0].unbind(), self.values[1].unbind()
 
-    def record(self, window: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Keeps this rank's part of a window's loss, and its gradient norm, each float ()."""
-        self._losses[window % self.size].copy_(loss)
-        self._norms[window % self.size].copy_(norm)
+    def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Keeps this rank's part of a step's loss, and its gradient norm, each float ()."""
+        self._losses[step % self.size].copy_(loss)
+        self._norms[step % self.size].copy_(norm)
 
 
 def make_ring(config: GuardConfig, log_every: int, device: torch.device) -> Ring | None:
     """What a training with these guards fills; None if there are none."""
     if config.nonfinite == "off" and config.spike == "off":
         return None
-    return Ring(min(log_every, _MOST_WINDOWS), device)
+    return Ring(min(log_every, _MOST_STEPS), device)
 
 
 class Guard:
@@ -92,17 +90,17 @@ class Guard:
         incidents: int,
         skipped: Callable[[Finding], None],
     ) -> None:
-        """Begins at a window.
+        """Begins at a step.
 
         Args:
             config: The policies.
             ring: What the training fills.
             group: Sums the losses; None where each rank has the whole loss.
-            start: Windows done.
+            start: Steps done.
             history: Losses before it, for spikes; see `history`.
-            left_out: Windows that are not trained.
+            left_out: Steps that are not trained.
             incidents: How many there were.
-            skipped: Told of each window whose update wasn't made.
+            skipped: Told of each step whose update wasn't made.
         """
         self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
         self._from = self._staged_from = start
@@ -113,10 +111,10 @@ class Guard:
         self._event: torch.cuda.Event | None = None
 
     def look(self, done: int, now: bool = False) -> Finding | None:
-        """To be called after each window; collective.
+        """To be called after each step; collective.
 
         Args:
-            done: Windows done.
+            done: Steps done.
             now: Whether to wait for the numbers of all of them: before what must not be behind an incident.
 
         Returns:
@@ -149,11 +147,11 @@ class Guard:
         if self._event is not None:
             self._event.synchronize()
         losses, norms = staged.tolist()
-        for window in range(self._staged_from, self._from):
-            slot = window % self._ring.size
-            if window in self._left_out:
+        for step in range(self._staged_from, self._from):
+            slot = step % self._ring.size
+            if step in self._left_out:
                 continue
-            if found := judge(self._config, window, losses[slot], norms[slot], self.history):
+            if found := judge(self._config, step, losses[slot], norms[slot], self.history):
                 self._incidents += 1
                 if found.policy != "stop" and self._incidents >= self._config.most:
                     found = replace(found, policy="stop", one_too_many=True)
@@ -163,18 +161,18 @@ class Guard:
         return None
 
 
-def judge(config: GuardConfig, window: int, loss: float, norm: float, history: list[float]) -> Finding | None:
-    """Judges a window by its numbers and the losses before it, to which its own is added if it is sound."""
+def judge(config: GuardConfig, step: int, loss: float, norm: float, history: list[float]) -> Finding | None:
+    """Judges a step by its numbers and the losses before it, to which its own is added if it is sound."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         if config.nonfinite == "off":
             return None
-        return Finding(window, "nonfinite", config.nonfinite, loss, norm)
+        return Finding(step, "nonfinite", config.nonfinite, loss, norm)
     if config.spike == "off" or loss == 0:  # 0: no valid unit in it, so nothing to compare with
         return None
     if len(history) >= config.spike_history:
         median, deviation = median_and_deviation(history)
         if loss > median + config.spike_deviations * deviation:
-            return Finding(window, "spike", config.spike, loss, norm, median, deviation)
+            return Finding(step, "spike", config.spike, loss, norm, median, deviation)
     history.append(loss)
     del history[: -config.spike_history]
     return None

@@ -31,43 +31,43 @@ def read_incidents(folder: Path) -> list[dict[str, Any]]:
         *lines, _ = (folder / _NAME).read_bytes().split(b"\n")
         incidents = [strict_json.parse(line) for line in lines]
         for incident in incidents:
-            if not (type(incident["window"]) is int and incident["window"] >= 1):
-                raise ValueError("a window is odd")
+            if not (type(incident["step"]) is int and incident["step"] >= 1):
+                raise ValueError("a step is odd")
             if not (incident["kind"] in ("nonfinite", "spike") and isinstance(incident["policy"], str)):
                 raise ValueError("a kind or policy is odd")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(
-            f"{folder / _NAME}: can't be read as a list of incidents ({error}); it decides which windows are "
+            f"{folder / _NAME}: can't be read as a list of incidents ({error}); it decides which steps are "
             "left out: bring it back, or give another --out"
         ) from error
     return incidents
 
 
 def left_out(incidents: list[dict[str, Any]]) -> set[int]:
-    """Numbers, from 0, of the windows that are not trained: those that a run was rolled back for."""
-    return {incident["window"] - 1 for incident in incidents if incident["policy"] == "rollback"}
+    """Numbers, from 0, of the steps that are not trained: those that a run was rolled back for."""
+    return {incident["step"] - 1 for incident in incidents if incident["policy"] == "rollback"}
 
 
-def incidents_before(incidents: list[dict[str, Any]], window: int, plan: Plan) -> list[dict[str, Any]]:
-    """Those that hold for a run that goes on after so many windows, by this plan.
+def incidents_before(incidents: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
+    """Those that hold for a run that goes on after so many steps, by this plan.
 
     What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
-    are in its window now.
+    are in its step now.
     """
-    return [one for one in incidents if one["window"] <= window or _comes_again(one, plan)]
+    return [one for one in incidents if one["step"] <= step or _comes_again(one, plan)]
 
 
 def _comes_again(incident: dict[str, Any], plan: Plan) -> bool:
-    if incident["policy"] != "rollback" or incident["window"] > plan.windows:
+    if incident["policy"] != "rollback" or incident["step"] > plan.steps:
         return False
-    return incident.get("samples") in (None, _samples(plan, incident["window"] - 1)[1])
+    return incident.get("samples") in (None, _samples(plan, incident["step"] - 1)[1])
 
 
-def _samples(plan: Plan, window: int) -> tuple[list[int], list[int]]:
-    """Epochs and samples of a window."""
-    epoch, sample, weight = plan.read(np.arange(window * plan.shards, (window + 1) * plan.shards))
+def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
+    """Epochs and samples of a step."""
+    epoch, sample, weight = plan.read(np.arange(step * plan.shards, (step + 1) * plan.shards))
     return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
 
 
@@ -108,14 +108,14 @@ class IncidentLog:
 
     Attributes:
         folder: The run folder; None on ranks that write nothing.
-        plan: Knows the samples of a window.
+        plan: Knows the samples of a step.
     """
 
     folder: Path | None
     plan: Plan
 
     def skipped(self, finding: Finding) -> None:
-        """Of a window whose update was not made."""
+        """Of a step whose update was not made."""
         try:
             number = self._add(finding)
         except OSError as error:  # the training is worth more than its record
@@ -125,7 +125,7 @@ class IncidentLog:
             warn(f"{finding}; its update was not made (incident {number} in incidents.jsonl)")
 
     def ends(self, finding: Finding, config: GuardConfig) -> DivergedError | None:
-        """Of a window that ends the attempt; returns why the run ends, None if it is to be rolled back."""
+        """Of a step that ends the attempt; returns why the run ends, None if it is to be rolled back."""
         try:
             number = self._add(finding)
         except OSError as error:
@@ -145,10 +145,10 @@ class IncidentLog:
         """Returns the incident's number; 0 on ranks that write nothing."""
         if self.folder is None:
             return 0
-        epochs, samples = _samples(self.plan, finding.window)
+        epochs, samples = _samples(self.plan, finding.step)
         incident = {
             "number": 0,
-            "window": finding.window + 1,
+            "step": finding.step + 1,
             "kind": finding.kind,
             "policy": finding.policy,
             "loss": _json(finding.loss),

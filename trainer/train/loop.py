@@ -5,50 +5,50 @@ from collections.abc import Callable, Collection, Iterator
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
 from trainer.observe.phases import mark
-from trainer.train.step import Training, leave_out_window, train_window
+from trainer.train.step import Training, leave_out_step, train_step
 
 
 def train(
     training: Training,
     batches: Iterator[Batch],
-    windows: range,
+    steps: range,
     meter: Meter,
     log_every: int,
     evaluation_due: Callable[[int], bool],
     evaluate: Callable[[int], None],
-    window_done: Callable[[int], None],
+    step_done: Callable[[int], None],
     warm_up: int = 1,
     left_out: Collection[int] = (),
 ) -> None:
-    """Trains windows in their order.
+    """Trains steps in their order.
 
     Args:
         training: What is updated.
-        batches: This rank's batches, from the first window on.
-        windows: Numbers of the windows to do.
+        batches: This rank's batches, from the first step on.
+        steps: Numbers of the steps to do.
         meter: Takes the figures.
-        log_every: Windows between two rows of figures.
-        evaluation_due: Whether to evaluate after so many windows.
-        evaluate: Evaluates, given the number of windows done.
-        window_done: Told how many windows are done: shows it, keeps it, may raise to stop.
-        warm_up: Windows of this call that are not timed: those that compile.
-        left_out: Windows that are not trained.
+        log_every: Steps between two rows of figures.
+        evaluation_due: Whether to evaluate after so many steps.
+        evaluate: Evaluates, given the number of steps done.
+        step_done: Told how many steps are done: shows it, keeps it, may raise to stop.
+        warm_up: Steps of this call that are not timed: those that compile.
+        left_out: Steps that are not trained.
     """
     training.replica.train()
-    for window in windows:
-        if window in left_out:
-            leave_out_window(training, batches, window)
+    for step in steps:
+        if step in left_out:
+            leave_out_step(training, batches, step)
         else:
-            train_window(training, batches, window)
+            train_step(training, batches, step)
         mark("logging")
-        done = window + 1
-        if done <= windows.start + warm_up:
+        done = step + 1
+        if done <= steps.start + warm_up:
             meter.start_clock(done)
-        if done % log_every == 0 or done == windows.stop:
+        if done % log_every == 0 or done == steps.stop:
             meter.stage(done)
         if evaluation_due(done):
             meter.stage(done)
             evaluate(done)
             meter.start_clock(done)
-        window_done(done)
+        step_done(done)
     meter.deliver()

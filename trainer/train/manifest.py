@@ -42,7 +42,7 @@ def make_manifest(
     data: Mapping[str, Any],
     fingerprint: Mapping[str, str],
     notes: Sequence[str],
-    window: int = 0,
+    step: int = 0,
     stored: Stored | None = None,
 ) -> dict[str, Any]:
     """What this run is, for people and for machines.
@@ -56,20 +56,20 @@ def make_manifest(
         data: From the task, for those who use the weights.
         fingerprint: From `trainer.train.run.data_of`.
         notes: Lines for people.
-        window: Windows done before this attempt.
+        step: Steps done before this attempt.
         stored: What the earlier attempts left, or None.
     """
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     commit, dirty = _commit()
     config = recipe.model_dump(mode="json")
-    # By --resume force alone: what trained the windows before is not what this manifest says.
+    # By --resume force alone: what trained the steps before is not what this manifest says.
     changed = differences(stored.config, redact(config)) if stored else []
     for what, before in (stored.fingerprint if stored else {}).items():
         if before != fingerprint.get(what):
             changed.append(f"{what}: {before}, now {fingerprint.get(what)}")
     attempt = Attempt(
         started=now,
-        window=window,
+        step=step,
         ranks=world.size,
         threads=threads,
         log_every=recipe.log.every,
@@ -103,7 +103,7 @@ def make_manifest(
         "pid": os.getpid(),
         "world_size": world.size,
         "threads": threads,
-        "windows": plan.windows,
+        "steps": plan.steps,
         "accumulation": plan.shards // world.size,
         "notes": notes,
         "weights": {},

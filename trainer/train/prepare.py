@@ -120,7 +120,7 @@ def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
 
 
 def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -> dict[str, int]:
-    """Bytes of host memory that a rank on a CPU will want in its first window, by what for: an upper bound.
+    """Bytes of host memory that a rank on a CPU will want in its first step, by what for: an upper bound.
 
     Activations are counted with shapes alone, in the precision of the weights; not where the model needs
     values, where it or its task is the user's own, nor where they are computed again. On a GPU nothing.
@@ -242,7 +242,7 @@ def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
         notes.append(problem)
     where = f", kept in {folder}" if folder else ""
     notes.append(
-        f"compiling the {recipe.compile.scope} ({recipe.compile.mode}) in the first window{where}; "
-        f"speed is measured after window {recipe.compile.warm_up}"
+        f"compiling the {recipe.compile.scope} ({recipe.compile.mode}) in the first step{where}; "
+        f"speed is measured after step {recipe.compile.warm_up}"
     )
     return True

@@ -13,17 +13,17 @@ class Progress:
     """Where a run is.
 
     Attributes:
-        window: Windows done.
-        row: Windows at the last row of figures.
+        step: Steps done.
+        row: Steps at the last row of figures.
         losses: Of each rank, the sum of losses since then.
-        seconds: Time of the windows that were timed.
+        seconds: Time of the steps that were timed.
         samples: Samples in them.
         figures: The last evaluation.
-        best: The best evaluation's metric, and its window.
-        history: Losses of the windows before, for a guard that knows leaps.
+        best: The best evaluation's metric, and its step.
+        history: Losses of the steps before, for a guard that knows leaps.
     """
 
-    window: int = 0
+    step: int = 0
     row: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -61,7 +61,7 @@ def to_state(progress: Progress) -> dict[str, Any]:
     }
 
 
-def from_state(window: int, state: Mapping[str, Any]) -> Progress:
+def from_state(step: int, state: Mapping[str, Any]) -> Progress:
     """From a checkpoint's JSON.
 
     Raises:
@@ -73,13 +73,11 @@ def from_state(window: int, state: Mapping[str, Any]) -> Progress:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise ValueError(f"state.json: {where}: {problem['msg']}") from error
-    if known.row > window or (known.best and not 0 <= known.best[1] <= window):
-        raise ValueError(f"state.json: it is of window {window} and speaks of later ones")
+    if known.row > step or (known.best and not 0 <= known.best[1] <= step):
+        raise ValueError(f"state.json: it is of step {step} and speaks of later ones")
     figures = {name: math.nan if figure is None else figure for name, figure in known.figures.items()}
     losses = [float(loss) for loss in known.losses]
-    return Progress(
-        window, known.row, losses, known.seconds, known.samples, figures, known.best, known.history
-    )
+    return Progress(step, known.row, losses, known.seconds, known.samples, figures, known.best, known.history)
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float | None]:

@@ -26,7 +26,7 @@ class Manifest(Stored):
 
     config_hash: str
     attempts: list[Attempt] = Field(min_length=1)
-    windows: int = Field(ge=1)
+    steps: int = Field(ge=1)
     weights: dict[str, str]
 
 
@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Part:
-    """Windows that were trained in the same way: up to `until`, with a row of figures each `every`.
+    """Steps that were trained in the same way: up to `until`, with a row of figures each `every`.
 
     The settings are those of its configuration that were changed after it, as they were before.
     """
@@ -87,62 +87,62 @@ def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
     if rows_needed and not rows:
         raise BadInputError(
             f"{folder}: nothing was recorded to compare with (trace.jsonl); its first row comes after "
-            "log.every windows, with log.fingerprints=true"
+            "log.every steps, with log.fingerprints=true"
         )
     return Recorded(folder, manifest, facts, rows, unreadable)
 
 
-def last_window(run: Recorded, steps: int | None) -> int:
-    """The last window to replay: that of the last row there should be, within the steps that were asked for.
+def last_step(run: Recorded, steps: int | None) -> int:
+    """The last step to replay: that of the last row there should be, within the steps that were asked for.
 
     Raises:
-        BadInputError: If there is no row within them, or fewer windows.
+        BadInputError: If there is no row within them, or fewer steps.
     """
-    rows = sorted(row.window for row in run.rows)
+    rows = sorted(row.step for row in run.rows)
     if steps is None:
-        return min(max(rows[-1], _last_row_due(run)), run.manifest.windows)
+        return min(max(rows[-1], _last_row_due(run)), run.manifest.steps)
     if not rows[0] <= steps <= rows[-1]:
         raise BadInputError(
-            f"--steps {steps}: windows were recorded from {rows[0]} to {rows[-1]}; give a number between them"
+            f"--steps {steps}: steps were recorded from {rows[0]} to {rows[-1]}; give a number between them"
         )
     return max(row for row in rows if row <= steps)
 
 
 def _last_row_due(run: Recorded) -> int:
-    """The window of the last row that must have been written, by how far the run is known to have come."""
+    """The step of the last row that must have been written, by how far the run is known to have come."""
     if run.manifest.weights or run.manifest.status == "finished":
-        return run.manifest.windows
+        return run.manifest.steps
     if run.manifest.status == "diverged":
         return 0
     kept = _kept(run.manifest.attempts)
     reached = max((entry.step for entry in listing(run.folder / FOLDER)), default=0)
-    ends = [*(attempt.window for attempt in kept[1:]), reached]
+    ends = [*(attempt.step for attempt in kept[1:]), reached]
     due = [
-        (attempt.window, end // attempt.log_every * attempt.log_every)
+        (attempt.step, end // attempt.log_every * attempt.log_every)
         for attempt, end in zip(kept, ends, strict=True)
         if attempt.traced
     ]
-    return max((end for start, end in due if start < end < run.manifest.windows), default=0)
+    return max((end for start, end in due if start < end < run.manifest.steps), default=0)
 
 
 def _kept(attempts: Iterable[Attempt]) -> list[Attempt]:
     """Attempts without those of which nothing is left; what these changed counts as changed by the next."""
     kept = list[Attempt]()
     for attempt in attempts:
-        lost = [change for earlier in kept if earlier.window >= attempt.window for change in earlier.changed]
+        lost = [change for earlier in kept if earlier.step >= attempt.step for change in earlier.changed]
         one = attempt.model_copy(update={"changed": [*lost, *attempt.changed]})
-        kept = [*(earlier for earlier in kept if earlier.window < attempt.window), one]
+        kept = [*(earlier for earlier in kept if earlier.step < attempt.step), one]
     return kept
 
 
-def was_traced(run: Recorded, window: int) -> bool:
-    """Whether rows of that window should be in trace.jsonl: log.fingerprints may change on the way."""
-    return _trained(_kept(run.manifest.attempts), window).traced
+def was_traced(run: Recorded, step: int) -> bool:
+    """Whether rows of that step should be in trace.jsonl: log.fingerprints may change on the way."""
+    return _trained(_kept(run.manifest.attempts), step).traced
 
 
-def _trained(kept: Sequence[Attempt], window: int) -> Attempt:
-    """The attempt whose window that was, of those that are kept."""
-    return next((one for one in reversed(kept) if one.window < window), kept[0])
+def _trained(kept: Sequence[Attempt], step: int) -> Attempt:
+    """The attempt whose step that was, of those that are kept."""
+    return next((one for one in reversed(kept) if one.step < step), kept[0])
 
 
 def contradictions(run: Recorded) -> list[str]:
@@ -198,14 +198,14 @@ def _of_weights(run: Recorded) -> Iterator[str]:
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:
-    """What a replay doesn't show of trace.jsonl: it has each row once, and of the run's windows only."""
+    """What a replay doesn't show of trace.jsonl: it has each row once, and of the run's steps only."""
     if run.unreadable:
         yield f"{run.unreadable} lines of trace.jsonl can't be read"
-    for (kind, window), times in Counter((row.kind, row.window) for row in run.rows).items():
+    for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
         if times > 1:
-            yield f"trace.jsonl: the row of {kind} figures of window {window} is there {times} times"
-        if window > run.manifest.windows:
-            yield f"trace.jsonl: a row of window {window}, and the run has {run.manifest.windows}"
+            yield f"trace.jsonl: the row of {kind} figures of step {step} is there {times} times"
+        if step > run.manifest.steps:
+            yield f"trace.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
     yield from _of_the_end(run, "summary", run.facts.get("summary"))
 
 
@@ -222,7 +222,7 @@ def _of_metrics(run: Recorded) -> Iterator[str]:
     if bad:
         yield f"{bad} lines of metrics.jsonl can't be read, or are there twice"
     yield from _rows_that_differ(run, kept, rows)
-    end = rows.get(("end", run.manifest.windows))
+    end = rows.get(("end", run.manifest.steps))
     if kept[-1].jsonl:
         yield from _of_the_end(run, "metrics.jsonl, the last row", end)
     if end is not None and run.manifest.status == "stopped":
@@ -232,22 +232,22 @@ def _of_metrics(run: Recorded) -> Iterator[str]:
 def _rows_that_differ(
     run: Recorded, kept: Sequence[Attempt], rows: Mapping[tuple[str, int], Mapping[str, str | None]]
 ) -> Iterator[str]:
-    traced = {(row.kind, row.window): row for row in run.rows}
+    traced = {(row.kind, row.step): row for row in run.rows}
     # A row is traced first: a run that was killed, or goes on now, may not have written its last one.
-    unsure = max((row.window for row in run.rows), default=0) if run.manifest.status == "running" else None
-    for (kind, window), row in traced.items():
-        shown = rows.get((kind, window))
+    unsure = max((row.step for row in run.rows), default=0) if run.manifest.status == "running" else None
+    for (kind, step), row in traced.items():
+        shown = rows.get((kind, step))
         if shown is None:
-            if window != unsure and _trained(kept, window).jsonl:
-                yield f"metrics.jsonl: the row of {kind} figures of window {window} is missing"
+            if step != unsure and _trained(kept, step).jsonl:
+                yield f"metrics.jsonl: the row of {kind} figures of step {step} is missing"
             continue
         for name, value in row.figures.items():
             wanted = "None" if value in ("nan", "inf", "-inf") else value
             if str(shown.get(name)) != wanted:
-                yield f"metrics.jsonl, window {window}: {name} {shown.get(name)}, recorded {value}"
-    for kind, window in rows.keys() - traced.keys():
-        if kind in ("train", "evaluation") and _trained(kept, window).traced:
-            yield f"metrics.jsonl: the row of {kind} figures of window {window} isn't in trace.jsonl"
+                yield f"metrics.jsonl, step {step}: {name} {shown.get(name)}, recorded {value}"
+    for kind, step in rows.keys() - traced.keys():
+        if kind in ("train", "evaluation") and _trained(kept, step).traced:
+            yield f"metrics.jsonl: the row of {kind} figures of step {step} isn't in trace.jsonl"
 
 
 def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
@@ -262,18 +262,18 @@ def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:
     """Its figures, as text; none if it wasn't traced."""
-    last = ("evaluation", run.manifest.windows)
-    return next((row.figures for row in run.rows if (row.kind, row.window) == last), {})
+    last = ("evaluation", run.manifest.steps)
+    return next((row.figures for row in run.rows if (row.kind, row.step) == last), {})
 
 
 def _metrics(file: Path) -> tuple[dict[tuple[str, int], dict[str, str | None]], int]:
-    """Rows of metrics.jsonl by kind and window, numbers as text; and how many lines can't be read."""
+    """Rows of metrics.jsonl by kind and step, numbers as text; and how many lines can't be read."""
     *lines, _ = file.read_bytes().split(b"\n")
     rows, bad = dict[tuple[str, int], dict[str, str | None]](), 0
     for line in lines:
         try:
             row = json.loads(line, parse_float=str, parse_int=str)
-            key = str(row["kind"]), int(row["window"])
+            key = str(row["kind"]), int(row["step"])
         except (ValueError, KeyError, TypeError, RecursionError):
             bad += 1
             continue
@@ -284,23 +284,23 @@ def _metrics(file: Path) -> tuple[dict[tuple[str, int], dict[str, str | None]], 
 
 
 def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) -> list[Part]:
-    """Who trained which windows: a run that was gone on with on other ranks is replayed on the same ones.
+    """Who trained which steps: a run that was gone on with on other ranks is replayed on the same ones.
 
     Args:
         folder: The run folder, for the message.
         manifest: The run's.
-        until: The last window to replay.
+        until: The last step to replay.
         ranks: How many to use instead, or None.
 
     Raises:
         BadInputError: If something was changed on the way that isn't known any more, such as its data.
     """
     kept = _kept(manifest.attempts)
-    ends = [*(attempt.window for attempt in kept[1:]), until]
+    ends = [*(attempt.step for attempt in kept[1:]), until]
     before = dict[str, str]()  # what was changed after a part, from the last one back
     parts = list[Part]()
     for attempt, end in zip(reversed(kept), reversed(ends), strict=True):
-        if attempt.window < until:
+        if attempt.step < until:
             parts.insert(
                 0,
                 Part(
@@ -311,9 +311,9 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
                     tuple(f"{name}={value}" for name, value in before.items()),
                 ),
             )
-        if attempt.window:
+        if attempt.step:
             for change in reversed(attempt.changed):
-                before |= _before(folder, manifest.config, attempt.window, change)
+                before |= _before(folder, manifest.config, attempt.step, change)
     together = list[Part]()
     for part in parts:
         if together and replace(together[-1], until=part.until) == part:
@@ -322,7 +322,7 @@ def parts_of(folder: Path, manifest: Manifest, until: int, ranks: int | None) ->
     return together
 
 
-def _before(folder: Path, config: Mapping[str, Any], window: int, change: str) -> dict[str, str]:
+def _before(folder: Path, config: Mapping[str, Any], step: int, change: str) -> dict[str, str]:
     """The setting that undoes a change: "key: before, now after", see `trainer.train.resume.differences`."""
     name, _, values = change.partition(": ")
     try:
@@ -331,7 +331,7 @@ def _before(folder: Path, config: Mapping[str, Any], window: int, change: str) -
         value = REDACTED
     if name == "task" or name not in flat(config) or REDACTED in str(value):
         raise BadInputError(
-            f"{folder}: it was changed after window {window} ({redact_text(change)}), and what was before "
+            f"{folder}: it was changed after step {step} ({redact_text(change)}), and what was before "
             "isn't kept: it can't be replayed"
         )
     return {name: json.dumps(value)}

@@ -52,10 +52,10 @@ class Attempt(BaseModel):
 
     Attributes:
         started: When.
-        window: Windows done before it.
+        step: Steps done before it.
         ranks: How many trained.
         threads: Intra-op threads of each.
-        log_every: Windows between its rows of figures: a row's loss is their mean.
+        log_every: Steps between its rows of figures: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
         config_hash: Of its configuration.
         jsonl: Whether it wrote rows to metrics.jsonl.
@@ -66,7 +66,7 @@ class Attempt(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     started: str
-    window: int = Field(ge=0)
+    step: int = Field(ge=0)
     ranks: int = Field(ge=1)
     threads: int = Field(ge=1)
     log_every: int = Field(ge=1)
@@ -89,7 +89,7 @@ class Stored(BaseModel):
         fingerprint: What its data was, see `trainer.train.run.data_of`.
         attempts: All of them, the last one is the newest.
         run_id: Which its checkpoints name, too; an older trainer gave none.
-        windows: At its end.
+        steps: At its end.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -102,7 +102,7 @@ class Stored(BaseModel):
     fingerprint: dict[str, str] = {}
     attempts: list[Attempt] = []
     run_id: str = ""
-    windows: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0)
 
     def foreign(self, state: Mapping[str, Any]) -> str | None:
         """Why a checkpoint with this state isn't one of this run, or None."""
@@ -201,16 +201,16 @@ def check_resumable(
         )
 
 
-def ended(folder: Path, stored: Stored, mode: Mode, windows: int) -> tuple[str, int] | None:
+def ended(folder: Path, stored: Stored, mode: Mode, steps: int) -> tuple[str, int] | None:
     """What to say of a run that is through, and the exit code; None if it can be gone on with.
 
     Args:
         folder: The run folder.
         stored: What it holds.
         mode: What the user allows.
-        windows: At which it is to end now: by force it is extended.
+        steps: At which it is to end now: by force it is extended.
     """
-    if stored.status == "finished" and not (mode == "force" and windows > stored.windows):
+    if stored.status == "finished" and not (mode == "force" and steps > stored.steps):
         return f"{folder} is finished already; nothing to do", EXIT_DONE
     if stored.status == "diverged" and mode != "force":
         remedy = "go on from its newest checkpoint, with what you changed, by --resume force"

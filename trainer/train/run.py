@@ -21,7 +21,7 @@ from trainer.distributed.tree import TreeReduction, shares_a_tree
 from trainer.errors import BadInputError
 from trainer.launch.rank import is_rank
 from trainer.models.activation_checkpointing import blocks, candidates
-from trainer.models.batchnorm import WindowStatistics, batchnorm_buffers
+from trainer.models.batchnorm import StepStatistics, batchnorm_buffers
 from trainer.models.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
 from trainer.models.weights import load_initial
 from trainer.optim.optimizers import Rates, make_optimizer, parameter_groups, schedule
@@ -103,9 +103,9 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         global_batch=recipe.data.global_batch,
         micro_batch=recipe.data.micro_batch,
         epochs=recipe.epochs,
-        last=recipe.window.last,
+        last=recipe.step.last,
         seed=recipe.seed,
-        max_windows=recipe.max_windows,
+        max_steps=recipe.max_steps,
         pieces=pieces,
         together=together,
         buckets=getattr(task.train_data, "buckets", ()),
@@ -129,7 +129,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     each = Share(plan, 0, world_size).accumulation
     if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.shards, world_size):
         raise BadInputError(
-            f"parallel.reduction=tree: {plan.shards} micro-batches a window are {each} for each "
+            f"parallel.reduction=tree: {plan.shards} micro-batches a step are {each} for each "
             f"of {world_size} rank{'s' * (world_size > 1)}, which is no power of two; change "
             "data.micro_batch or the number of ranks"
         )
@@ -139,8 +139,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
         raise BadInputError(
-            "window.last=weighted pads with samples of weight 0, which would enter BatchNorm's statistics; "
-            "use window.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+            "step.last=weighted pads with samples of weight 0, which would enter BatchNorm's statistics; "
+            "use step.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
     candidates(recipe.memory, model)
     parameter_groups(recipe.optim, model)
@@ -235,7 +235,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     )
     groups = parameter_groups(recipe.optim, prepared.model)
     in_tree = recipe.parallel.reduction == "tree"
-    rates = Rates(schedule(recipe.optim, plan.windows), device, tuple({group["factor"] for group in groups}))
+    rates = Rates(schedule(recipe.optim, plan.steps), device, tuple({group["factor"] for group in groups}))
     training = Training(
         task=task,
         model=prepared.model,
@@ -245,7 +245,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         scaler=make_scaler(recipe.precision, device),
         autocast=autocast(recipe.precision, device),
         average=prepared.average,
-        statistics=WindowStatistics(prepared.model, None if in_tree else world.group, found),
+        statistics=StepStatistics(prepared.model, None if in_tree else world.group, found),
         share=share,
         clip=recipe.optim.clip,
         group=world.group,

@@ -115,7 +115,7 @@ def remove_unused(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int = 0, model: nn.Module | None = None
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int = 0, model: nn.Module | None = None
 ) -> Iterator[tuple[list[Sink], Trace | None]]:
     """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
@@ -123,7 +123,7 @@ def open_folder(
         folder: The run folder.
         recipe: The configuration.
         manifest: From `trainer.train.manifest.make_manifest`.
-        window: Windows that were done before: rows of later ones, from an attempt that was lost, go.
+        step: Steps that were done before: rows of later ones, from an attempt that was lost, go.
         model: Whose fingerprints the trace holds.
 
     Raises:
@@ -131,9 +131,9 @@ def open_folder(
     """
     with contextlib.ExitStack() as closing:
         try:
-            sinks = _open(folder, recipe, manifest, window, closing)
+            sinks = _open(folder, recipe, manifest, step, closing)
             traced = recipe.log.fingerprints and model is not None
-            trace = _open_trace(folder / "trace.jsonl", model, window, closing) if traced else None  # type: ignore[arg-type]
+            trace = _open_trace(folder / "trace.jsonl", model, step, closing) if traced else None  # type: ignore[arg-type]
         except OSError as error:
             raise BadInputError(
                 f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
@@ -149,12 +149,12 @@ def open_folder(
 
 
 def _open(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], window: int, closing: contextlib.ExitStack
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int, closing: contextlib.ExitStack
 ) -> list[Sink]:
-    if not window:
+    if not step:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
     for file in (folder / "metrics.jsonl", folder / "trace.jsonl", *folder.glob("*.csv")):
-        if cut := keep_rows(file, window):
+        if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / "manifest.json", manifest)
     with written_whole(folder / "config.yaml") as beside:
@@ -167,17 +167,17 @@ def _open(
     if "csv" in recipe.log.sinks:
         sinks.append(csv_sink(folder))
     if "tensorboard" in recipe.log.sinks:
-        to_board, close_board = tensorboard_sink(folder / "tensorboard", window)
+        to_board, close_board = tensorboard_sink(folder / "tensorboard", step)
         closing.callback(_despite_the_disk(close_board))
         sinks.append(to_board)
     return [_despite_the_disk(sink) for sink in sinks]
 
 
-def _open_trace(path: Path, model: nn.Module, window: int, closing: contextlib.ExitStack) -> Trace:
+def _open_trace(path: Path, model: nn.Module, step: int, closing: contextlib.ExitStack) -> Trace:
     _, known, _ = read_trace(path)
     file = path.open("a")
     closing.callback(_despite_the_disk(file.close))
-    write = trace_to(file, list(model.state_dict()), known, window)
+    write = trace_to(file, list(model.state_dict()), known, step)
     return Trace(fingerprints_of(model), _despite_the_disk(write))
 
 

@@ -82,7 +82,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     if wanted is not None and stored is not None:
         config = recipe.model_dump(mode="json")
         check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
-        if over := ended(shown(wanted), stored, options.resume, make_plan(recipe, task).windows):
+        if over := ended(shown(wanted), stored, options.resume, make_plan(recipe, task).steps):
             print(over[0])
             return over[1]
     check_files(recipe, task)
@@ -134,7 +134,7 @@ def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
         if not 0 < seconds < math.inf:
             raise BadInputError(f"--{name} {seconds}: give a number of seconds above 0")
     if options.stop_after is not None and options.stop_after < 1:
-        raise BadInputError(f"--stop-after {options.stop_after}: give a number of windows from 1 on")
+        raise BadInputError(f"--stop-after {options.stop_after}: give a number of steps from 1 on")
     if nodes is None:
         return
     if options.out is None:

@@ -1,4 +1,4 @@
-"""Everything that a run carries from one window to the next, as named tensors; and back.
+"""Everything that a run carries from one step to the next, as named tensors; and back.
 
 Position and randomness are arithmetic, so this is all there is: weights and buffers, the optimiser's state,
 the average, the scaler, the count of applied updates, and the sum of losses since the last row of figures.
@@ -26,12 +26,12 @@ def tensors_of(t: Training) -> Tensors:
     return tensors
 
 
-def load_tensors(t: Training, window: int, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def load_tensors(t: Training, step: int, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Puts saved tensors into a run, in place, each with the strides and on the device of its target.
 
     Args:
         t: The run, as it was assembled.
-        window: Windows done.
+        step: Steps done.
         saved: As `tensors_of` gave them, with any strides.
 
     Raises:
@@ -45,14 +45,14 @@ def load_tensors(t: Training, window: int, saved: Mapping[str, Mapping[str, torc
         odd |= {name for name in tensors.keys() & given.keys() if _type(tensors[name]) != _type(given[name])}
         if odd:
             raise ValueError(f"{kind}: {sorted(odd)[0]} isn't the same in the checkpoint and in the model")
-    if not 0 <= int(saved["optimizer"]["applied"]) <= window:
-        raise ValueError(f"optimizer: more updates were applied than the {window} windows that were done")
+    if not 0 <= int(saved["optimizer"]["applied"]) <= step:
+        raise ValueError(f"optimizer: more updates were applied than the {step} steps that were done")
     with torch.no_grad():
         for kind, tensors in targets.items():
             for name, target in tensors.items():
                 target.copy_(saved[kind][name])
     if t.average is not None:
-        t.average.go_on(window)
+        t.average.go_on(step)
     t.rates.look_up()
     t.statistics.reload()
 

@@ -1,4 +1,4 @@
-"""One optimiser step: what a window of micro-batches does to the weights."""
+"""One optimiser step: what a step of micro-batches does to the weights."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import check_reduced, sum_over_ranks, unsynchronised
 from trainer.distributed.tree import TreeReduction
-from trainer.models.batchnorm import WindowStatistics
+from trainer.models.batchnorm import StepStatistics
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import found_inf, scale_of
 from trainer.observe.phases import PULSE, mark
@@ -43,13 +43,13 @@ class Training:
         nonfinite: Looks for the first module that gives no finite numbers, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs: each replay overwrites what
             the one before handed out, gradients among it.
-        ragged: True where the units of a window are known only after loading (valid tokens).
+        ragged: True where the units of a step are known only after loading (valid tokens).
         ring: What the guards look at, or None.
         skips: True where an update whose loss or gradients aren't finite is not made.
-        tree: Adds up a window's shards in one order for any number of ranks, or None: backward and DDP do.
-        loss: float64 (): sum of the losses of this rank's windows since it was last set to 0, each divided
-            by its window's units; with a tree those of all ranks.
-        norm: float (): gradient norm of the last window, before clipping.
+        tree: Adds up a step's shards in one order for any number of ranks, or None: backward and DDP do.
+        loss: float64 (): sum of the losses of this rank's steps since it was last set to 0, each divided
+            by its step's units; with a tree those of all ranks.
+        norm: float (): gradient norm of the last step, before clipping.
         keeps_gradients: True where gradients are added to tensors that stay where they are, because a graph
             is replayed again before they are used (several shards), or DDP has its own place for them.
             Otherwise a graph's gradients are used where they lie, which spares an addition for each.
@@ -63,7 +63,7 @@ class Training:
     scaler: GradScaler | None
     autocast: AbstractContextManager[object]
     average: WeightAverage | None
-    statistics: WindowStatistics
+    statistics: StepStatistics
     share: Share
     clip: float
     group: dist.ProcessGroup | None
@@ -81,7 +81,7 @@ class Training:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.norm = torch.zeros((), device=device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        # A single rank knows by itself which ones a window used.
+        # A single rank knows by itself which ones a step used.
         several = self.tree is not None and self.group is not None
         self.all_used = torch.ones(len(self.parameters) * several, dtype=torch.float64, device=device)
         self.keeps_gradients = self.cuda_graphs and (self.share.accumulation > 1 or self.group is not None)
@@ -116,19 +116,19 @@ class LossOf(nn.Module):
     __call__ = forward  # nothing hooks it; a module's own call would cost a percent of the smallest step
 
 
-def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
+def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
     """Does one optimiser step; the host never waits for the device.
 
     Args:
         t: Weights and everything else that is updated, in place.
-        batches: This rank's batches; as many are taken as the window has shards for it.
-        window: Number of the window in the run; keys dropout.
+        batches: This rank's batches; as many are taken as the step has shards for it.
+        step: Number of the step in the run; keys dropout.
     """
-    expected = t.share.plan.window_samples(window) * t.units
-    first_key = t.first_key + window * t.shards + t.share.rank * t.accumulation
-    units, window_loss = 0, None
+    expected = t.share.plan.step_samples(step) * t.units
+    first_key = t.first_key + step * t.shards + t.share.rank * t.accumulation
+    units, step_loss = 0, None
     own_used: set[int] = set()
-    PULSE.window = window + 1
+    PULSE.step = step + 1
     for index in range(t.accumulation):
         mark("data")
         batch = next(batches)
@@ -150,7 +150,7 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         if statistics:
             t.statistics.restore()
         if t.tree is None:
-            window_loss = loss if window_loss is None else window_loss + loss
+            step_loss = loss if step_loss is None else step_loss + loss
             if statistics:
                 t.statistics.add(statistics)
         else:
@@ -163,19 +163,19 @@ def train_window(t: Training, batches: Iterator[Batch], window: int) -> None:
         check_reduced(t.replica, t.share.rank)
     mark("update")
     if t.tree is not None:
-        window_loss = _sum_by_tree(t, t.tree, own_used)
-    assert window_loss is not None
+        step_loss = _sum_by_tree(t, t.tree, own_used)
+    assert step_loss is not None
     if t.ragged:
-        window_loss = window_loss * _divide_by_true_units(t, expected, units)
-    t.loss += window_loss
-    skipped = _update(t, window, window_loss)
-    t.statistics.end_window(skipped)
+        step_loss = step_loss * _divide_by_true_units(t, expected, units)
+    t.loss += step_loss
+    skipped = _update(t, step, step_loss)
+    t.statistics.end_step(skipped)
     if t.nonfinite is not None:
-        t.nonfinite.end_window(window)
+        t.nonfinite.end_step(step)
 
 
 def take_figures(t: Training) -> dict[str, torch.Tensor]:
-    """Figures () since the last call, on the device: loss (a sum over windows and ranks) and others."""
+    """Figures () since the last call, on the device: loss (a sum over steps and ranks) and others."""
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
     figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "applied": t.rates.applied[0]}
@@ -188,18 +188,18 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     return figures
 
 
-def leave_out_window(t: Training, batches: Iterator[Batch], window: int) -> None:
-    """Passes over a window whose samples are not to be learned from; only its number is used up."""
-    PULSE.window = window + 1
+def leave_out_step(t: Training, batches: Iterator[Batch], step: int) -> None:
+    """Passes over a step whose samples are not to be learned from; only its number is used up."""
+    PULSE.step = step + 1
     mark("data")
     for _ in range(t.accumulation):
         next(batches)
     if t.average is not None:
         skipped = torch.ones_like(t.norm) if t.scaler is not None or t.skips else None
-        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
+        t.average.update(step, skipped, t.rates.applied, step + 1 == t.share.plan.steps)
 
 
-def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor | None:
+def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | None:
     """Returns float (), 1 if the update was skipped; None where that can't be."""
     # The order matters: gradients are unscaled before they are clipped, and a skipped update (its
     # gradients overflowed in fp16) moves neither schedule nor average.
@@ -215,7 +215,7 @@ def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor
     if t.ring is not None:
         # An overflow in fp16 is the scaler's business, unless the scale is too small to be the cause.
         norm = t.norm if t.scaler is None else torch.where(scale_of(t.scaler) < 1, t.norm, 0.0)
-        t.ring.record(window, window_loss, norm)
+        t.ring.record(step, step_loss, norm)
     if t.skips and t.scaler is None:
         skipped = (~t.norm.isfinite()).to(torch.float32)
         t.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler tells it
@@ -226,7 +226,7 @@ def _update(t: Training, window: int, window_loss: torch.Tensor) -> torch.Tensor
         t.scaler.update()
     _clear_gradients(t)
     if t.average is not None:
-        t.average.update(window, skipped, t.rates.applied, window + 1 == t.share.plan.windows)
+        t.average.update(step, skipped, t.rates.applied, step + 1 == t.share.plan.steps)
     t.rates.advance(skipped)
     return skipped
 
@@ -247,7 +247,7 @@ def _flags(t: Training, used: set[int]) -> torch.Tensor:
 
 
 def _sum_by_tree(t: Training, tree: TreeReduction, own_used: set[int]) -> torch.Tensor:
-    """Puts the gradients of the window in place, none for a parameter that no shard used.
+    """Puts the gradients of the step in place, none for a parameter that no shard used.
 
     Args:
         t: What is trained.
@@ -256,9 +256,9 @@ def _sum_by_tree(t: Training, tree: TreeReduction, own_used: set[int]) -> torch.
             host waits for the device then.
 
     Returns:
-        The window's loss, float64 ().
+        The step's loss, float64 ().
     """
-    sums = tree.end_window()
+    sums = tree.end_step()
     if t.keeps_gradients:
         torch._foreach_copy_([p.grad for p in t.parameters if p.grad is not None], sums.gradients)
     else:
@@ -283,7 +283,7 @@ def _clear_gradients(t: Training) -> None:
 
 def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:
     """Corrects the gradients; returns the factor, float64 ()."""
-    # Valid tokens of the window are known when its last shard has been loaded, on every rank its own.
+    # Valid tokens of the step are known when its last shard has been loaded, on every rank its own.
     # Until here the losses were divided by the most there can be.
     true = torch.full((), float(units), dtype=torch.float64, device=t.loss.device)
     sum_over_ranks(true, t.group)

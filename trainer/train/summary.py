@@ -35,7 +35,7 @@ _PARTS = (*PHASES, "unexplained")
 def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
     """Shows what is about to be trained, and where; returns the display."""
     plan = parts.training.share.plan
-    display = Display(plan.windows)
+    display = Display(plan.steps)
     display.say(_opening(manifest, plan, world, folder, parts.training.model))
     for note in manifest["notes"]:
         display.say(f"  {note}")
@@ -61,9 +61,9 @@ def finish(
     plan = t.share.plan
     speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
     summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
-    verdict = advisor.conclude(plan.windows, meter.rest()) if advisor else None
+    verdict = advisor.conclude(plan.steps, meter.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
-    meter.emit({"kind": "end", "window": plan.windows, **summary, **totals})
+    meter.emit({"kind": "end", "step": plan.steps, **summary, **totals})
     diverged = not all(math.isfinite(figure) for figure in figures.values())
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
@@ -112,7 +112,7 @@ def _unfinished(folder: Path, what: str, error: Exception) -> BadInputError:
     kept = (
         "there is no checkpoint: the run must be repeated"
         if newest is None
-        else f"the checkpoint of window {newest} is kept: mend that, and the same command ends from there"
+        else f"the checkpoint of step {newest} is kept: mend that, and the same command ends from there"
     )
     return BadInputError(f"{folder}: {what} can't be written ({_why(error)}); {kept}")
 
@@ -161,7 +161,7 @@ def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, m
         manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
     )
     return (
-        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.windows:,} "
-        f"windows of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
+        f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
+        f"steps of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
         f"  run folder {shown(folder)}"
     )

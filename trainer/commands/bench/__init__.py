@@ -1,6 +1,6 @@
 """`trainer bench`: what users measure on their own box. Code 1: a target was missed, 3: nothing was measured.
 
-- `setting`: a recipe's windows with a setting and without; `whole_runs`: the same with whole runs
+- `setting`: a recipe's steps with a setting and without; `whole_runs`: the same with whole runs
 - `workers`: all settings of the loader against the one that a run would choose
 - `comm`: all-reduces over the ranks; `preflight`: every link between hosts, over plain TCP
 - `inference`: a trained model, in every way that torch can run it
@@ -47,7 +47,7 @@ def _add_inference(benches: Any) -> None:
 
 def _add_setting(benches: Any) -> None:
     setting = benches.add_parser(
-        "setting", help="time of a recipe's windows with a setting and without", allow_abbrev=False
+        "setting", help="time of a recipe's steps with a setting and without", allow_abbrev=False
     )
     setting.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
     setting.add_argument(
@@ -62,7 +62,7 @@ def _add_setting(benches: Any) -> None:
     setting.add_argument(
         "--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default: 15)"
     )
-    setting.add_argument("--windows", type=int, default=10, metavar="N", help="in a round (default: 10)")
+    setting.add_argument("--steps", type=int, default=10, metavar="N", help="in a round (default: 10)")
     setting.add_argument(
         "--runs",
         action="store_true",
@@ -126,9 +126,7 @@ def _setting(options: argparse.Namespace) -> int:
     from trainer.commands.bench.whole_runs import bench_whole_runs
 
     bench = bench_whole_runs if options.runs else bench_setting
-    return bench(
-        options.recipe, options.settings, options.set, rounds=options.rounds, windows=options.windows
-    )
+    return bench(options.recipe, options.settings, options.set, rounds=options.rounds, steps=options.steps)
 
 
 def _workers(options: argparse.Namespace) -> int:

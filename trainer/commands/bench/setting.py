@@ -1,4 +1,4 @@
-"""What a setting costs: a recipe's windows with it and without, in turn, in one process."""
+"""What a setting costs: a recipe's steps with it and without, in turn, in one process."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,17 +17,15 @@ from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.conditions import conditions
 from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
-_NOT_IN_A_WINDOW = (
+_NOT_IN_A_STEP = (
     *("log.", "checkpoint.", "evaluate_every", "memory.allocator"),
     *("parallel.threads", "parallel.hang_s", "parallel.cpu_binding"),
 )
 
 
-def bench_setting(
-    name: str, settings: Sequence[str], common: Sequence[str], rounds: int, windows: int
-) -> int:
+def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rounds: int, steps: int) -> int:
     """Measures and prints.
 
     Args:
@@ -35,45 +33,45 @@ def bench_setting(
         settings: KEY=VALUE, each compared with the recipe as it is.
         common: KEY=VALUE for all sides.
         rounds: Interleaved rounds.
-        windows: In each.
+        steps: In each.
 
     Returns:
         0, or 3 if there was nothing to measure.
 
     Raises:
-        BadInputError: If the recipe can't be trained here, or a setting isn't of a window's.
+        BadInputError: If the recipe can't be trained here, or a setting isn't of a step's.
     """
     for setting in settings:
-        if setting.startswith(_NOT_IN_A_WINDOW):
+        if setting.startswith(_NOT_IN_A_STEP):
             raise BadInputError(
-                f"{setting}: windows alone are timed here, in one process; what is of the process, its rows, "
+                f"{setting}: steps alone are timed here, in one process; what is of the process, its rows, "
                 "checkpoints and evaluations aren't: add --runs to compare whole runs"
             )
-    if rounds < 1 or windows < 1:
-        print("nothing measured: --rounds and --windows must be at least 1")
+    if rounds < 1 or steps < 1:
+        print("nothing measured: --rounds and --steps must be at least 1")
         return EXIT_NOT_MEASURED
-    length = ["epochs=1000000000", f"max_windows={windows * (rounds + 1)}"]
+    length = ["epochs=1000000000", f"max_steps={steps * (rounds + 1)}"]
     values = override(read_recipe(name), [*common, *length])
     threads = threads_per_rank(read_limits(), 1)
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
-        sides = {"as it is": _side(name, values, windows, stack)}
-        sides |= {setting: _side(name, override(values, [setting]), windows, stack) for setting in settings}
+        sides = {"as it is": _side(name, values, steps, stack)}
+        sides |= {setting: _side(name, override(values, [setting]), steps, stack) for setting in settings}
         seconds = interleaved(list(sides.values()), rounds)
     print(
-        f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved rounds of {windows} windows, "
-        f"{threads} CPU threads\n| setting | ms per window | ratio | 95 % interval |\n|---|---|---|---|"
+        f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved rounds of {steps} steps, "
+        f"{threads} CPU threads\n| setting | ms per step | ratio | 95 % interval |\n|---|---|---|---|"
     )
     for side, series in zip(sides, seconds, strict=True):
         pairs = zip(series, seconds[0], strict=True)
         ratio, low, high = median_interval([one / base for one, base in pairs])
         against = " | " if series is seconds[0] else f"{ratio:.3f} | {low:.3f} to {high:.3f}"
-        print(f"| {side} | {median_interval(series)[0] / windows * 1e3:,.2f} | {against} |")
+        print(f"| {side} | {median_interval(series)[0] / steps * 1e3:,.2f} | {against} |")
     return EXIT_DONE
 
 
-def _side(name: str, values: dict[str, Any], windows: int, stack: ExitStack) -> Callable[[], float]:
+def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Callable[[], float]:
     recipe = validated(Recipe, values, name)
     task = make_task(recipe)
     check_request(recipe, task, 1)
@@ -81,7 +79,7 @@ def _side(name: str, values: dict[str, Any], windows: int, stack: ExitStack) -> 
     parts = assemble(recipe, task, World(0, 1, 0, device, None), workers_per_rank(read_limits(), 1))
     stack.callback(parts.loader.close)
     stack.callback(parts.evaluation_loader.close)
-    turn = timed_windows(parts, windows, device)
+    turn = timed_steps(parts, steps, device)
 
     def with_its_settings() -> float:
         # They are the process's, and the sides take turns.
@@ -92,8 +90,8 @@ def _side(name: str, values: dict[str, Any], windows: int, stack: ExitStack) -> 
     return with_its_settings
 
 
-def timed_windows(parts: Parts, windows: int, device: torch.device) -> Callable[[], float]:
-    """What does so many windows of a run, each time the next ones, and returns the seconds."""
+def timed_steps(parts: Parts, steps: int, device: torch.device) -> Callable[[], float]:
+    """What does so many steps of a run, each time the next ones, and returns the seconds."""
     training = parts.training
     training.replica.train()
     batches, done = parts.loader(training.share.batches()), 0
@@ -101,8 +99,8 @@ def timed_windows(parts: Parts, windows: int, device: torch.device) -> Callable[
     def turn() -> float:
         nonlocal done
         began = now(device)
-        for _ in range(windows):
-            train_window(training, batches, done)
+        for _ in range(steps):
+            train_step(training, batches, done)
             done += 1
         return now(device) - began
 

@@ -41,7 +41,7 @@ def bench_whole_runs(
     settings: Sequence[str],
     common: Sequence[str],
     rounds: int,
-    windows: int,
+    steps: int,
 ) -> int:
     """Measures and prints: each round has a run of each side, each in processes of its own.
 
@@ -50,7 +50,7 @@ def bench_whole_runs(
         settings: As for `run`; each is compared with the recipe as it is.
         common: KEY=VALUE for all sides.
         rounds: Interleaved rounds.
-        windows: Of each run.
+        steps: Of each run.
 
     Returns:
         0, or 3 if there was nothing to measure.
@@ -58,16 +58,16 @@ def bench_whole_runs(
     Raises:
         BadInputError: If a run fails; its own words are on stderr.
     """
-    if rounds < 1 or windows < 1:
-        print("nothing measured: --rounds and --windows must be at least 1")
+    if rounds < 1 or steps < 1:
+        print("nothing measured: --rounds and --steps must be at least 1")
         return EXIT_NOT_MEASURED
-    length = ["epochs=1000000000", f"max_windows={windows}", "evaluate_every=0", "checkpoint.minutes=0"]
+    length = ["epochs=1000000000", f"max_steps={steps}", "evaluate_every=0", "checkpoint.minutes=0"]
     sides = {"as it is": [], **{setting: [setting] for setting in settings}}
     found: dict[str, list[Figures]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, own in sides.items():
             found[side].append(run(name, [*common, *length, *own]))
-    print(f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved runs of {windows} windows each")
+    print(f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved runs of {steps} steps each")
     print(_table(found))
     return EXIT_DONE
 

@@ -55,7 +55,7 @@ def bench_workers(name: str, settings: Sequence[str], repeats: int) -> int:
     size, cheap = sizes(recipe, task), forked(recipe.data)
     print(
         f"\n{repeats} interleaved turns of about {_SECONDS:g} s each\n"
-        "| setting | windows/s | 95 % interval | |\n|---|---|---|---|"
+        "| setting | steps/s | 95 % interval | |\n|---|---|---|---|"
     )
     for setting in grid.all():
         if setting not in intervals:
@@ -77,10 +77,10 @@ def bench_workers(name: str, settings: Sequence[str], repeats: int) -> int:
 def grid_speeds(
     recipe: Recipe, threads: int, settings: Sequence[Loading], repeats: int, seconds: float = _SECONDS
 ) -> dict[Loading, list[float]]:
-    """Windows per second of each setting, in turns of so many seconds; what fails is left out."""
+    """Steps per second of each setting, in turns of so many seconds; what fails is left out."""
     speeds: dict[Loading, list[float]] = {setting: [] for setting in settings}
     accumulation = recipe.data.global_batch // recipe.data.micro_batch
-    per_window = dict.fromkeys(settings, 0.0)
+    per_step = dict.fromkeys(settings, 0.0)
     with Prober(recipe, 1, threads, {}) as prober:
         for number in range(repeats + 1):  # the first is to size turns
             # Not a progress bar: its thread would keep the probe from being forked.
@@ -89,13 +89,13 @@ def grid_speeds(
                 setting = settings[(number + offset) % len(settings)]
                 if setting not in speeds:
                     continue
-                turn = turn_for(setting, per_window[setting] or seconds / 4, accumulation, seconds)
+                turn = turn_for(setting, per_step[setting] or seconds / 4, accumulation, seconds)
                 timed = prober.time(turn, limit_of(turn))
                 if not isinstance(timed, Timed):
                     print(f"{setting}: left out, {timed}", flush=True)
                     del speeds[setting]
                     continue
-                per_window[setting] = timed.seconds / timed.windows
+                per_step[setting] = timed.seconds / timed.steps
                 if number:
-                    speeds[setting].append(timed.windows / timed.seconds)
+                    speeds[setting].append(timed.steps / timed.seconds)
     return {setting: series for setting, series in speeds.items() if series}

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
     )
     verify.add_argument("folder", type=Path, metavar="RUN", help="run folder; nothing in it is changed")
     verify.add_argument(
-        "--steps", type=int, metavar="N", help="only the first N windows (default: up to the last row)"
+        "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
     )
     verify.add_argument(
         "--incident", type=int, metavar="N", help="only up to incident N: does it come again?"

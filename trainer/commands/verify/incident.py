@@ -25,22 +25,22 @@ def verify_incident(options: argparse.Namespace) -> int:
         there = f"incidents 1 to {len(incidents)} were recorded" if incidents else "no incident was recorded"
         raise BadInputError(f"--incident {options.incident}: {there} in {run.folder}")
     wanted = incidents[options.incident - 1]
-    window = int(wanted["window"])
+    step = int(wanted["step"])
     config = _config(run, wanted, options.set)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         refused = [one for one in incidents[: options.incident - 1] if one["policy"] == "rollback"]
         begin(run, folder, refused)
-        start = _checkpoint_before(run, folder, window)
-        windows = f"window {window}" if window == start + 1 else f"windows {start + 1} to {window}"
-        say(f"{run.folder}: training {windows} again, in {temporary}")
-        parts = parts_of(run.folder, run.manifest, window, ranks_wanted(options))
+        start = _checkpoint_before(run, folder, step)
+        steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
+        say(f"{run.folder}: training {steps} again, in {temporary}")
+        parts = parts_of(run.folder, run.manifest, step, ranks_wanted(options))
         parts = [part for part in parts if part.until > start]
-        code = replay(config, parts, run.manifest.windows, folder, options.gpus)
+        code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the incident comes again
             return code
-        again = [one for one in read_incidents(folder)[len(refused) :] if one["window"] == window]
-    number = f"incident {options.incident}, window {window}"
+        again = [one for one in read_incidents(folder)[len(refused) :] if one["step"] == step]
+    number = f"incident {options.incident}, step {step}"
     if not again:
         say(f"{number}: did not come again")
         return EXIT_FAILED
@@ -67,10 +67,10 @@ def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[
     return {**config, "guard": guard, "precision": precision}
 
 
-def _checkpoint_before(run: Recorded, folder: Path, window: int) -> int:
-    """Copies the run's newest checkpoint before a window, if there is one; returns its window, or 0."""
+def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
+    """Copies the run's newest checkpoint before a step, if there is one; returns its step, or 0."""
     for entry in listing(run.folder / FOLDER):
-        if entry.step >= window:
+        if entry.step >= step:
             continue
         try:
             read(entry.path)

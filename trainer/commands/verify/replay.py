@@ -31,7 +31,7 @@ _ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + [
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
-    """Makes the folder of a replay, which leaves out the windows that the run was rolled back for."""
+    """Makes the folder of a replay, which leaves out the steps that the run was rolled back for."""
     folder.mkdir()
     # As if it had been stopped: the replay goes on with it, at its start.
     write_json(folder / "manifest.json", {**run.facts, "status": "stopped"})
@@ -85,14 +85,14 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def replay(
-    config: Mapping[str, Any], parts: Sequence[Part], windows: int, folder: Path, gpus: str | None
+    config: Mapping[str, Any], parts: Sequence[Part], steps: int, folder: Path, gpus: str | None
 ) -> int:
     """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
     recipe = folder.with_name("replay.yaml")
     recipe.write_text(yaml.safe_dump(dict(config)))
     cuda = config["device"] == "cuda"
     for part in parts:
-        ends = part.until == windows
+        ends = part.until == steps
         # Where one part ends there is a checkpoint for the next, also if the run was to end there.
         settings = [] if ends else [f"checkpoint.every={part.until}"]
         request = argparse.Namespace(
@@ -148,7 +148,7 @@ def _progress() -> Iterator[int]:
     def pass_on() -> None:
         with os.fdopen(reading, errors="replace") as lines:
             for line in lines:
-                if line.startswith(("  window ", "  epoch ")):
+                if line.startswith(("  step ", "  epoch ")):
                     say(line.rstrip())
 
     thread = threading.Thread(target=pass_on)

@@ -75,10 +75,10 @@ def identical(
     """What to say of a run that was replayed to the bit."""
     figures = sum(len(row.figures) for row in rows)
     tensors = sum(len(row.tensors) for row in rows)
-    files = [*run.manifest.weights] if until == run.manifest.windows else []
+    files = [*run.manifest.weights] if until == run.manifest.steps else []
     lines = [
         f"{run.folder}: identical",
-        f"  {until:,} of {run.manifest.windows:,} windows on {_who(parts)}: {len(rows)} rows with "
+        f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} rows with "
         f"{figures} figures, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
     if files:
@@ -100,17 +100,17 @@ def different(
     if len(odd) > _LINES:
         lines.append(f"  and {len(odd) - _LINES} more of that kind")
     if found is not None:
-        where = f"  first at window {found.window}: "
+        where = f"  first at step {found.step}: "
         if found.tensors:
             where += _some(found.tensors, found.of)
         lines.append(
             where + "; ".join([""] * bool(found.tensors) + [f"{n} {a}, now {b}" for n, a, b in found.figures])
         )
-        apart = found.window - found.after
+        apart = found.step - found.after
         if apart > 1:
             lines.append(
-                f"  it began in one of the windows {found.after + 1} to {found.window}: "
-                f"recorded every {apart} windows"
+                f"  it began in one of the steps {found.after + 1} to {found.step}: "
+                f"recorded every {apart} steps"
             )
     lines += [f"  final weights: {line}" for line in weights]
     if here:

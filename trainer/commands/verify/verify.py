@@ -12,7 +12,7 @@ from trainer.commands.verify.verdict import differences_here, different, differi
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.trace import first_difference, read_trace
 from trainer.train.incidents import read_incidents
-from trainer.train.recorded import Recorded, contradictions, last_window, parts_of, read_run, was_traced
+from trainer.train.recorded import Recorded, contradictions, last_step, parts_of, read_run, was_traced
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -21,26 +21,26 @@ def verify(options: argparse.Namespace) -> int:
     incidents = read_incidents(run.folder)
     odd = contradictions(run)
     run = before_its_stop(run, incidents)
-    until = last_window(run, options.steps)
+    until = last_step(run, options.steps)
     config = replay_config(run, options.set)
     parts = parts_of(run.folder, run.manifest, until, ranks_wanted(options))
     refused = [one for one in incidents if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, refused)
-        say(f"{run.folder}: training windows 1 to {until} of {run.manifest.windows} again, in {temporary}")
-        code = replay(config, parts, run.manifest.windows, folder, options.gpus)
+        say(f"{run.folder}: training steps 1 to {until} of {run.manifest.steps} again, in {temporary}")
+        code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code != EXIT_DONE:
             return code
         again = json.loads((folder / "manifest.json").read_bytes())
         rows, _, _ = read_trace(folder / "trace.jsonl")
-        compared = [row for row in run.rows if row.window <= until]
-        again_due = [row for row in rows if row.window <= until and was_traced(run, row.window)]
+        compared = [row for row in run.rows if row.step <= until]
+        again_due = [row for row in rows if row.step <= until and was_traced(run, row.step)]
         found = first_difference(compared, again_due)
-        weights = differing_weights(run, folder) if until == run.manifest.windows else []
+        weights = differing_weights(run, folder) if until == run.manifest.steps else []
     here = differences_here(run.facts, again)
-    if run.manifest.windows != again["windows"] and not parts[-1].settings:
-        odd.append(f"manifest.json: windows is {run.manifest.windows}, and {again['windows']} by its config")
+    if run.manifest.steps != again["steps"] and not parts[-1].settings:
+        odd.append(f"manifest.json: steps is {run.manifest.steps}, and {again['steps']} by its config")
     if found is None and not weights and not odd:
         say(identical(run, compared, until, parts, here))
         return EXIT_DONE
@@ -49,17 +49,17 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def before_its_stop(run: Recorded, incidents: list[dict[str, Any]]) -> Recorded:
-    """A run without the rows that came after the window for which it was stopped: a replay stops there, too.
+    """A run without the rows that came after the step for which it was stopped: a replay stops there, too.
 
     Raises:
         BadInputError: If there are no others.
     """
     for number, incident in enumerate(incidents, 1):
         if incident["policy"] == "stop":
-            rows = [row for row in run.rows if row.window < incident["window"]]
+            rows = [row for row in run.rows if row.step < incident["step"]]
             if not rows:
                 raise BadInputError(
-                    f"{run.folder}: nothing was recorded before the window {incident['window']} that stopped "
+                    f"{run.folder}: nothing was recorded before the step {incident['step']} that stopped "
                     f"it; look at that with --incident {number}"
                 )
             return replace(run, rows=rows)

@@ -319,7 +319,7 @@ def _write(file: int, data: bytes) -> None:
 
 
 def pieces_together(limit: int | None, parts: Sequence[CachedPieces]) -> int:
-    """Of how many pieces the samples are shuffled together, so that two such windows fit: workers overlap.
+    """Of how many pieces the samples are shuffled together, so that two such blocks fit: workers overlap.
 
     Args:
         limit: Bytes that all pieces may take, or None.

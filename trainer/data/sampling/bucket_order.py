@@ -53,7 +53,7 @@ def in_buckets(
     found = np.empty_like(index)
     for one in np.unique(bucket).tolist():
         here = bucket == one
-        each = key(seed, Purpose.WINDOW, one)
+        each = key(seed, Purpose.BLOCK, one)
         found[here] = permuted(each, epoch[here], index[here], int(sizes[one]))
     result: Ints = (np.cumsum(sizes) - sizes)[bucket] + found
     return result

@@ -1,8 +1,8 @@
 """The order of samples that lie in pieces of which only a few are on this machine at a time.
 
-An epoch's pieces are permuted and cut into windows of `together` pieces; the samples of a window are
+An epoch's pieces are permuted and cut into blocks of `together` pieces; the samples of a block are
 permuted among themselves. So a piece is needed in one stretch of the epoch, and everything is still looked
-up from (seed, epoch, position). (A window of pieces is not a window of `plan`, which is an optimiser step.)
+up from (seed, epoch, position).
 """
 
 from functools import lru_cache
@@ -19,12 +19,12 @@ class _Epoch(NamedTuple):
     Attributes:
         first: int64 (pieces,), the number of a piece's first sample, in the order of the epoch.
         ends: int64 (pieces + 1,), samples of the epoch's pieces up to each, from 0 on.
-        windows: int64 (windows + 1,), samples of the epoch's windows up to each, from 0 on.
+        blocks: int64 (blocks + 1,), samples of the epoch's blocks up to each, from 0 on.
     """
 
     first: Ints
     ends: Ints
-    windows: Ints
+    blocks: Ints
 
 
 @lru_cache(maxsize=4)
@@ -32,11 +32,11 @@ def _epoch(seed: int, epoch: int, pieces: tuple[int, ...], together: int) -> _Ep
     sizes, count = np.array(pieces, dtype=np.int64), len(pieces)
     order = permuted(key(seed, Purpose.PIECES), np.full(count, epoch), np.arange(count), count)
     ends = np.concatenate(([0], np.cumsum(sizes[order])))
-    windows = ends[[*range(0, count, together), count]]
-    return _Epoch((np.cumsum(sizes) - sizes)[order], ends, windows)
+    blocks = ends[[*range(0, count, together), count]]
+    return _Epoch((np.cumsum(sizes) - sizes)[order], ends, blocks)
 
 
-def in_windows(seed: int, epoch: Ints, position: Ints, pieces: tuple[int, ...], together: int) -> Ints:
+def in_blocks(seed: int, epoch: Ints, position: Ints, pieces: tuple[int, ...], together: int) -> Ints:
     """The sample at a position of an epoch's order.
 
     Args:
@@ -44,7 +44,7 @@ def in_windows(seed: int, epoch: Ints, position: Ints, pieces: tuple[int, ...], 
         epoch: int64, any shape.
         position: int64, same shape, each in [0, sum(pieces)).
         pieces: Number of samples in each piece; those of a piece have consecutive numbers.
-        together: Pieces in a window, from 1 on.
+        together: Pieces in a block, from 1 on.
 
     Returns:
         int64, same shape: for each epoch a permutation of range(sum(pieces)).
@@ -58,12 +58,12 @@ def in_windows(seed: int, epoch: Ints, position: Ints, pieces: tuple[int, ...], 
 
 
 def _of_epoch(seed: int, epoch: int, position: Ints, order: _Epoch) -> Ints:
-    window = np.searchsorted(order.windows, position, side="right") - 1
+    block = np.searchsorted(order.blocks, position, side="right") - 1
     place = np.empty_like(position)
-    for number in np.unique(window).tolist():
-        here = window == number
-        start, end = order.windows[number : number + 2].tolist()
-        each = key(seed, Purpose.WINDOW, number)
+    for number in np.unique(block).tolist():
+        here = block == number
+        start, end = order.blocks[number : number + 2].tolist()
+        each = key(seed, Purpose.BLOCK, number)
         inside = position[here] - start
         place[here] = start + permuted(each, np.full(len(inside), epoch), inside, end - start)
     piece = np.searchsorted(order.ends, place, side="right") - 1

@@ -1,11 +1,11 @@
-"""Which samples are in which batch: the sample order and the windows, as arithmetic.
+"""Which samples are in which batch: the sample order and the steps, as arithmetic.
 
 The words used everywhere:
   shard    a micro-batch, and the unit of randomness; shards are numbered through the whole run
-  window   the shards of one optimiser step, over all ranks: `global_batch` samples
+  step     the shards of one optimiser step, over all ranks: `global_batch` samples
   epoch    once through the data
-Nothing here depends on the world size except which of a window's shards a rank takes, so the samples
-of a window are the same on any number of ranks. Resuming is starting at another window.
+Nothing here depends on the world size except which of a step's shards a rank takes, so the samples
+of a step are the same on any number of ranks. Resuming is starting at another step.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ import numpy as np
 
 from trainer.config.training import Last
 from trainer.data.sampling.bucket_order import in_buckets
-from trainer.data.sampling.piece_order import in_windows
+from trainer.data.sampling.piece_order import in_blocks
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
-_MOST_WINDOWS = 20_000_000  # the learning rate of each is in a table on the device
+_MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the device
 
 
 class Samples(NamedTuple):
@@ -36,21 +36,21 @@ class Plan:
 
     Attributes:
         samples: Number of samples in an epoch.
-        global_batch: Samples in a window, over all ranks.
+        global_batch: Samples in a step, over all ranks.
         micro_batch: Samples in a shard; divides `global_batch`.
         epochs: How often the data is seen.
-        last: What happens to the last window of an epoch. `cross`: it takes the samples it lacks from
-            the next epoch (the run's last window from one epoch more). `drop`: incomplete windows are
+        last: What happens to the last step of an epoch. `cross`: it takes the samples it lacks from
+            the next epoch (the run's last step from one epoch more). `drop`: incomplete steps are
             left out. `weighted`: it is padded to the full shape with samples of weight 0.
         seed: Keys the order.
-        max_windows: Ends the run earlier.
+        max_steps: Ends the run earlier.
         shuffle: False leaves the samples in their order (evaluation).
         pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
         together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
         buckets: Samples of each bucket, where a shard's are to be of one bucket (see `bucket_order`).
 
     Raises:
-        BadInputError: If the batch doesn't divide or there would be no window at all.
+        BadInputError: If the batch doesn't divide or there would be no step at all.
     """
 
     samples: int
@@ -59,7 +59,7 @@ class Plan:
     epochs: int
     last: Last
     seed: int
-    max_windows: int | None = None
+    max_steps: int | None = None
     shuffle: bool = True
     pieces: tuple[int, ...] = ()
     together: int = 0
@@ -73,66 +73,66 @@ class Plan:
                 f"data.global_batch={self.global_batch} is not a multiple of "
                 f"data.micro_batch={self.micro_batch}: choose a micro-batch that divides it"
             )
-        if self.windows > _MOST_WINDOWS:
+        if self.steps > _MOST_STEPS:
             raise BadInputError(
-                f"{self.windows:,} windows are more than {_MOST_WINDOWS:,}: lower epochs or set max_windows"
+                f"{self.steps:,} steps are more than {_MOST_STEPS:,}: lower epochs or set max_steps"
             )
         if self.last == "drop" and self.samples < self.global_batch:
             raise BadInputError(
-                f"window.last=drop leaves no window: {self.samples} samples are fewer than "
-                f"data.global_batch={self.global_batch}; use a smaller batch or window.last=cross"
+                f"step.last=drop leaves no step: {self.samples} samples are fewer than "
+                f"data.global_batch={self.global_batch}; use a smaller batch or step.last=cross"
             )
 
     @property
     def shards(self) -> int:
-        """Shards in a window."""
+        """Shards in a step."""
         return self.global_batch // self.micro_batch
 
     @property
-    def windows(self) -> int:
-        """Windows in the whole run; the number of updates, unless the scaler skips some."""
+    def steps(self) -> int:
+        """Steps in the whole run; the number of updates, unless the scaler skips some."""
         if self.last == "cross":
-            windows = -(-self.samples * self.epochs // self.global_batch)
+            steps = -(-self.samples * self.epochs // self.global_batch)
         else:
-            windows = self.windows_per_epoch * self.epochs
-        return windows if self.max_windows is None else min(windows, self.max_windows)
+            steps = self.steps_per_epoch * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
-    def windows_per_epoch(self) -> int:
-        """Windows of an epoch that starts with its own window (`drop`, `weighted`)."""
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch that starts with its own step (`drop`, `weighted`)."""
         whole, rest = divmod(self.samples, self.global_batch)
         return whole + (rest > 0 and self.last == "weighted")
 
-    def samples_seen(self, windows: int) -> int:
-        """Samples of weight 1 in so many windows from the start."""
+    def samples_seen(self, steps: int) -> int:
+        """Samples of weight 1 in so many steps from the start."""
         if self.last != "weighted":
-            return windows * self.global_batch
-        epochs, rest = divmod(windows, self.windows_per_epoch)
+            return steps * self.global_batch
+        epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + rest * self.global_batch
 
-    def epoch_at(self, windows: int) -> float:
-        """Epochs that so many windows are, with the part of the one under way."""
+    def epoch_at(self, steps: int) -> float:
+        """Epochs that so many steps are, with the part of the one under way."""
         if self.last == "cross":
-            return windows * self.global_batch / self.samples
-        return windows / self.windows_per_epoch
+            return steps * self.global_batch / self.samples
+        return steps / self.steps_per_epoch
 
-    def epochs_done(self, windows: int) -> int:
-        """Epochs whose samples have all been seen after this many windows."""
+    def epochs_done(self, steps: int) -> int:
+        """Epochs whose samples have all been seen after this many steps."""
         if self.last == "cross":
-            return min(windows * self.global_batch // self.samples, self.epochs)
-        return windows // self.windows_per_epoch
+            return min(steps * self.global_batch // self.samples, self.epochs)
+        return steps // self.steps_per_epoch
 
-    def window_samples(self, window: int) -> int:
-        """Samples of weight 1 in a window, over all ranks."""
+    def step_samples(self, step: int) -> int:
+        """Samples of weight 1 in a step, over all ranks."""
         if self.last != "weighted":
             return self.global_batch
-        return min(self.global_batch, self.samples - window % self.windows_per_epoch * self.global_batch)
+        return min(self.global_batch, self.samples - step % self.steps_per_epoch * self.global_batch)
 
     def read(self, shards: Ints) -> Samples:
         """What is in these shards.
 
         Args:
-            shards: int64 (n,), shard numbers counted through the run: window * self.shards + shard.
+            shards: int64 (n,), shard numbers counted through the run: step * self.shards + shard.
 
         Returns:
             Arrays of shape (n, micro_batch).
@@ -141,9 +141,9 @@ class Plan:
             run_position = shards[:, None] * self.micro_batch + np.arange(self.micro_batch)
             epoch, position = np.divmod(run_position, self.samples)
         else:
-            window, shard = np.divmod(shards, self.shards)
-            epoch, window = np.divmod(window, self.windows_per_epoch)
-            start = window * self.global_batch + shard * self.micro_batch
+            step, shard = np.divmod(shards, self.shards)
+            epoch, step = np.divmod(step, self.steps_per_epoch)
+            start = step * self.global_batch + shard * self.micro_batch
             position = start[:, None] + np.arange(self.micro_batch)
             epoch = np.broadcast_to(epoch[:, None], position.shape)
         real = position < self.samples
@@ -154,7 +154,7 @@ class Plan:
         if not self.shuffle:
             return position
         if self.together:
-            return in_windows(self.seed, epoch, position, self.pieces, self.together)
+            return in_blocks(self.seed, epoch, position, self.pieces, self.together)
         if self.buckets:
             cross = self.last == "cross"
             return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch, cross)
@@ -163,10 +163,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a plan: of each window, a contiguous run of its shards.
+    """One rank's part of a plan: of each step, a contiguous run of its shards.
 
     Raises:
-        BadInputError: If the shards of a window can't be shared out evenly.
+        BadInputError: If the shards of a step can't be shared out evenly.
     """
 
     plan: Plan
@@ -182,17 +182,17 @@ class Share:
 
     @property
     def accumulation(self) -> int:
-        """Shards that this rank does in each window."""
+        """Shards that this rank does in each step."""
         return self.plan.shards // self.world
 
     def shards(self, batches: Ints) -> Ints:
         """Shard numbers of this rank's batches, which are counted from 0 through the run; any shape."""
-        window, index = np.divmod(batches, self.accumulation)
-        return np.asarray(window * self.plan.shards + self.rank * self.accumulation + index)
+        step, index = np.divmod(batches, self.accumulation)
+        return np.asarray(step * self.plan.shards + self.rank * self.accumulation + index)
 
-    def batches(self, first_window: int = 0) -> range:
-        """This rank's batches from a window to the end of the run."""
-        return range(first_window * self.accumulation, self.plan.windows * self.accumulation)
+    def batches(self, first_step: int = 0) -> range:
+        """This rank's batches from a step to the end of the run."""
+        return range(first_step * self.accumulation, self.plan.steps * self.accumulation)
 
 
 def evaluation_share(samples: int, micro_batch: int, rank: int, world: int) -> Share:

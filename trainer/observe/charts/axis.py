@@ -135,8 +135,8 @@ def _power(step: int, exponent: int) -> str:
     return base + str(exponent).translate(str.maketrans("-0123456789", raised))
 
 
-def window_axis(last: int) -> Axis:
-    """An axis over the windows of a run, from 0 to the last one exactly."""
+def step_axis(last: int) -> Axis:
+    """An axis over the steps of a run, from 0 to the last one exactly."""
     high = float(max(last, 1))
     factor = next(f for f in (1e9, 1e6, 1e3, 1.0) if high >= 10 * f or f == 1.0)
     letter = {1e9: "G", 1e6: "M", 1e3: "k", 1.0: ""}[factor]

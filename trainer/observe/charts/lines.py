@@ -7,7 +7,7 @@ an SVG within it whose viewBox is stretched to the plot, with strokes that aren'
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from trainer.observe.charts.axis import Axis, Kind, make_axis, window_axis
+from trainer.observe.charts.axis import Axis, Kind, make_axis, step_axis
 from trainer.observe.charts.thin import Cell, Point, thinned
 from trainer.observe.text import count, escaped, number, scaled, share, size
 
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
     Attributes:
         name: What it shows, or of which run.
-        points: Windows and figures; a figure of 0 rows is a gap.
+        points: Steps and figures; a figure of 0 rows is a gap.
         look: Number of its colour; -1: grey and dashed, for limits.
     """
 
@@ -37,13 +37,13 @@ class Line(NamedTuple):
     @property
     def drawn(self) -> list[tuple[int, Cell]]:
         """Without the gaps."""
-        return [(window, cell) for window, cell in self.points if cell.rows]
+        return [(step, cell) for step, cell in self.points if cell.rows]
 
 
 class Mark(NamedTuple):
-    """A window at which something happened: a short label, what it was, and whether that was bad."""
+    """A step at which something happened: a short label, what it was, and whether that was bad."""
 
-    window: int
+    step: int
     label: str
     what: str
     bad: bool
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 def line(name: str, points: Sequence[Point], figure: str, look: int = 0) -> Line:
     """A curve of one figure of the rows."""
     found = thinned([point for point in points if figure in point.cells], _POINTS)
-    return Line(name, [(point.window, point.cells[figure]) for point in found], look)
+    return Line(name, [(point.step, point.cells[figure]) for point in found], look)
 
 
 def written(value: float, kind: Kind, unit: str) -> str:
@@ -77,17 +77,17 @@ def line_chart(
     marks: Sequence[Mark] = (),
     keyed: bool = True,
 ) -> str:
-    """A figure with curves over the windows of a run; nothing if there is nothing to draw.
+    """A figure with curves over the steps of a run; nothing if there is nothing to draw.
 
     Args:
         title: What is shown.
         lines: The curves.
-        last: The last window of the axis.
+        last: The last step of the axis.
         kind: See `trainer.observe.charts.axis.make_axis`, as for the next three.
         unit: What is measured; the label of the axis.
         zero: Whether the axis starts at 0.
         may_log: Whether it may be logarithmic.
-        marks: Windows to mark.
+        marks: Steps to mark.
         keyed: Whether the names of several curves are told with it.
     """
     lines = [one for one in lines if one.drawn]
@@ -95,7 +95,7 @@ def line_chart(
         return ""
     cells = [cell for one in lines for _, cell in one.drawn]
     low, high = min(cell.low for cell in cells), max(cell.high for cell in cells)
-    up, along = make_axis(low, high, kind, unit, zero, may_log), window_axis(last)
+    up, along = make_axis(low, high, kind, unit, zero, may_log), step_axis(last)
     named = [one for one in lines if one.look >= 0]
     told = "; ".join(f"{one.name}: {_told(one, kind, unit)}" for one in lines)
     parts = [
@@ -115,8 +115,8 @@ def _told(one: Line, kind: Kind, unit: str) -> str:
     first, end = drawn[0], drawn[-1]
     low, high = min(cell.low for _, cell in drawn), max(cell.high for _, cell in drawn)
     return (
-        f"{written(first[1].mean, kind, unit)} at window {count(first[0])}, "
-        f"{written(end[1].mean, kind, unit)} at window {count(end[0])}, "
+        f"{written(first[1].mean, kind, unit)} at step {count(first[0])}, "
+        f"{written(end[1].mean, kind, unit)} at step {count(end[0])}, "
         f"from {written(low, kind, unit)} to {written(high, kind, unit)}"
     )
 
@@ -141,7 +141,7 @@ def _look(one: Line) -> str:
     return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
 
 
-def axes(up: Axis, along: Axis, across: str = "window") -> str:
+def axes(up: Axis, along: Axis, across: str = "step") -> str:
     """Lines and figures beside a plot, and what they mean; `across` is what lies along the bottom."""
     parts = []
     for value, text in up.ticks:
@@ -168,21 +168,21 @@ def percent(part: float) -> str:
 def curve(one: Line, up: Axis, along: Axis) -> str:
     """Means as a line, with the range around it where rows were joined; a single point is a dot."""
 
-    def place(window: int, value: float) -> tuple[int, int]:
-        return round(ACROSS * along.at(window)), round(DOWN * (1 - up.at(value)))
+    def place(step: int, value: float) -> tuple[int, int]:
+        return round(ACROSS * along.at(step)), round(DOWN * (1 - up.at(value)))
 
     pieces = list[list[tuple[int, Cell]]]([[]])
-    for window, cell in one.points:
+    for step, cell in one.points:
         if cell.rows:
-            pieces[-1].append((window, cell))
+            pieces[-1].append((step, cell))
         elif pieces[-1]:
             pieces.append([])
     paths = list[str]()
-    means = [[place(window, cell.mean) for window, cell in piece] for piece in pieces if piece]
+    means = [[place(step, cell.mean) for step, cell in piece] for piece in pieces if piece]
     for piece in pieces:
         if any(cell.rows > 1 for _, cell in piece):
-            above = [place(window, cell.high) for window, cell in piece]
-            below = [place(window, cell.low) for window, cell in reversed(piece)]
+            above = [place(step, cell.high) for step, cell in piece]
+            below = [place(step, cell.low) for step, cell in reversed(piece)]
             paths.append(f'<path class="band" d="{_path([*above, *below])}z"/>')
     paths += [f'<path d="{_path(piece)}"/>' for piece in means if len(piece) > 1]
     every = [point for piece in means for point in piece]
@@ -206,7 +206,7 @@ def _path(points: Sequence[tuple[int, int]]) -> str:
 
 
 def _mark(mark: Mark, along: Axis) -> str:
-    x = percent(along.at(mark.window))
+    x = percent(along.at(mark.step))
     return (
         f'<g class="mark{" bad" * mark.bad}"><title>{escaped(mark.what)}</title>'
         f'<line x1="{x}" x2="{x}" y2="100%"/>'

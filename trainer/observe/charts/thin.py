@@ -29,9 +29,9 @@ class Cell(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Neighbouring rows: the window of the last one, how many there are, and their figures."""
+    """Neighbouring rows: the step of the last one, how many there are, and their figures."""
 
-    window: int
+    step: int
     rows: int
     cells: dict[str, Cell]
 
@@ -52,9 +52,9 @@ class Rows:
         self._block: list[tuple[int, Mapping[str, Any]]] = []
         self._stride = 1
 
-    def add(self, window: int, row: Mapping[str, Any]) -> None:
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Takes a row; what isn't a number in it is no figure."""
-        self._block.append((window, row))
+        self._block.append((step, row))
         if len(self._block) < self._stride:
             return
         self._flush()
@@ -77,14 +77,14 @@ class Rows:
                 continue
             keep[name] = self._wanted(name)
         cells = {name: cell for name, values in columns.items() if keep[name] and (cell := _cell(values))}
-        self._points.append(Point(max(window for window, _ in self._block), len(self._block), cells))
+        self._points.append(Point(max(step for step, _ in self._block), len(self._block), cells))
         self._block = []
 
     def points(self) -> list[Point]:
-        """All of them, in the order of their windows; at most twice as many as asked for."""
+        """All of them, in the order of their steps; at most twice as many as asked for."""
         if self._block:
             self._flush()
-        return sorted(self._points, key=lambda point: point.window)
+        return sorted(self._points, key=lambda point: point.step)
 
 
 def _cell(values: Iterable[Any]) -> Cell | None:
@@ -116,7 +116,7 @@ def _joined(one: Point, other: Point) -> Point:
     for name, cell in other.cells.items():
         before = cells.get(name)
         cells[name] = cell if before is None or not before.rows else _sum(before, cell)
-    return Point(max(one.window, other.window), one.rows + other.rows, cells)
+    return Point(max(one.step, other.step), one.rows + other.rows, cells)
 
 
 def _sum(one: Cell, other: Cell) -> Cell:

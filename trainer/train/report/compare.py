@@ -7,7 +7,7 @@ from trainer.observe.charts.axis import Kind as Scale
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import thinned
 from trainer.observe.text import DASH, escaped, plain
-from trainer.train.report.figures import Figure, joined, kinds, last_window, metrics, status, totals
+from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, status, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar
 from trainer.train.report.read import Run
@@ -119,7 +119,7 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     """The same figure of all runs in one chart."""
-    last = max(last_window(run) for run in runs)
+    last = max(last_step(run) for run in runs)
     each = max(40, _POINTS // len(runs))
     train = [thinned(run.train, each) for run in runs]
     evaluation = [thinned(run.evaluation, each) for run in runs]

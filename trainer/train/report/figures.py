@@ -49,11 +49,11 @@ def joined(points: Iterable[Point], name: str) -> Cell | None:
     return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
 
 
-def last_window(run: Run) -> int:
-    """The last window of which a row tells, or an end; at least 1."""
-    ends = [points[-1].window for points in (run.train, run.evaluation) if points]
-    if not ends and is_number(run.manifest.get("windows")):
-        ends = [int(run.manifest["windows"])]
+def last_step(run: Run) -> int:
+    """The last step of which a row tells, or an end; at least 1."""
+    ends = [points[-1].step for points in (run.train, run.evaluation) if points]
+    if not ends and is_number(run.manifest.get("steps")):
+        ends = [int(run.manifest["steps"])]
     return max([1, *(end for end in ends if end < 10**15)])
 
 
@@ -162,15 +162,15 @@ def metric_figure(metric: str) -> Callable[[Run], Figure | None]:
 
     def of(run: Run) -> Figure | None:
         cells = [
-            (p.window, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
+            (p.step, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
         ]
         if not cells:
             return None
         last = float(run.end[metric]) if is_number(run.end.get(metric)) else cells[-1][1].mean
         up = more_is_better(metric)
-        window, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
+        step, cell = (max if up else min)(cells, key=lambda item: item[1].high if up else item[1].low)
         best = cell.high if up else cell.low
-        note = "its best" if math.isclose(best, last) else f"best {number(best)} at window {count(window)}"
+        note = "its best" if math.isclose(best, last) else f"best {number(best)} at step {count(step)}"
         return Figure(last, number(last), note)
 
     return of

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trainer.observe.charts.axis import make_axis, window_axis
+from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import ACROSS, DOWN, STRETCHED, axes, figure_of, percent
 from trainer.observe.charts.thin import Point, thinned
 from trainer.observe.text import count, escaped, share
@@ -22,24 +22,24 @@ PHASES = {
     "evaluation": "evaluating the model",
     "checkpoint": "training stood still for a checkpoint",
     "logging": "figures read and written",
-    "start": "until the first window: late imports, loader workers, a rollback",
-    "end": "after the last window",
+    "start": "until the first step: late imports, loader workers, a rollback",
+    "end": "after the last step",
     "unexplained": "what no timer covers",
 }
 
 
 def phase_chart(points: Sequence[Point], last: int) -> str:
-    """Shares of the wall by phase, over the windows of a run; nothing if no row has timings."""
+    """Shares of the wall by phase, over the steps of a run; nothing if no row has timings."""
     rows = thinned([point for point in points if "time/wall" in point.cells], _BARS)
     rows = [row for row in rows if row.cells["time/wall"].total > 0]
     if not rows:
         return ""
-    along = window_axis(last)
+    along = step_axis(last)
     bars, hatched = dict[str, list[str]](), list[str]()
     before = 0
     for row in rows:
-        x, right = round(ACROSS * along.at(before)), round(ACROSS * along.at(row.window))
-        before, low, wall = row.window, 0.0, row.cells["time/wall"].total
+        x, right = round(ACROSS * along.at(before)), round(ACROSS * along.at(row.step))
+        before, low, wall = row.step, 0.0, row.cells["time/wall"].total
         for phase in PHASES:
             cell = row.cells.get(f"time/{phase}")
             part = max(0.0, cell.total / wall) if cell else 0.0
@@ -62,7 +62,7 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
     ]
     told = "Share of the wall time by phase over the run"
     return figure_of(
-        "Over the run", parts, f"a bar for {count(last / len(rows))} windows, on average", "", told, wide=True
+        "Over the run", parts, f"a bar for {count(last / len(rows))} steps, on average", "", told, wide=True
     )
 
 

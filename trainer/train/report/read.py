@@ -16,7 +16,7 @@ from trainer.observe.charts.thin import Point, Rows
 
 _POINTS = 400
 _LINE = 1 << 20  # bytes of a row; a longer line is none
-_LATEST = 10**15  # windows
+_LATEST = 10**15  # steps
 _TEXTS = 100  # verdicts, incidents: so many of the first and of the last are kept
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
@@ -24,7 +24,7 @@ _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _TRAIN = {"loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
 _TRAIN |= {"samples_per_s", "tokens_per_s", "flops_per_s", "mfu"}
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
-_NO_FIGURE = {"kind", "window", "epoch", "applied", "slow_rank", "slow_phase", "at", "text", "cause"}
+_NO_FIGURE = {"kind", "step", "epoch", "applied", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
 class Checkpoint(NamedTuple):
@@ -67,7 +67,7 @@ class Slow:
     rows: int = 0
     total: float = 0.0
     most: float = 0.0
-    window: int = 0
+    step: int = 0
 
 
 @dataclass
@@ -156,8 +156,8 @@ def _read_rows(run: Run) -> None:
     }
     for line in _lines(run.folder / "metrics.jsonl"):
         row = _parsed(line)
-        window = row.get("window") if row else None
-        if row is None or type(window) is not int or not 0 <= window <= _LATEST:
+        step = row.get("step") if row else None
+        if row is None or type(step) is not int or not 0 <= step <= _LATEST:
             run.unreadable += 1
             continue
         run.rows += 1
@@ -165,9 +165,9 @@ def _read_rows(run: Run) -> None:
         if kind == "memory":
             kind = f"memory {row.get('at')}"
         if kind == "train":
-            _tally(run, window, row)
+            _tally(run, step, row)
         if kind in rows:
-            rows[kind].add(window, row)
+            rows[kind].add(step, row)
         elif kind == "verdict":
             run.verdicts.add(row)
             if row.get("final"):
@@ -179,7 +179,7 @@ def _read_rows(run: Run) -> None:
     run.freed = rows["memory evaluation"].points()
 
 
-def _tally(run: Run, window: int, row: Mapping[str, Any]) -> None:
+def _tally(run: Run, step: int, row: Mapping[str, Any]) -> None:
     """Counts what is told in words."""
     rank, excess = row.get("slow_rank"), row.get("slow_excess")
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
@@ -187,7 +187,7 @@ def _tally(run: Run, window: int, row: Mapping[str, Any]) -> None:
         slow.rows += 1
         slow.total += excess
         if excess > slow.most:
-            slow.most, slow.window = excess, window
+            slow.most, slow.step = excess, step
     reason = row.get("gpu/throttle_reason")
     if isinstance(reason, str) and reason and len(run.throttled) < 100:
         run.throttled[reason[:200]] += 1

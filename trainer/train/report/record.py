@@ -61,11 +61,11 @@ def key_figures(run: Run) -> str:
 
 
 def _progress(run: Run) -> str:
-    windows = run.manifest.get("windows")
-    done = max([0, *(points[-1].window for points in (run.train, run.evaluation) if points)])
-    if not is_number(windows):
-        return f"{count(done)} windows"
-    return f"{count(done)} of {count(windows)} windows"
+    steps = run.manifest.get("steps")
+    done = max([0, *(points[-1].step for points in (run.train, run.evaluation) if points)])
+    if not is_number(steps):
+        return f"{count(done)} steps"
+    return f"{count(done)} of {count(steps)} steps"
 
 
 def what(run: Run) -> str:
@@ -124,7 +124,7 @@ def _attempts(manifest: dict[str, Any]) -> str:
     for one in listed[1 : _ATTEMPTS + 1]:
         changed = "; ".join(escaped(change, 200) for change in _list(one.get("changed"))[:10])
         lines.append(
-            f"{_moment(one.get('started'))} from window {escaped(one.get('window'), 20)}"
+            f"{_moment(one.get('started'))} from step {escaped(one.get('step'), 20)}"
             + (f", changed: {changed}" if changed else "")
         )
     if len(listed) > _ATTEMPTS + 1:
@@ -145,7 +145,7 @@ def findings(run: Run) -> str:
     incidents = [
         [
             _figure(one, "number"),
-            _figure(one, "window"),
+            _figure(one, "step"),
             escaped(one.get("kind"), 40),
             escaped(one.get("policy"), 40),
             *(_figure(one, name) for name in ("loss", "gradient_norm", "median")),
@@ -161,14 +161,14 @@ def findings(run: Run) -> str:
             count(one.rows),
             share(one.total / one.rows),
             share(one.most),
-            count(one.window),
+            count(one.step),
         ]
         for (rank, phase), one in ranked[:10]
     ]
     body = _verdicts(run)
-    heads = ["no.", "window", "kind", "policy", "loss", "gradient norm", "median loss", "time"]
+    heads = ["no.", "step", "kind", "policy", "loss", "gradient norm", "median loss", "time"]
     body += _listed("Incidents", heads, incidents, (0, 1, 4, 5, 6), run.incidents)
-    heads = ["rank", "phase", "rows", "mean cost", "largest", "at window"]
+    heads = ["rank", "phase", "rows", "mean cost", "largest", "at step"]
     body += _listed("Slow ranks", heads, slow, (0, 2, 3, 4, 5))
     if not run.incidents.count:
         body += '<p class="prose">No incidents.</p>'
@@ -182,9 +182,9 @@ def _verdicts(run: Run) -> str:
     rows, causes = list[list[str]](), dict[str, list[tuple[Any, str]]]()
     for one in every:
         cause, text = _told(one)
-        rows.append([_figure(one, "window"), escaped(cause), _share(one.get("share")), escaped(text, 600)])
+        rows.append([_figure(one, "step"), escaped(cause), _share(one.get("share")), escaped(text, 600)])
         causes.setdefault(cause, []).append((one.get("share"), text))
-    listed = _listed("", ["window", "cause", "costs", "verdict"], rows, (0, 2), run.verdicts)
+    listed = _listed("", ["step", "cause", "costs", "verdict"], rows, (0, 2), run.verdicts)
     if len(rows) <= _VERDICTS:
         return f"<h3>Verdicts during the run</h3>{listed}" if rows else ""
     table_rows = []
@@ -238,9 +238,7 @@ def checkpoints(run: Run) -> str:
         for one in run.checkpoints[:50]
     ]
     note = "Those in the folder when this page was written; <code>trainer checkpoints</code> verifies them."
-    return section(
-        "Checkpoints", table(["window", "size", "written"], rows, right=(1,)) if rows else "", note
-    )
+    return section("Checkpoints", table(["step", "size", "written"], rows, right=(1,)) if rows else "", note)
 
 
 def cost(run: Run) -> str:

@@ -6,7 +6,7 @@ from trainer.observe.charts.axis import Kind
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.charts.thin import Cell
 from trainer.observe.text import DASH, count, duration, escaped, share, size
-from trainer.train.report.figures import joined, last_window, metrics, totals
+from trainer.train.report.figures import joined, last_step, metrics, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
 from trainer.train.report.read import Run
@@ -80,15 +80,15 @@ def marks_of(run: Run) -> list[Mark]:
     """Incidents and restarts, for the axes."""
     marks = list[Mark]()
     for number_, incident in enumerate(run.incidents.all()[:_MARKS], 1):
-        window = incident.get("window")
-        if type(window) is int and window > 0:
+        step = incident.get("step")
+        if type(step) is int and step > 0:
             what = f"incident {number_}: {incident.get('kind')}, {incident.get('policy')}"
-            marks.append(Mark(window, str(number_), what, True))
+            marks.append(Mark(step, str(number_), what, True))
     listed = run.manifest.get("attempts")
     for attempt in (listed if isinstance(listed, list) else [])[1:_MARKS]:
-        window = attempt.get("window") if isinstance(attempt, dict) else None
-        if type(window) is int:
-            marks.append(Mark(window, "↻", f"started again after window {window}", False))
+        step = attempt.get("step") if isinstance(attempt, dict) else None
+        if type(step) is int:
+            marks.append(Mark(step, "↻", f"started again after step {step}", False))
     return marks
 
 
@@ -103,13 +103,13 @@ def charts_of(run: Run, charts: Iterable[_Chart]) -> list[str]:
         if not all(figure in _RARE for figure in curves_.values()) or any(
             cell.high > 0 for one in lines for _, cell in one.drawn
         ):
-            drawn.append(line_chart(title, lines, last_window(run), kind, unit, zero=True))
+            drawn.append(line_chart(title, lines, last_step(run), kind, unit, zero=True))
     return drawn
 
 
 def curves(run: Run) -> str:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
-    last, marks = last_window(run), marks_of(run)
+    last, marks = last_step(run), marks_of(run)
 
     def chart(title: str, name: str, unit: str, zero: bool = False, may_log: bool = False) -> str:
         curve = [line(title, run.train, name)]
@@ -152,7 +152,7 @@ def time(run: Run) -> str:
     timed = totals(run)
     if not timed:
         wait = [line("waiting for data", run.train, "data_wait")]
-        chart = line_chart("Waiting for data", wait, last_window(run), "share", " of the time", zero=True)
+        chart = line_chart("Waiting for data", wait, last_step(run), "share", " of the time", zero=True)
         return section("Time", grid(chart), "The rows of this run have no timings by phase.")
     wall = sum(seconds for _, seconds in timed)
     rows = [
@@ -162,7 +162,7 @@ def time(run: Run) -> str:
     body = (
         phase_bar(timed, "Wall time by phase", labelled=True)
         + table(["phase", "share", "time", "what it is"], rows, right=(1, 2), kind="phases")
-        + phase_chart(run.train, last_window(run))
+        + phase_chart(run.train, last_step(run))
     )
     note = f"{duration(wall)} of wall time, each second in one phase."
     collected = joined(run.train, "time/gc")
@@ -193,7 +193,7 @@ def memory(run: Run) -> str:
 
 def _by_epoch(run: Run) -> str:
     """What was held at the start and at the end of epochs: the first, some between, the last."""
-    ends = {point.window: point.cells for point in run.epoch_end}
+    ends = {point.step: point.cells for point in run.epoch_end}
     starts = run.epoch_start
     every = max(1, -(-len(starts) // 6))
     shown = starts[::every] + ([] if (len(starts) - 1) % every == 0 else starts[-1:])
@@ -203,13 +203,11 @@ def _by_epoch(run: Run) -> str:
         return ""
     rows = []
     for point in shown:
-        later = next((ends[window] for window in sorted(ends) if window >= point.window), {})
+        later = next((ends[step] for step in sorted(ends) if step >= point.step), {})
         cells = [found.get(name) for name in names for found in (point.cells, later)]
-        rows.append(
-            [count(point.window), *(size(cell.mean) if cell and cell.rows else DASH for cell in cells)]
-        )
+        rows.append([count(point.step), *(size(cell.mean) if cell and cell.rows else DASH for cell in cells)])
     heads = [f"{name[7:-6]}, {at}" for name in names for at in ("start", "end")]
-    return table(["epoch from window", *heads], rows, right=range(len(heads) + 1))
+    return table(["epoch from step", *heads], rows, right=range(len(heads) + 1))
 
 
 def _freed(run: Run) -> str:

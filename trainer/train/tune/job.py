@@ -20,7 +20,7 @@ from trainer.launch.launcher import launch
 from trainer.launch.signals import Inbox
 from trainer.observe.memory import MIB
 from trainer.train.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, search, sizes_of
-from trainer.train.tune.windows import probe_recipe
+from trainer.train.tune.trial import probe_recipe
 
 _MODULE = "trainer.train.tune.probe"
 _GRACE_SECONDS = 5.0
@@ -94,7 +94,7 @@ def choose(job: Job, starting: Callable[[int, int], object], done: Callable[[Pro
 
 def _samples(job: Job, size: int) -> int:
     data = probe_recipe(job.recipe, size, job.ranks)
-    return int(data["data"]["global_batch"]) * int(data["max_windows"])
+    return int(data["data"]["global_batch"]) * int(data["max_steps"])
 
 
 def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_SECONDS) -> Probe:

@@ -34,7 +34,7 @@ from trainer.train.tune.loader_search import (
 _MOST_SECONDS = 30.0
 _SHARE_OF_RUN = 0.03
 # What a run must be for a first look, which takes three seconds of imports; on a GPU with CUDA's start eight.
-_FEWEST_WINDOWS = 1000
+_FEWEST_STEPS = 1000
 _LEAST_LOADING = {"cpu": 100.0, "cuda": 250.0}  # seconds
 _FIRST_LIMIT, _SHORTEST_TURN, _LONGEST_TURN = 2.0, 0.25, 1.0  # seconds
 
@@ -91,7 +91,7 @@ def for_ranks(
         ranks: To be started here.
         environment: Variables that they will get.
         stored: The run that is gone on with: its workers and prefetch are taken, if they fit here.
-        stop_after: Windows after which the run stops, if it does before its end.
+        stop_after: Steps after which the run stops, if it does before its end.
         say: Tells people that they have to wait.
     """
     if not to_choose(recipe.data, task):
@@ -101,20 +101,20 @@ def for_ranks(
     if stored is not None:
         setting, source = _as_before(stored, grid)
         return words(recipe.data, setting, source)
-    windows = min(make_plan(recipe, task).windows, stop_after or math.inf)
-    if windows < _FEWEST_WINDOWS:
-        return words(recipe.data, grid.start, f"{RULE}: {windows:,} windows are too few to search")
+    steps = min(make_plan(recipe, task).steps, stop_after or math.inf)
+    if steps < _FEWEST_STEPS:
+        return words(recipe.data, grid.start, f"{RULE}: {steps:,} steps are too few to search")
     threads = _threads(recipe, limits, ranks)
     folder, key = cache.cache_folder(os.environ), _key(recipe, limits, ranks, threads)
     kept = cache.read(folder, key)
     if kept is not None and grid.fits(kept.setting):
         return words(recipe.data, kept.setting, f"from the search of {kept.date}")
-    shards = windows * (recipe.data.global_batch // recipe.data.micro_batch)
+    shards = steps * (recipe.data.global_batch // recipe.data.micro_batch)
     loading = shards * seconds_to_read(recipe, task) / max(1.0, limits.cpus)
     if loading < _LEAST_LOADING[device_kind(recipe)]:
         source = f"{RULE}: all the loading is {loading:,.0f} s of these CPUs, too little to search"
         return words(recipe.data, grid.start, source)
-    found, evidence = _measured(recipe, limits, grid, ranks, threads, int(windows), environment, say or _tell)
+    found, evidence = _measured(recipe, limits, grid, ranks, threads, int(steps), environment, say or _tell)
     return words(recipe.data, found.choice, evidence[-1])
 
 
@@ -153,14 +153,14 @@ def seconds_to_read(recipe: Recipe, task: Task) -> float:
     return seconds
 
 
-def turn_for(setting: Loading, per_window: float, accumulation: int, seconds: float) -> Turn:
+def turn_for(setting: Loading, per_step: float, accumulation: int, seconds: float) -> Turn:
     """A turn of about so many seconds: whole rounds of the workers, whose batches come in bursts.
 
     The clock starts when as many batches were taken as the ring holds: while it fills, a setting that
     prepares more ahead does more work than it delivers, and would seem the slower one.
     """
     burst = max(1, math.ceil(setting.workers / accumulation))
-    bursts = max(math.ceil(2 / burst), round(seconds / (per_window * burst)) if per_window else 0)
+    bursts = max(math.ceil(2 / burst), round(seconds / (per_step * burst)) if per_step else 0)
     filled = max(burst, math.ceil(setting.workers * setting.prefetch / accumulation))
     return Turn(setting, filled + 1, burst * bursts, max(_FIRST_LIMIT, 4 * seconds))
 
@@ -170,8 +170,8 @@ def plan_turns(allowed: float, first: Timed) -> tuple[int, float]:
 
     None, 0, if not even two. The best so far takes part in each of the search's three stages.
     """
-    per_window = first.seconds / first.windows
-    shortest = max(_SHORTEST_TURN, 2 * per_window)
+    per_step = first.seconds / first.steps
+    shortest = max(_SHORTEST_TURN, 2 * per_step)
     for settings in range(MOST_SETTINGS, 1, -1):
         seconds = allowed / (REPEATS * (settings + 2)) - first.around
         if seconds >= shortest:
@@ -185,29 +185,29 @@ def _measured(
     grid: Grid,
     ranks: int,
     threads: int,
-    windows: int | None,
+    steps: int | None,
     environment: Mapping[str, str],
     say: Say,
 ) -> tuple[Found, list[str]]:
-    """Searches within the time that a run of so many windows can spare; the last line says how it went."""
+    """Searches within the time that a run of so many steps can spare; the last line says how it went."""
     began = time.monotonic()
     reasons: dict[Loading, str] = {}
     with Prober(recipe, ranks, threads, environment) as prober:
         accumulation = max(1, recipe.data.global_batch // recipe.data.micro_batch // ranks)
-        windows_of_first = 4 * max(1, math.ceil(grid.start.workers / accumulation))
-        turn = turn_for(grid.start, 0.0, accumulation, 0.0)._replace(windows=windows_of_first)
+        steps_of_first = 4 * max(1, math.ceil(grid.start.workers / accumulation))
+        turn = turn_for(grid.start, 0.0, accumulation, 0.0)._replace(steps=steps_of_first)
         first = prober.time(turn, limit_of(turn))
         if isinstance(first, str):
             return Found(grid.start), [f"{RULE}: it could not be measured, {first}"]
-        per_window = first.seconds / first.windows
-        run_seconds = math.inf if windows is None else windows * per_window
+        per_step = first.seconds / first.steps
+        run_seconds = math.inf if steps is None else steps * per_step
         end = began + min(_MOST_SECONDS, _SHARE_OF_RUN * run_seconds)
         most, seconds = plan_turns(end - time.monotonic(), first)
         if not most:
             return Found(grid.start), [
                 f"{RULE}: a search would take more than {_SHARE_OF_RUN:.0%} of about {run_seconds:,.0f} s"
                 if run_seconds * _SHARE_OF_RUN < _MOST_SECONDS
-                else f"{RULE}: windows of {per_window:.3g} s are too long to search in {_MOST_SECONDS:.0f} s"
+                else f"{RULE}: steps of {per_step:.3g} s are too long to search in {_MOST_SECONDS:.0f} s"
             ]
         say(
             f"trainer: looking for workers and prefetch, {end - time.monotonic():.0f} s more at most "
@@ -216,12 +216,12 @@ def _measured(
 
         def measure(setting: Loading) -> float | None:
             left = end - time.monotonic()
-            turn = turn_for(setting, per_window, accumulation, seconds)
+            turn = turn_for(setting, per_step, accumulation, seconds)
             if left < first.around + seconds:
                 raise TimeIsUp
             timed = prober.time(turn, limit_of(turn) if left > limit_of(turn) else left)
             if isinstance(timed, Timed):
-                return timed.windows / timed.seconds
+                return timed.steps / timed.seconds
             if time.monotonic() >= end:
                 raise TimeIsUp
             reasons[setting] = timed
@@ -244,8 +244,8 @@ def _measured(
 
 
 def speed_text(series: list[float]) -> str:
-    """Windows per second, with their spread."""
-    return f"{statistics.median(series):.3g} windows/s ({min(series):.3g} to {max(series):.3g})"
+    """Steps per second, with their spread."""
+    return f"{statistics.median(series):.3g} steps/s ({min(series):.3g} to {max(series):.3g})"
 
 
 def _evidence(found: Found, reasons: Mapping[Loading, str], seconds: float) -> list[str]:

@@ -19,8 +19,8 @@ from trainer.host.files import write_whole
 from trainer.host.limits import Limits
 from trainer.version import __version__
 
-# What decides how fast windows and batches come; neither a run's length nor its seed.
-_PARTS = ("data", "model", "window", "precision", "memory", "compile", "ema", "regularization", "parallel")
+# What decides how fast steps and batches come; neither a run's length nor its seed.
+_PARTS = ("data", "model", "step", "precision", "memory", "compile", "ema", "regularization", "parallel")
 _FILE_BYTES = 1 << 16
 
 

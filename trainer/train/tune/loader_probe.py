@@ -1,4 +1,4 @@
-"""Times a recipe's windows with one setting of the loader after another, in a process of its own.
+"""Times a recipe's steps with one setting of the loader after another, in a process of its own.
 
 The process assembles what a rank would, on that rank's share of the CPUs, without compiling and without the
 other ranks. It ends with its parent, and its workers end with it.
@@ -26,11 +26,11 @@ from trainer.errors import BadInputError
 from trainer.host.limits import keep_to_share, read_limits
 from trainer.launch.signals import SIGNALS
 from trainer.train.run import Parts, assemble, device_kind, make_task
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 _STARTS_WITHIN = 20.0  # seconds
 _MORE = 5.0  # seconds beyond its own limit after which a turn is taken to hang
-_MOST_WINDOWS = 1_000_000
+_MOST_STEPS = 1_000_000
 _WAITING = "OMP_WAIT_POLICY"
 
 
@@ -39,21 +39,21 @@ class Turn(NamedTuple):
 
     Attributes:
         setting: Of the loader.
-        warm_up: Windows before the clock starts.
-        windows: Windows that are timed.
-        limit: Seconds after which a turn is cut, with a window timed at least.
+        warm_up: Steps before the clock starts.
+        steps: Steps that are timed.
+        limit: Seconds after which a turn is cut, with a step timed at least.
     """
 
     setting: Loading
     warm_up: int
-    windows: int
+    steps: int
     limit: float
 
 
 class Timed(NamedTuple):
-    """What a turn took: seconds of so many windows, and of all else."""
+    """What a turn took: seconds of so many steps, and of all else."""
 
-    windows: int
+    steps: int
     seconds: float
     around: float
 
@@ -63,7 +63,7 @@ class Prober:
 
     def __init__(self, recipe: Recipe, ranks: int, threads: int, environment: Mapping[str, str]) -> None:
         """Takes what a rank of this recipe would get."""
-        length = {"epochs": 10**9, "max_windows": _MOST_WINDOWS}
+        length = {"epochs": 10**9, "max_steps": _MOST_STEPS}
         plain = {
             "compile": recipe.compile.model_copy(update={"mode": "none"}),
             "parallel": recipe.parallel.model_copy(update={"reduction": "all_reduce"}),
@@ -114,7 +114,7 @@ class Prober:
         recipe = self._arguments[1]
         variables = {_WAITING: "PASSIVE", **self._environment}
         # Forking takes no imports; but not after another thread or CUDA has begun, nor where OpenMP's threads
-        # would spin while they wait, as they don't in a rank: windows took 20 times as long.
+        # would spin while they wait, as they don't in a rank: steps took 20 times as long.
         quick = device_kind(recipe) == "cpu" and sys.platform == "linux" and threading.active_count() == 1
         quick = quick and os.environ.get(_WAITING) == variables[_WAITING]
         context = multiprocessing.get_context("fork" if quick else "spawn")
@@ -186,21 +186,21 @@ def _serve(
 def _do(
     turn: Turn, done: int, parts: Parts, source: Source, recipe: Recipe, device: torch.device
 ) -> tuple[Timed, int]:
-    """Does a turn from window `done` on; returns also the window after its last."""
+    """Does a turn from step `done` on; returns also the step after its last."""
     began = time.perf_counter()
     training = parts.training
     config = recipe.data.model_copy(update=turn.setting._asdict())
     with _closing(RingLoader(source, device, turn.setting.workers, config)) as loader:
         batches = loader(training.share.batches(done))
         for _ in range(turn.warm_up):
-            train_window(training, batches, done)
+            train_step(training, batches, done)
             done += 1
             if time.perf_counter() - began > turn.limit:
                 break
         _wait(device)
         first, start = done, time.perf_counter()
-        while done < first + turn.windows:
-            train_window(training, batches, done)
+        while done < first + turn.steps:
+            train_step(training, batches, done)
             done += 1
             if time.perf_counter() - began > turn.limit:
                 break

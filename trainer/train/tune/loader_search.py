@@ -62,7 +62,7 @@ class Found:
 
     Attributes:
         choice: The setting to take.
-        speeds: Windows per second of each setting, turn by turn.
+        speeds: Steps per second of each setting, turn by turn.
         failed: Settings that were left out.
     """
 
@@ -83,7 +83,7 @@ def search(grid: Grid, measure: Callable[[Loading], float | None], most: int = M
 
     Args:
         grid: What may be chosen.
-        measure: Windows per second of a setting, None if it can't be used; raises `TimeIsUp`.
+        measure: Steps per second of a setting, None if it can't be used; raises `TimeIsUp`.
         most: How many settings may be measured.
     """
     speeds: Speeds = {}

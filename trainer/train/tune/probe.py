@@ -35,7 +35,7 @@ def main(folder: Path) -> int:
         write_whole(folder / f"rank-{rank}.json", json.dumps(told))
 
     request = json.loads((folder / "request.json").read_bytes())
-    from trainer.train.tune.windows import train_some  # after the signals have a handler: it imports torch
+    from trainer.train.tune.trial import train_some  # after the signals have a handler: it imports torch
 
     with contextlib.suppress(ImportError):
         import torch.distributed.nn  # noqa: F401  (makes a folder, which a rank that is killed would leave)

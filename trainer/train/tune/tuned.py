@@ -25,7 +25,7 @@ _FREE = (
     "data.micro_batch",
     "seed",
     "epochs",
-    "max_windows",
+    "max_steps",
     "evaluate_every",
     "data.on_corrupt",
     "data.corrupt_budget",

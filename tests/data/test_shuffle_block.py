@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trainer.config.training import Last
-from trainer.data.sampling.piece_order import in_windows
+from trainer.data.sampling.piece_order import in_blocks
 from trainer.data.sampling.plan import Plan, Share
 from trainer.rng import Ints, permuted
 
@@ -18,7 +18,7 @@ sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda piec
 
 def epoch_of(pieces: list[int], together: int, seed: int = 0, epoch: int = 0) -> Ints:
     total = sum(pieces)
-    return in_windows(seed, np.full(total, epoch), np.arange(total), tuple(pieces), together)
+    return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(pieces), together)
 
 
 def runs(pieces: list[int], order: Ints) -> list[int]:
@@ -34,10 +34,10 @@ def test_an_epoch_is_a_permutation(pieces: list[int], together: int, seed: int, 
 
 
 @given(pieces=sizes, together=st.integers(1, 31), seed=st.integers(0, 9), epoch=st.integers(0, 9))
-def test_a_stretch_needs_the_pieces_of_its_window_only(
+def test_a_stretch_needs_the_pieces_of_its_block_only(
     pieces: list[int], together: int, seed: int, epoch: int
 ) -> None:
-    """Wherever one looks, what is needed from there on and was needed before is less than a window's."""
+    """Wherever one looks, what is needed from there on and was needed before is less than a block's."""
     order = epoch_of(pieces, together, seed, epoch)
     piece = np.repeat(np.arange(len(pieces)), pieces)[order]
     first = {number: int(np.flatnonzero(piece == number)[0]) for number in set(piece.tolist())}
@@ -46,13 +46,13 @@ def test_a_stretch_needs_the_pieces_of_its_window_only(
         assert sum(first[number] <= position <= last[number] for number in first) <= together
 
 
-def test_windows_are_shuffled_in_themselves_and_pieces_among_each_other() -> None:
+def test_blocks_are_shuffled_in_themselves_and_pieces_among_each_other() -> None:
     pieces, together = [50] * 12, 4
     order = epoch_of(pieces, together)
     piece = (order // 50).reshape(3, 200)
-    for window in piece:
-        assert np.bincount(window, minlength=12)[np.unique(window)].tolist() == [50] * 4
-        changes = int((window[1:] != window[:-1]).sum())
+    for block in piece:
+        assert np.bincount(block, minlength=12)[np.unique(block)].tolist() == [50] * 4
+        changes = int((block[1:] != block[:-1]).sum())
         assert 120 < changes < 180  # of 199 neighbours three quarters lie in different pieces
     assert sorted(runs(pieces, order)) != runs(pieces, order)
     inside = order[:200][piece[0] == piece[0, 0]] % 50
@@ -63,23 +63,21 @@ def test_windows_are_shuffled_in_themselves_and_pieces_among_each_other() -> Non
     assert (order == epoch_of(pieces, together, seed=1)).mean() < 0.05
 
 
-def test_seed_and_window_key_the_order_inside() -> None:
+def test_seed_and_block_key_the_order_inside() -> None:
     one, other = (epoch_of([100], 1, seed=seed) for seed in (0, 1))
     assert (one == other).mean() < 0.1
     first, second = epoch_of([100, 100], 1).reshape(2, 100) % 100
     assert (first == second).mean() < 0.1
 
 
-def test_pieces_come_to_each_window_and_samples_to_each_place_equally_often() -> None:
-    """Chi-squared over many epochs: (piece, window), and (sample, place in its window)."""
+def test_pieces_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
+    """Chi-squared over many epochs: (piece, block), and (sample, place in its block)."""
     epochs, pieces = 1000, [5] * 6
     epoch = np.repeat(np.arange(epochs), 30)
-    order = in_windows(3, epoch, np.tile(np.arange(30), epochs), tuple(pieces), 2).reshape(epochs, 30)
-    window_of = (
-        np.stack([np.bincount((order[:, at * 10 : at * 10 + 10] // 5).ravel()) for at in range(3)]) / 5
-    )
+    order = in_blocks(3, epoch, np.tile(np.arange(30), epochs), tuple(pieces), 2).reshape(epochs, 30)
+    block_of = np.stack([np.bincount((order[:, at * 10 : at * 10 + 10] // 5).ravel()) for at in range(3)]) / 5
     place_of = np.stack([np.bincount(order[:, at::10].ravel(), minlength=30) for at in range(10)])
-    for counts, freedom in ((window_of, 2 * 5), (place_of, 9 * 29)):
+    for counts, freedom in ((block_of, 2 * 5), (place_of, 9 * 29)):
         statistic = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
         assert statistic < freedom + 6 * (2 * freedom) ** 0.5
 
@@ -103,7 +101,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plan=plans())
 def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan) -> None:
-    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.windows * plan.shards)))
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.shards)))
     for number in range(plan.epochs):
         seen = sample[(epoch == number) & (weight > 0)]
         expected = epoch_of(list(plan.pieces), plan.together, plan.seed, number)
@@ -112,10 +110,10 @@ def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan)
 
 
 @given(plan=plans(), world=st.sampled_from((1, 2, 4)))
-def test_any_world_size_reads_the_same_windows(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.windows * plan.shards)).sample.reshape(plan.windows, -1)
+def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
+    whole = plan.read(np.arange(plan.steps * plan.shards)).sample.reshape(plan.steps, -1)
     parts = [
-        plan.read(share.shards(np.arange(len(share.batches())))).sample.reshape(plan.windows, -1)
+        plan.read(share.shards(np.arange(len(share.batches())))).sample.reshape(plan.steps, -1)
         for share in (Share(plan, rank, world) for rank in range(world))
     ]
     assert np.array_equal(np.concatenate(parts, 1), whole)
@@ -123,15 +121,15 @@ def test_any_world_size_reads_the_same_windows(plan: Plan, world: int) -> None:
 
 @given(plan=plans(), data=st.data())
 def test_a_batch_is_the_same_alone_and_among_others(plan: Plan, data: st.DataObject) -> None:
-    shard = data.draw(st.integers(0, plan.windows * plan.shards - 1))
-    whole = plan.read(np.arange(plan.windows * plan.shards)).sample
+    shard = data.draw(st.integers(0, plan.steps * plan.shards - 1))
+    whole = plan.read(np.arange(plan.steps * plan.shards)).sample
     assert np.array_equal(plan.read(np.array([shard])).sample[0], whole[shard])
 
 
 def test_the_plain_order_is_the_one_without_pieces() -> None:
     plain = Plan(100, 10, 5, 3, "cross", 7)
     pieces = Plan(100, 10, 5, 3, "cross", 7, pieces=(40, 60))
-    shards = np.arange(plain.windows * plain.shards)
+    shards = np.arange(plain.steps * plain.shards)
     assert np.array_equal(plain.read(shards).sample, pieces.read(shards).sample)
     epoch, position = np.divmod(np.arange(300), 100)
     assert np.array_equal(plain.read(shards).sample.flatten(), permuted(7, epoch, position, 100))

@@ -1,4 +1,4 @@
-"""A few windows of a run in this process, and a packaged recipe on little data: what tests of tasks share."""
+"""A few steps of a run in this process, and a packaged recipe on little data: what tests of tasks share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from trainer.distributed.parallel import World
 from trainer.train.evaluate import evaluate
 from trainer.train.run import assemble, check_request, make_task
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
@@ -32,18 +32,18 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def train_some(
-    recipe: Recipe, task: Any, windows: range, state: State | None = None, world: World = ALONE
+    recipe: Recipe, task: Any, steps: range, state: State | None = None, world: World = ALONE
 ) -> tuple[State, list[float]]:
-    """Trains some windows of a run, from a saved state; gives the state after them, and the losses."""
+    """Trains some steps of a run, from a saved state; gives the state after them, and the losses."""
     training, loader = (parts := assemble(recipe, task, world, 0)).training, parts.loader
     if state is not None:
-        load_tensors(training, windows.start, state)
+        load_tensors(training, steps.start, state)
     training.replica.train()
-    batches = loader(training.share.batches(windows.start))
+    batches = loader(training.share.batches(steps.start))
     losses = []
-    for window in windows:
+    for step in steps:
         training.loss.zero_()
-        train_window(training, batches, window)
+        train_step(training, batches, step)
         losses.append(float(training.loss))
     loader.close()
     parts.evaluation_loader.close()
@@ -59,13 +59,13 @@ def assert_same_bits(one: State, other: State) -> None:
 
 
 def dry_run(name: str, settings: Sequence[str]) -> dict[str, float]:
-    """One window and an evaluation of a packaged recipe, on the CPU with changed settings."""
+    """One step and an evaluation of a packaged recipe, on the CPU with changed settings."""
     recipe = Recipe.model_validate(override(read_recipe(name), ["parallel.threads=1", *settings]))
     task = make_task(recipe)
     check_request(recipe, task, 1)
     parts = assemble_alone(recipe, task)
     parts.training.replica.train()
-    train_window(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
     assert bool(parts.training.loss.isfinite()) and float(parts.training.loss) > 0
     args = parts.evaluation_loader, parts.evaluation_share, ALONE, recipe.precision
     return evaluate(task, parts.training.model, *args)

@@ -1,4 +1,4 @@
-"""What happens between two windows: evaluation, checkpoints, stops."""
+"""What happens between two steps: evaluation, checkpoints, stops."""
 
 import math
 import os
@@ -40,13 +40,13 @@ class Incident(Exception):  # noqa: N818  (as above)
     """A guard found what ends this attempt."""
 
     def __init__(self, finding: Finding, done: int) -> None:
-        """Found after so many windows."""
+        """Found after so many steps."""
         super().__init__(str(finding))
         self.finding, self.done = finding, done
 
 
-class BetweenWindows:
-    """Trains, and does between two windows what is due there.
+class BetweenSteps:
+    """Trains, and does between two steps what is due there.
 
     Attributes:
         run_id: For the checkpoints; rank 0's, who writes them.
@@ -73,12 +73,12 @@ class BetweenWindows:
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
-        self._agreement = Agreement(world.control or world.group, progress.window)
+        self._agreement = Agreement(world.control or world.group, progress.step)
         self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
-        self._windows = self._plan.windows
+        self._steps = self._plan.steps
         self._began = time.monotonic()
         self._set_due()
-        self._start = progress.window
+        self._start = progress.step
         self._is_best = False
         self.run_id = ""
 
@@ -90,21 +90,21 @@ class BetweenWindows:
             Stopped: After a signal, without one.
             Incident: After bad numbers, on every rank.
         """
-        start = self._progress.window
+        start = self._progress.step
         if start == 0:
             self._tell_memory(0, "start")
-        windows = range(start, self._plan.windows)
+        steps = range(start, self._plan.steps)
         batches = self._training.share.batches(start)
         self._meter.left_out = self._left_out
         train(
             self._training,
             self._parts.loader(batches),
-            windows,
+            steps,
             self._meter,
             self._recipe.log.every,
             _evaluation_due(self._recipe.evaluate_every, self._plan),
             self._evaluate,
-            self.window_done,
+            self.step_done,
             self._recipe.compile.warm_up,
             self._left_out,
         )
@@ -127,7 +127,7 @@ class BetweenWindows:
         if freed := after_evaluation(self._recipe.memory, self._world.device):
             self._tell_memory(done, "evaluation", freed)
         epoch = round(self._plan.epoch_at(done), 4)
-        self._meter.emit({"kind": "evaluation", "window": done, "epoch": epoch, **figures})
+        self._meter.emit({"kind": "evaluation", "step": done, "epoch": epoch, **figures})
         progress = self._progress
         progress.figures = figures
         metric = figures[t.task.metric]
@@ -136,23 +136,23 @@ class BetweenWindows:
         if self._is_best:
             progress.best = (score, done)
 
-    def window_done(self, done: int) -> None:
+    def step_done(self, done: int) -> None:
         """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
         if self._profile is not None:
-            self._profile.window_done(done)
+            self._profile.step_done(done)
         if self._display is not None:
-            self._display.window_done(done)
+            self._display.step_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
                 self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
         if self._plan.epochs_done(done) > self._plan.epochs_done(done - 1):
             self._tell_memory(done, "end")
-            if done < self._windows:
+            if done < self._steps:
                 self._tell_memory(done, "start")
-        self._look(done, now=done == self._windows)
+        self._look(done, now=done == self._steps)
         overdue = time.monotonic() > self._due_at
         decision = self._agreement.after(done, requested() or 0, overdue)
         due = done == self._stop_after or (self._every > 0 and done % self._every == 0)
-        if done == self._windows:
+        if done == self._steps:
             # What the run can be extended from, or finished from if its weights can't be written.
             if self._every > 0 or self._recipe.checkpoint.minutes > 0:
                 self._save(done)
@@ -167,13 +167,13 @@ class BetweenWindows:
             self.stop(decision.signal, done)
 
     def _tell_memory(self, done: int, at: str, more: Mapping[str, float] | None = None) -> None:
-        """After so many windows, where an epoch starts or ends, or after an evaluation."""
+        """After so many steps, where an epoch starts or ends, or after an evaluation."""
         if self._meter.sinks:
             row = memory_row(done, round(self._plan.epoch_at(done), 4), at, self._world.device)
             self._meter.emit({**row, **(more or {})})
 
     def _look(self, done: int, now: bool) -> None:
-        """Raises what the guard finds; on all ranks after the same window."""
+        """Raises what the guard finds; on all ranks after the same step."""
         if self._guard is not None and (finding := self._guard.look(done, now)):
             self._meter.stage(done)
             self._meter.deliver()
@@ -200,7 +200,7 @@ class BetweenWindows:
         meter.deliver()
         now = Progress(
             done,
-            meter.window,
+            meter.step,
             losses.tolist(),
             meter.busy_seconds,
             meter.timed_samples,
@@ -224,7 +224,7 @@ class BetweenWindows:
 
         Args:
             number: The signal that asked for it; 0: `stop_after`.
-            done: Windows done.
+            done: Steps done.
 
         Raises:
             Requeue: There is a checkpoint to go on from.
@@ -234,18 +234,18 @@ class BetweenWindows:
         newest = self._writer.newest() if self._writer is not None else None
         kept = torch.tensor([0 if newest is None else newest + 1])
         sum_over_ranks(kept, self._world.control or self._world.group)
-        window = int(kept) - 1
-        where = "from there" if window == done else f"after window {window}, its newest checkpoint"
+        step = int(kept) - 1
+        where = "from there" if step == done else f"after step {step}, its newest checkpoint"
         if not number:
-            if window < 0:
+            if step < 0:
                 raise BadInputError(
                     f"--stop-after {done}: no checkpoint could be written; make room on the disk"
                 )
-            raise Requeue(f"stopped after window {done} as asked; without --stop-after it goes on {where}")
+            raise Requeue(f"stopped after step {done} as asked; without --stop-after it goes on {where}")
         name, how = signal.Signals(number), _with(command(os.environ, sys.argv))
-        if window < 0:
+        if step < 0:
             raise Stopped(name, "no checkpoint could be written to go on from")
-        raise Requeue(f"stopped by {name.name} after window {done}; the same command goes on {where}{how}")
+        raise Requeue(f"stopped by {name.name} after step {done}; the same command goes on {where}{how}")
 
 
 def _with(typed: str) -> str:
@@ -255,9 +255,9 @@ def _with(typed: str) -> str:
 
 
 def _evaluation_due(every: int, plan: Plan) -> Callable[[int], bool]:
-    def due(windows: int) -> bool:
-        if windows == plan.windows:
+    def due(steps: int) -> bool:
+        if steps == plan.steps:
             return True
-        return every > 0 and plan.epochs_done(windows) // every > plan.epochs_done(windows - 1) // every
+        return every > 0 and plan.epochs_done(steps) // every > plan.epochs_done(steps - 1) // every
 
     return due

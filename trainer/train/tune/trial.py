@@ -1,4 +1,4 @@
-"""What a probe trains: all that a run holds, in few windows, without a run folder.
+"""What a probe trains: all that a run holds, in few steps, without a run folder.
 
 The real model, data and loader, optimiser state, average, compiled code, the copy that a checkpoint is
 written from, and batches of evaluation.
@@ -30,29 +30,29 @@ from trainer.train.explain import memory_explained
 from trainer.train.loading import settle
 from trainer.train.run import Parts, assemble, device_kind, make_task
 from trainer.train.state import tensors_of
-from trainer.train.step import train_window
+from trainer.train.step import train_step
 
 Tell = Callable[[dict[str, Any]], None]
 
 _EVALUATED = 2  # batches on each rank
-_TIMED = 10  # windows at most, if they take less than:
+_TIMED = 10  # steps at most, if they take less than:
 _TIMED_SECONDS = 0.5
 
 
 def probe_recipe(recipe: Recipe, micro_batch: int, ranks: int) -> dict[str, Any]:
-    """Values of a recipe that shows the same peak in few windows.
+    """Values of a recipe that shows the same peak in few steps.
 
-    A window of two micro-batches holds what one of many does: gradients, and the activations of one. But a
-    tree of sums grows with the window. Two windows at least, for optimiser state appears in the first.
+    A step of two micro-batches holds what one of many does: gradients, and the activations of one. But a
+    tree of sums grows with the step. Two steps at least, for optimiser state appears in the first.
     """
     values = recipe.model_dump(mode="json")
     accumulation = recipe.data.global_batch // (micro_batch * ranks)
     if recipe.parallel.reduction != "tree":
         accumulation = min(accumulation, 2)
     values["data"] |= {"micro_batch": micro_batch, "global_batch": micro_batch * ranks * accumulation}
-    windows = recipe.compile.warm_up + 1 + _TIMED
-    last = "weighted" if recipe.window.last == "weighted" else "cross"
-    values |= {"window": {"last": last}, "epochs": 10**9, "max_windows": windows, "evaluate_every": 0}
+    steps = recipe.compile.warm_up + 1 + _TIMED
+    last = "weighted" if recipe.step.last == "weighted" else "cross"
+    values |= {"step": {"last": last}, "epochs": 10**9, "max_steps": steps, "evaluate_every": 0}
     return values
 
 
@@ -83,36 +83,36 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
         stack.callback(parts.evaluation_loader.close)
         tell({"held": _holders(parts)})
         with memory_explained(recipe, parts, world, None):
-            if not _windows(recipe, parts, world, tell):
+            if not _steps(recipe, parts, world, tell):
                 return EXIT_REQUEUE
             _evaluate(recipe, parts, world)
         tell(_peaks(world.device))
     return EXIT_DONE
 
 
-def _windows(recipe: Recipe, parts: Parts, world: World, tell: Tell) -> bool:
+def _steps(recipe: Recipe, parts: Parts, world: World, tell: Tell) -> bool:
     """False: a signal ended them."""
     t = parts.training
     t.replica.train()
     batches = parts.loader(t.share.batches())
     staged: Any = None
     timed, end, began = recipe.compile.warm_up, recipe.compile.warm_up + 1, 0.0
-    for window in range(t.share.plan.windows):
+    for step in range(t.share.plan.steps):
         if requested():
             return False
-        if window == timed:
+        if step == timed:
             began = _now(world.device)
-        train_window(t, batches, window)
-        if window == 0:
+        train_step(t, batches, step)
+        if step == 0:
             tell({"held": _holders(parts)})
-            # Of the rank that writes checkpoints; it is there while the next windows are trained.
+            # Of the rank that writes checkpoints; it is there while the next steps are trained.
             staged = stage(tensors_of(t)) if world.rank == 0 else None
-        if window == timed:
+        if step == timed:
             # As many more on every rank as the mean of their times allows.
             took = torch.tensor(_now(world.device) - began, device=world.device)
             mean = float(sum_over_ranks(took, world.group)) / world.size
             end += min(_TIMED, int(_TIMED_SECONDS / max(mean, 1e-3)))
-        if window + 1 == end:
+        if step + 1 == end:
             break
     seconds = (_now(world.device) - began) / (end - timed)
     tell({"samples_per_s": t.share.plan.global_batch / seconds})
