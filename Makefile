@@ -43,7 +43,7 @@ help: ## list the targets and variables
 	@echo '  variables: RECIPE=$(RECIPE) GPUS= OUT= ARGS= STACK=$(STACK) PYTHON= GROUPS= RUN='
 	@echo '  container: RUNTIME=$(RUNTIME) (auto, local, container) IMAGE= DATA=folder outside this one REGISTRY='
 
-train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch=64"
+train: ## train RECIPE; GPUS=2 or GPUS=0,1, OUT=folder, RESUME=1, ARGS="--set data.micro_batch_size=64"
 	$(call script,runtime.py train --runtime $(RUNTIME) $(where) --venv $(VENV) $(if $(GPUS),--gpus $(GPUS)) \
 		-- $(RECIPE) $(if $(OUT),--out "$(OUT)") $(if $(RESUME),--resume $(if $(OUT),auto,newest)) $(ARGS))
 

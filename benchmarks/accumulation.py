@@ -28,7 +28,7 @@ from trainer.observe.conditions import conditions
 from trainer.train.run import assemble
 from trainer.train.step import train_step
 
-MICRO_BATCH, CLASSES = 2, 4
+MICRO_BATCH_SIZE, CLASSES = 2, 4
 _LENGTH, _FEATURES = 5, 3
 _LARGEST_ERROR = 1e-12
 
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, float64 (samples, 5, 3); their classes, int64 (samples, 5), -100 where not valid."""
         random = torch.Generator().manual_seed(self.micro_batches)
-        samples = self.micro_batches * MICRO_BATCH
+        samples = self.micro_batches * MICRO_BATCH_SIZE
         x = torch.randn(samples, _LENGTH, _FEATURES, dtype=torch.float64, generator=random)
         y = torch.randint(CLASSES, (samples, _LENGTH), generator=random)
         if self.tokens_vary:
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
     def loader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
         """The data as libraries like it: micro-batches in order."""
-        return DataLoader(TensorDataset(*self.data()), batch_size=MICRO_BATCH)
+        return DataLoader(TensorDataset(*self.data()), batch_size=MICRO_BATCH_SIZE)
 
 
 def steps_due(case: Case, last: Literal["cross", "weighted"] = "weighted") -> list[int]:
@@ -224,7 +224,10 @@ def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
     recorded = Recorded(f"its own step, step.last={last}")
     values: dict[str, Any] = {
         "epochs": 1,
-        "data": {"global_batch": MICRO_BATCH * case.accumulation, "micro_batch": MICRO_BATCH},
+        "data": {
+            "global_batch_size": MICRO_BATCH_SIZE * case.accumulation,
+            "micro_batch_size": MICRO_BATCH_SIZE,
+        },
         "step": {"last": last},
         "parallel": {"threads": 1},
     }

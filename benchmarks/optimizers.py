@@ -122,7 +122,7 @@ def prepare(job: Job) -> Parts:
     model, batch, updates = job.setting
     task = _task(model)
     digits = read_recipe("digits")
-    digits["data"] |= {"global_batch": batch, "micro_batch": batch}
+    digits["data"] |= {"global_batch_size": batch, "micro_batch_size": batch}
     digits["optim"] |= {"lr": job.rate}
     digits["ema"] = {"decay": 0.0}
     if job.optimizer == "sgd":  # its weight decay is part of the gradient; the recipe's would stop it

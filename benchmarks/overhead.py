@@ -209,7 +209,7 @@ def tiny_recipe(steps: int) -> Recipe:
     values: dict[str, Any] = {
         "epochs": -(-steps * _BATCH // _SAMPLES),
         "max_steps": steps,
-        "data": {"global_batch": _BATCH, "micro_batch": _BATCH},
+        "data": {"global_batch_size": _BATCH, "micro_batch_size": _BATCH},
         "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "parallel": {"threads": 1},

@@ -27,7 +27,7 @@ from trainer.observe.conditions import conditions
 from trainer.train.run import assemble, make_task
 from trainer.train.step import Training
 
-_SHARDS, _MICRO_BATCH, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
+_SHARDS, MICRO_BATCH_SIZE, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
 _MIB = 1 << 20
 _REDUCTIONS = ("all_reduce", "tree")
 
@@ -76,7 +76,7 @@ def bench_reduction(rounds: int, target: float) -> int:
     print(
         f"{conditions()}\n"
         f"small_resnet of width {_WIDTH} on {_IMAGE} x {_IMAGE} pixels, {alone.gradients / _MIB:.1f} MiB of "
-        f"gradients, a step of {_SHARDS} micro-batches of {_MICRO_BATCH}, 1 CPU thread a rank, median of "
+        f"gradients, a step of {_SHARDS} micro-batches of {MICRO_BATCH_SIZE}, 1 CPU thread a rank, median of "
         f"{rounds} interleaved rounds\n"
         f"one rank:   {_times(alone)}\n"
         f"            target {target:.2f}: {verdict}\n"
@@ -144,13 +144,13 @@ def _measure(world: World, rounds: int) -> _Price:
 
 def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable[[], float]]:
     """A run with one of the reductions, and what does some of its steps and returns the seconds."""
-    samples = _SHARDS * _MICRO_BATCH
+    samples = _SHARDS * MICRO_BATCH_SIZE
     recipe = Recipe.model_validate(
         {
             "epochs": _STEPS * (rounds + 3),
             "data": {
                 **{"name": "synthetic", "image_size": _IMAGE, "samples": samples, "classes": 10},
-                **{"global_batch": samples, "micro_batch": _MICRO_BATCH},
+                **{"global_batch_size": samples, "micro_batch_size": MICRO_BATCH_SIZE},
             },
             "model": {"width": _WIDTH},
             "optim": {"clip": 1.0},

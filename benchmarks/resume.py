@@ -68,7 +68,7 @@ def _started(seed: int) -> Parts:
     torch.manual_seed(seed)  # as a process would have it; nothing may depend on it
     values: dict[str, Any] = {
         "epochs": EPOCHS,
-        "data": {"global_batch": BATCH, "micro_batch": BATCH},
+        "data": {"global_batch_size": BATCH, "micro_batch_size": BATCH},
         "optim": {"lr": RATE},
         "parallel": {"threads": 1},
     }

@@ -79,7 +79,12 @@ def bench(key: str, *words: str) -> Step:
     return Step(key, ("-m", *words), "code")
 
 
-_LARGE = ("data.global_batch=256", "data.micro_batch=256", "model.channels_last=true", "compile.mode=default")
+_LARGE = (
+    "data.global_batch_size=256",
+    "data.micro_batch_size=256",
+    "model.channels_last=true",
+    "compile.mode=default",
+)
 _SHORT = ("evaluate_every=0", "epochs=1000000", "checkpoint.minutes=0")
 _BF16 = train(
     *(
@@ -207,7 +212,7 @@ TARGETS = (
             part("photographs", "photographs", "{work}/photographs"),
             train(
                 *("jpeg", "resnet50-imagenet", "data.path={work}/photographs", *_LARGE, *_SHORT),
-                *("data.evaluation_batch=64", "max_steps=120", "log.every=20"),
+                *("data.eval_batch_size=64", "max_steps=120", "log.every=20"),
             ),
         ),
         _real,
@@ -217,8 +222,14 @@ TARGETS = (
         "MFU at least 50 %",
         (
             train(
-                *("gpt2", "gpt2-124m", "data.name=synthetic", "data.global_batch=64", "data.micro_batch=32"),
-                *("data.evaluation_batch=8", *_SHORT, "max_steps=60", "log.every=10"),
+                *(
+                    "gpt2",
+                    "gpt2-124m",
+                    "data.name=synthetic",
+                    "data.global_batch_size=64",
+                    "data.micro_batch_size=32",
+                ),
+                *("data.eval_batch_size=8", *_SHORT, "max_steps=60", "log.every=10"),
             ),
         ),
         _mfu,
@@ -278,7 +289,7 @@ TARGETS = (
                     "--rounds",
                     "7",
                 ),
-                *("--steps", "5", "--set", "data.micro_batch=256"),
+                *("--steps", "5", "--set", "data.micro_batch_size=256"),
             ),
         ),
         _code("price"),

@@ -98,7 +98,7 @@ def small_recipe(mode: str, batch: int, steps: int) -> Recipe:
     values: dict[str, Any] = {
         "epochs": -(-steps // _BATCHES),
         "max_steps": steps,
-        "data": {"global_batch": batch, "micro_batch": batch, "resident": True},  # as by hand
+        "data": {"global_batch_size": batch, "micro_batch_size": batch, "resident": True},  # as by hand
         "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "precision": {"mode": "bf16"},
@@ -165,7 +165,7 @@ def by_hand(
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, fused=True)
     all_x, all_y = torch.from_numpy(task.x).to(device), torch.from_numpy(task.y).to(device)
-    batch = recipe.data.micro_batch
+    batch = recipe.data.micro_batch_size
     x, y = all_x[:batch].clone(), all_y[:batch].clone()
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ IMAGE = f"registry.example/trainer@sha256:{64 * '0'}"
 COMMON: dict[str, Any] = {
     "recipe": "resnet50-imagenet",
     # The recipe's global batch of 256, shared out to as many as 32 ranks.
-    "settings": ("data.micro_batch=8",),
+    "settings": ("data.micro_batch_size=8",),
     "name": "resnet50",
     "image": IMAGE,
     "data": "pvc:imagenet",

@@ -68,21 +68,21 @@ def kinds() -> list[dict[str, Any]]:
 
 def recipe_of(kind: dict[str, Any]) -> Recipe:
     """The recipe digits, short, with the parts of a kind."""
-    micro_batch = 32 // kind["accumulation"]
+    micro_batch_size = 32 // kind["accumulation"]
     return Recipe.model_validate(
         {
             "epochs": 3,
             "max_steps": 60,
             "evaluate_every": 1,
             "data": {
-                **{"name": "digits", "global_batch": 32, "micro_batch": micro_batch},
+                **{"name": "digits", "global_batch_size": 32, "micro_batch_size": micro_batch_size},
                 **{"resident": kind["workers"] == 0, "workers": kind["workers"], "augment": kind["augment"]},
             },
             "model": {"width": 8, "dropout": kind["dropout"], "channels_last": kind["channels_last"]},
             "precision": {"mode": kind["mode"], "initial_scale": 2.0**24, "growth_interval": 20},
             "optim": {"name": kind["optim"], "lr": 0.01, "clip": 1.0},
             "ema": kind["ema"],
-            "regularization": {"mixup": kind["mixup"] if micro_batch > 1 else 0.0},
+            "regularization": {"mixup": kind["mixup"] if micro_batch_size > 1 else 0.0},
             "parallel": {"threads": 1},
             "log": {"every": 7, "sinks": ["jsonl"]},
             "checkpoint": {"every": kind["every"]},

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import optimizer
 
-from benchmarks.accumulation import CLASSES, MICRO_BATCH, Case, Recorded, gradient_of
+from benchmarks.accumulation import CLASSES, MICRO_BATCH_SIZE, Case, Recorded, gradient_of
 from benchmarks.against import LibraryFailed, NotMeasured
 
 _SIDE = 8  # pixels
@@ -42,7 +42,7 @@ def accumulate(case: Case, script: Path | None) -> list[Recorded]:
         raise NotMeasured("valid tokens vary: train.py trains image classifiers, whose samples all count 1")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_images(folder / "data", case.micro_batches * MICRO_BATCH)
+        _write_images(folder / "data", case.micro_batches * MICRO_BATCH_SIZE)
         command = [sys.executable, "-m", __name__, name, str(script.resolve()), str(case.accumulation)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -104,7 +104,7 @@ def _run(folder: Path, script: str, accumulation: int) -> None:
     sys.argv = [script, "--data-dir", str(folder / "data"), "--output", str(folder), "--val-split", ""]
     sys.argv += ["--model", trainer_bench_tiny.__name__, "--device", "cpu", "--workers", "0"]
     sys.argv += ["--img-size", str(_SIDE), "--mean", "0", "--std", "1", "--no-aug", "--smoothing", "0"]
-    sys.argv += ["--batch-size", str(MICRO_BATCH), "--grad-accum-steps", str(accumulation)]
+    sys.argv += ["--batch-size", str(MICRO_BATCH_SIZE), "--grad-accum-steps", str(accumulation)]
     sys.argv += ["--epochs", "1", "--warmup-epochs", "0"]
     runpy.run_path(script, run_name="__main__")
     counts, gradients = zip(*updates, strict=True)

@@ -45,7 +45,7 @@ from trainer.train.tune.loader import grid_of, search_now
 _BATCH, _VALIDATION = 8, 10
 _RECIPE = "resnet50-imagenet"
 _OURS = ("precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet", "model.width=8")
-_BATCHES = (f"data.global_batch={_BATCH}", f"data.micro_batch={_BATCH}", "data.evaluation_batch=8")
+_BATCHES = (f"data.global_batch_size={_BATCH}", f"data.micro_batch_size={_BATCH}", "data.eval_batch_size=8")
 _COPIES, _WORK = 20, 2048
 
 

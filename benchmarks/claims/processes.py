@@ -50,14 +50,14 @@ def _preloaded(name: str, wanted: Sequence[str], size: Size) -> Measurement:
 def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
     """One run on photographs: the share of the time in which the GPU had nothing to do."""
     settings = [
-        *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch=64", "log.every=20"),
+        *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch_size=64", "log.every=20"),
         *(
-            "data.micro_batch=64",
+            "data.micro_batch_size=64",
             "compile.mode=default",
             f"max_steps={_UTILISED_STEPS}",
             "epochs=1000000",
         ),
-        *("evaluate_every=0", "data.evaluation_batch=8", "optim.schedule=constant"),
+        *("evaluate_every=0", "data.eval_batch_size=8", "optim.schedule=constant"),
     ]
     with tempfile.TemporaryDirectory(dir=size.scratch) as folder:
         words = [word for setting in settings for word in ("--set", setting)]

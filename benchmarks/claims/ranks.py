@@ -35,7 +35,7 @@ from trainer.errors import BadInputError
 _CPU = (
     *("device=cpu", "precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet"),
     *("model.width=64", "data.image_size=8", "data.samples=64", "data.classes=10"),
-    *("data.global_batch=8", "data.micro_batch=4", "parallel.threads=1"),
+    *("data.global_batch_size=8", "data.micro_batch_size=4", "parallel.threads=1"),
 )
 _SCENE = Scene("resnet50-synthetic", _CPU, _CPU)
 _SIDES = {"copied": Side(), "views": Side(), "bf16": Side(("parallel.compress=bf16",))}

@@ -29,19 +29,24 @@ _ON_CPU = ("precision.mode=fp32", "model.channels_last=false", "model.name=small
 _SMALL = ("data.image_size=32", "data.samples=256", "data.classes=10")
 IMAGES = Scene(
     "resnet50-synthetic",
-    (*_ON_CPU, *_SMALL, "data.global_batch=16", "data.micro_batch=16"),
-    ("precision.mode=fp32", "model.channels_last=false", "data.global_batch=64", "data.micro_batch=64"),
+    (*_ON_CPU, *_SMALL, "data.global_batch_size=16", "data.micro_batch_size=16"),
+    (
+        "precision.mode=fp32",
+        "model.channels_last=false",
+        "data.global_batch_size=64",
+        "data.micro_batch_size=64",
+    ),
 )
 _TEXT_ON_CPU = ("language.layers=4", "language.heads=4", "language.width=96", "language.vocabulary=512")
 TEXT = Scene(
     "gpt2-124m",
     (
         *("data.name=synthetic", "precision.mode=fp32", "compile.mode=none", *_TEXT_ON_CPU),
-        *("language.sequence_length=128", "data.global_batch=4", "data.micro_batch=4"),
+        *("language.sequence_length=128", "data.global_batch_size=4", "data.micro_batch_size=4"),
     ),
     (
         *("data.name=synthetic", "precision.mode=bf16", "compile.mode=none"),
-        *("data.global_batch=12", "data.micro_batch=12"),
+        *("data.global_batch_size=12", "data.micro_batch_size=12"),
     ),
 )
 _LOG_STEPS = 200
@@ -60,10 +65,10 @@ def _steps(scene: Scene, sides: dict[str, Side], memory: bool = False) -> Callab
 
 def _accumulation(wanted: Sequence[str], size: Size) -> Measurement:
     values = override(read_recipe(TEXT.recipe), list(TEXT.settings))
-    batch = values["data"]["global_batch"]
+    batch = values["data"]["global_batch_size"]
     sides = {
         "one micro-batch": Side(),
-        "4 micro-batches": Side((f"data.micro_batch={batch // 4}",)),
+        "4 micro-batches": Side((f"data.micro_batch_size={batch // 4}",)),
     }
     return measure_steps(TEXT, chosen(sides, wanted), size, memory=True)
 

@@ -24,7 +24,7 @@ class Figures(Section):
     Links are those of one GPU, in one direction. What is of the whole job says so.
     """
 
-    samples_per_micro_batch: int = Field(..., ge=1, le=1 << 24, description="of one GPU")
+    samples_per_micro_batch_size: int = Field(..., ge=1, le=1 << 24, description="of one GPU")
     micro_batches_per_step: int = Field(..., ge=1, le=1 << 20, description="of one GPU: accumulation")
     forward_s: float = Field(..., gt=0, le=1e6, description="seconds of a micro-batch's forward pass")
     backward_s: float = Field(..., gt=0, le=1e6, description="seconds of its backward pass, nothing sent")
@@ -73,7 +73,7 @@ class Figures(Section):
     @property
     def samples_per_step(self) -> int:
         """Of one GPU."""
-        return self.samples_per_micro_batch * self.micro_batches_per_step
+        return self.samples_per_micro_batch_size * self.micro_batches_per_step
 
 
 class Job(Section):

@@ -92,7 +92,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
     worker = statistics.median(float(row.get("loader/seconds_per_sample", 0.0)) for _, row in spans)
     by = f"measured: rows of {run.name}, median of {len(spans)}"
     return {
-        "samples_per_micro_batch": (recipe.data.global_batch // accumulation, by),
+        "samples_per_micro_batch_size": (recipe.data.global_batch_size // accumulation, by),
         "micro_batches_per_step": (accumulation, by),
         "forward_s": (median("forward") / accumulation, by),
         "backward_s": (median("backward") / accumulation, by),

@@ -139,7 +139,7 @@ def _read(figures: Figures, gpus: int, step_s: float) -> float:
     steps, asked = 8, 0.0
     for _ in range(steps):
         for _ in range(figures.micro_batches_per_step):
-            asked += gpus * figures.samples_per_micro_batch * figures.stored_bytes_per_sample
+            asked += gpus * figures.samples_per_micro_batch_size * figures.stored_bytes_per_sample
     return asked / (steps * step_s)
 
 

@@ -36,7 +36,7 @@ def forget_the_true_units(_: Any, __: int, ___: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("where", "what", "mutant"),
     [
-        (plan.Plan, "step_samples", lambda self, _: self.global_batch),
+        (plan.Plan, "step_samples", lambda self, _: self.global_batch_size),
         (step, "_divide_by_true_units", forget_the_true_units),
     ],
 )

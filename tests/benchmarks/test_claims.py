@@ -68,7 +68,7 @@ LISTED = {
     "above 90 % utilisation": ["utilisation"],
 }
 CLAIM = Claim("quick", "it is faster", Source("a guide", "https://example.org"), "settings", "off", "on")
-TINY = ("data.global_batch=16", "data.micro_batch=16", "model.width=4", "parallel.threads=1")
+TINY = ("data.global_batch_size=16", "data.micro_batch_size=16", "model.width=4", "parallel.threads=1")
 
 
 def measured(low: float, ratio: float, high: float, rounds: int = 9, counted: bool = False) -> Measured:
@@ -157,7 +157,7 @@ def test_no_difference_at_all_is_not_said_to_help() -> None:
 def test_what_takes_memory_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "threads_per_rank", lambda *_: 1)
     size = Size(rounds=1, turn_s=0.0, images=0, scratch=tmp_path)
-    sides = {"one": Side(), "four": Side(("data.micro_batch=4",))}
+    sides = {"one": Side(), "four": Side(("data.micro_batch_size=4",))}
     found = measure_steps(Scene("digits", TINY, TINY), sides, size, memory=True).series
     assert found["peak"].values["four"][0] < 0.5 * found["peak"].values["one"][0]
     assert found["peak"].values["one"][0] < found["memory"].values["one"][0]

@@ -65,10 +65,13 @@ class _Replay(torch.autograd.Function):
 
 
 def trained(
-    replayed: bool, micro_batch: int, group: dist.ProcessGroup | None = None, **sections: Any
+    replayed: bool, micro_batch_size: int, group: dist.ProcessGroup | None = None, **sections: Any
 ) -> tuple[Training, list[torch.Tensor]]:
     recipe = make_recipe(
-        epochs=3, data={"global_batch": 8, "micro_batch": micro_batch}, ema={"decay": 0.9}, **sections
+        epochs=3,
+        data={"global_batch_size": 8, "micro_batch_size": micro_batch_size},
+        ema={"decay": 0.9},
+        **sections,
     )
     parts = assemble(recipe, TokenTask(40), World(0, 1, 0, CPU, group), 0)
     t = parts.training
@@ -83,7 +86,7 @@ def trained(
     return t, [t.loss, t.norm, *t.model.parameters(), *t.average.tensors.values()]
 
 
-@pytest.mark.parametrize("micro_batch", [8, 4, 2])
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -93,12 +96,14 @@ def trained(
     ],
     ids=["clip", "skip", "tree"],
 )
-def test_what_a_replay_overwrites_is_not_needed_any_more(sections: dict[str, Any], micro_batch: int) -> None:
-    _, expected = trained(False, micro_batch, **sections)
-    t, got = trained(True, micro_batch, **sections)
+def test_what_a_replay_overwrites_is_not_needed_any_more(
+    sections: dict[str, Any], micro_batch_size: int
+) -> None:
+    _, expected = trained(False, micro_batch_size, **sections)
+    t, got = trained(True, micro_batch_size, **sections)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     # One shard's gradients are used where the graph has put them; several are added up elsewhere.
-    assert t.keeps_gradients == (micro_batch < 8)
+    assert t.keeps_gradients == (micro_batch_size < 8)
     assert all((p.grad is not None) == t.keeps_gradients for p in t.parameters)
 
 
@@ -111,13 +116,13 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("micro_batch", [8, 4])
-def test_ddp_has_its_own_place_for_gradients(group: dist.ProcessGroup, micro_batch: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [8, 4])
+def test_ddp_has_its_own_place_for_gradients(group: dist.ProcessGroup, micro_batch_size: int) -> None:
     """So even those of a single shard are added to tensors that stay."""
     optim = {"lr": 0.01, "clip": 1.0}
-    alone, expected = trained(False, micro_batch, optim=optim)
-    eager, _ = trained(False, micro_batch, group, optim=optim)
-    t, got = trained(True, micro_batch, group, optim=optim)
+    alone, expected = trained(False, micro_batch_size, optim=optim)
+    eager, _ = trained(False, micro_batch_size, group, optim=optim)
+    t, got = trained(True, micro_batch_size, group, optim=optim)
     assert (alone.keeps_gradients, eager.keeps_gradients, t.keeps_gradients) == (False, False, True)
     assert all(p.grad is not None and not p.grad.any() for p in t.parameters)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

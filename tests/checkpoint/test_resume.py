@@ -48,13 +48,19 @@ ALONE = World(0, 1, 0, torch.device("cpu"), None)
 DIGITS: dict[str, Any] = {
     "epochs": 1,
     "max_steps": 6,
-    "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
+    "data": {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"},
     "model": {"width": 8, "norm": "group"},
     "optim": {"lr": 0.01, "clip": 1.0},
     "ema": {"decay": 0.9},
 }
 SETTINGS = (
-    *("epochs=3", "evaluate_every=1", "data.global_batch=64", "data.micro_batch=32", "model.width=8"),
+    *(
+        "epochs=3",
+        "evaluate_every=1",
+        "data.global_batch_size=64",
+        "data.micro_batch_size=32",
+        "model.width=8",
+    ),
     *("log.every=7", "checkpoint.every=10", "parallel.threads=1"),
 )
 RUN = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]
@@ -252,7 +258,7 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
 def test_micro_batch_and_threads_are_part_of_the_arithmetic(tmp_path: Path) -> None:
     stored = read_stored(a_run(tmp_path / "run"))
     assert stored is not None
-    for changes in ({"data": {"micro_batch": 32}}, {"parallel": {"threads": 2}}):
+    for changes in ({"data": {"micro_batch_size": 32}}, {"parallel": {"threads": 2}}):
         assert differences(stored.config, make_recipe(**changes).model_dump(mode="json"))
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compat
 
 RUN: dict[str, Any] = {
     "max_steps": 12,
-    "data": {"global_batch": 32, "micro_batch": 16, "augment": "affine"},
+    "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "affine"},
     "model": {"width": 8, "dropout": 0.3},
     "optim": {"lr": 0.01, "clip": 1.0},
     "ema": {"decay": 0.9},
@@ -64,7 +64,7 @@ def saved(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
         {"model": {"channels_last": True}, "regularization": {"mixup": 0.2, "cutmix": 1.0}},
         {"memory": {"checkpointing": "blocks"}, "regularization": {"stochastic_depth": 0.3}},
         {"ema": {"every": 3}, "optim": {"schedule": "one-cycle"}},
-        {"data": {"micro_batch": 4, "resident": False}},
+        {"data": {"micro_batch_size": 4, "resident": False}},
         {"step": {"last": "weighted"}, "model": {"norm": "group"}},
     ],
     ids=[

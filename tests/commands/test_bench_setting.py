@@ -12,7 +12,7 @@ from trainer.errors import BadInputError
 from trainer.train.step import Training, train_step
 
 Capsys = pytest.CaptureFixture[str]
-SMALL = ["data.global_batch=16", "data.micro_batch=4", "model.width=4"]
+SMALL = ["data.global_batch_size=16", "data.micro_batch_size=4", "model.width=4"]
 
 
 def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:

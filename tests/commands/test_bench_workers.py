@@ -14,7 +14,8 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED
 
 RECIPE = """
 epochs: 1000000
-data: {{name: folder, path: {path}, image_size: 16, global_batch: 4, micro_batch: 4, evaluation_batch: 4}}
+data: {{name: folder, path: {path}, image_size: 16, global_batch_size: 4, micro_batch_size: 4,
+eval_batch_size: 4}}
 model: {{width: 4}}
 parallel: {{threads: 1}}
 """

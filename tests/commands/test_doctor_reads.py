@@ -568,7 +568,7 @@ def test_a_plan_of_every_recipe(recipe: str) -> None:
 def test_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "pets.yaml"
     file.write_text(
-        f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch: 32}}\n"
+        f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch_size: 32}}\n"
     )
     keys = read_for_plan(str(file), ["data.prefetch=2", "compile.mode=default"])
     assert keys.data.path == tmp_path
@@ -585,7 +585,7 @@ def test_a_plan(tmp_path: Path) -> None:
 def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
     """The rule of `auto`, on the bytes of the data set that would be trained on."""
     file = tmp_path / "pets.yaml"
-    file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch: 128}\n")
+    file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch_size: 128}\n")
     limits = Limits(16, 64 * GIB, GIB, None)
     plan = make_plan("pets.yaml", read_for_plan(str(file), []), limits, Gpus())
     sample = 3 * 512 * 512

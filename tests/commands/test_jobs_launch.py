@@ -23,7 +23,7 @@ from trainer.config.section import describe
 
 DIGEST = f"registry.example/trainer@sha256:{64 * 'a'}"
 ENGINE = ["--image", DIGEST]
-SMALL = ["--set", "data.micro_batch=16"]
+SMALL = ["--set", "data.micro_batch_size=16"]
 CLUSTER = ["--image", DIGEST, "--runs", "pvc:runs"]
 # A tool that writes down its words, says something, and ends with a code.
 TOOL = """#!/bin/sh
@@ -114,7 +114,7 @@ CASES = [
     (["digits", "--on", "docker", *ENGINE], "no docker on PATH, which --on docker needs; --dry-run prints"),
     (
         ["digits", "--on", "kubernetes", *CLUSTER, "--nodes", "3"],
-        "data.global_batch=64 is not a multiple of data.micro_batch=64 x 3 ranks",
+        "data.global_batch_size=64 is not a multiple of data.micro_batch_size=64 x 3 ranks",
     ),
     # What --data sets is checked, too.
     (["digits", "--on", "kubernetes", *CLUSTER, "--data", "pvc:d"], "data.name=digits doesn't read it"),
@@ -152,9 +152,9 @@ def test_a_dry_run_prints_and_does_nothing(tools: Tools, capsys: pytest.CaptureF
 
 def test_a_micro_batch_may_be_chosen_there(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
-    words = ["--nodes", "3", "--set", "data.micro_batch=auto", "--dry-run"]
+    words = ["--nodes", "3", "--set", "data.micro_batch_size=auto", "--dry-run"]
     assert main(["launch", "digits", "--on", "kubernetes", *CLUSTER, *words]) == 0
-    assert "data.micro_batch=auto" in capsys.readouterr().out
+    assert "data.micro_batch_size=auto" in capsys.readouterr().out
 
 
 def test_a_tag_is_warned_of(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,14 +392,16 @@ def test_a_sweep_submits_one_image_and_says_how_to_compare(
 
 def test_a_sweep_may_list_its_runs(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
-    Path("sweep.yaml").write_text('runs: [{optim.lr: 0.1}, {about: "it\'s: [x]", data: {micro_batch: 16}}]')
+    Path("sweep.yaml").write_text(
+        'runs: [{optim.lr: 0.1}, {about: "it\'s: [x]", data: {micro_batch_size: 16}}]'
+    )
     words = ["digits", "--on", "kubernetes", *CLUSTER, "--name", "x", "--sweep", "sweep.yaml", "--dry-run"]
     assert main(["launch", *words]) == 0
     jobs = [one for one in yaml.safe_load_all(capsys.readouterr().out) if one["kind"] == "Job"]
     args = [one["spec"]["template"]["spec"]["containers"][0]["args"] for one in jobs]
     assert [word[-4:] for word in args] == [
         ["--grace", "90", "--set", "optim.lr=0.1"],
-        ["--set", 'about="it\'s: [x]"', "--set", 'data={"micro_batch": 16}'],
+        ["--set", 'about="it\'s: [x]"', "--set", 'data={"micro_batch_size": 16}'],
     ]
 
 

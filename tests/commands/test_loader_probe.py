@@ -83,7 +83,8 @@ def test_a_probe_leaves_the_cpus_of_other_ranks_alone(monkeypatch: pytest.Monkey
 RECIPE = """
 epochs: 1000000
 evaluate_every: 0
-data: {{name: folder, path: {path}, image_size: 16, global_batch: 4, micro_batch: 4, evaluation_batch: 4}}
+data: {{name: folder, path: {path}, image_size: 16, global_batch_size: 4, micro_batch_size: 4,
+eval_batch_size: 4}}
 model: {{width: 4}}
 parallel: {{threads: 1}}
 log: {{sinks: [], every: 1}}

@@ -37,7 +37,7 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("runs") / "dtmf",
         task="audio",
         max_steps=50,
-        data={"name": "dtmf", "global_batch": 64, "micro_batch": 64, "workers": 0},
+        data={"name": "dtmf", "global_batch_size": 64, "micro_batch_size": 64, "workers": 0},
         audio={
             "seconds": 0.128,
             "sample_rate": 8000,
@@ -61,7 +61,13 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task="language",
         max_steps=80,
         epochs=100,
-        data={"name": "text", "path": folder / "text.txt", "global_batch": 8, "micro_batch": 8, "workers": 0},
+        data={
+            "name": "text",
+            "path": folder / "text.txt",
+            "global_batch_size": 8,
+            "micro_batch_size": 8,
+            "workers": 0,
+        },
         language={"layers": 1, "heads": 2, "width": 32, "sequence_length": 16},
         optim={"lr": 0.01},
     )
@@ -69,7 +75,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def squares(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"image_size": 32, "samples": 16, "classes": 3, "global_batch": 8, "micro_batch": 8}
+    sizes = {"image_size": 32, "samples": 16, "classes": 3, "global_batch_size": 8, "micro_batch_size": 8}
     return train(
         tmp_path_factory.mktemp("runs") / "squares",
         task="detection",

@@ -34,7 +34,7 @@ from trainer.launch.signals import Inbox
 from trainer.train.run import assemble, make_task
 from trainer.train.step import train_step
 from trainer.train.tune.job import Interrupted, Job, choose, run_probe
-from trainer.train.tune.micro_batch import (
+from trainer.train.tune.micro_batch_size import (
     MOST_PROBES,
     Found,
     Probe,
@@ -75,7 +75,7 @@ def test_the_largest_is_found_in_ten_probes(
     found = search(sizes, box)
     fitting = [size for size in sizes if needs(size) // 1 <= (1 - HEADROOM) * LIMIT - others]
     assert len(found.probes) == len(box.asked) == len(set(box.asked)) <= MOST_PROBES
-    assert (found.chosen.micro_batch if found.chosen else None) == max(fitting, default=None)
+    assert (found.chosen.micro_batch_size if found.chosen else None) == max(fitting, default=None)
     assert found.chosen is None or found.chosen.fits
 
 
@@ -86,7 +86,7 @@ def test_what_did_not_fit_is_never_chosen_whatever_the_others_did(sizes: list[in
     assert len(found.probes) <= MOST_PROBES
     assert found.chosen is None or (found.chosen.fits and found.chosen in found.probes)
     larger = [one for one in found.probes if one.fits]
-    assert found.chosen == max(larger, key=lambda one: one.micro_batch, default=None)
+    assert found.chosen == max(larger, key=lambda one: one.micro_batch_size, default=None)
 
 
 def test_growth_that_is_known_leaves_few_probes() -> None:
@@ -111,7 +111,7 @@ def test_growth_that_misleads_costs_no_more_than_ten(flat: int, count: int) -> N
         box = Box(needs)
         found = search(list(range(1, count + 1)), box)
         assert found.chosen is not None
-        assert found.chosen.micro_batch == largest
+        assert found.chosen.micro_batch_size == largest
         assert len(box.asked) <= MOST_PROBES
 
 
@@ -137,7 +137,7 @@ def test_a_failure_that_is_not_memory_ends_the_search() -> None:
 
     found = search([1, 2, 4, 8], fails_alone)
     assert found.chosen is not None
-    assert found.chosen.micro_batch == 4
+    assert found.chosen.micro_batch_size == 4
     assert "BatchNorm" in found.probes[0].note
     with pytest.raises(ProbeFailed, match="BatchNorm"):
         search([1], fails_alone)
@@ -149,7 +149,7 @@ def test_what_would_take_too_long_is_left_out_and_said() -> None:
 
     found = search([1, 2, 4, 8, 16, 32, 64], Box(lambda size: size * MIB), within)
     assert found.chosen is not None
-    assert found.chosen.micro_batch == 16
+    assert found.chosen.micro_batch_size == 16
     assert found.untried == [32, 64]
 
 
@@ -167,19 +167,19 @@ def test_sizes_keep_the_global_batch() -> None:
     def sizes(ranks: int = 1, **sections: Any) -> list[int]:
         return sizes_of(small(**sections), ranks)
 
-    assert sizes(data={"global_batch": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
-    assert sizes(3, data={"global_batch": 60}) == [1, 2, 4, 5, 10, 20]
-    assert sizes(data={"global_batch": 60}, regularization={"mixup": 0.2})[0] == 2
-    assert sizes(data={"global_batch": 60}, parallel={"static_graph": True}) == [60]
-    assert sizes(2, data={"global_batch": 48}, parallel={"reduction": "tree"}) == [3, 6, 12, 24]
+    assert sizes(data={"global_batch_size": 60}) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
+    assert sizes(3, data={"global_batch_size": 60}) == [1, 2, 4, 5, 10, 20]
+    assert sizes(data={"global_batch_size": 60}, regularization={"mixup": 0.2})[0] == 2
+    assert sizes(data={"global_batch_size": 60}, parallel={"static_graph": True}) == [60]
+    assert sizes(2, data={"global_batch_size": 48}, parallel={"reduction": "tree"}) == [3, 6, 12, 24]
     with pytest.raises(BadInputError, match="can't be shared by 7 ranks"):
-        sizes(7, data={"global_batch": 60})
-    assert len(sizes(data={"global_batch": 14_414_400})) < 2**MOST_PROBES
+        sizes(7, data={"global_batch_size": 60})
+    assert len(sizes(data={"global_batch_size": 14_414_400})) < 2**MOST_PROBES
 
 
 @given(st.integers(1, 96), st.sampled_from([1, 2, 3]), st.integers(1, 200))
 def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: int, samples: int) -> None:
-    recipe = small(data={"global_batch": each * ranks})
+    recipe = small(data={"global_batch_size": each * ranks})
 
     def steps(size: int) -> list[list[int]]:
         plan = Plan(samples, each * ranks, size, 2, "cross", seed=3)
@@ -194,7 +194,7 @@ def test_every_size_has_the_same_loss_curve() -> None:
     def curve(size: int) -> list[float]:
         recipe = small(
             max_steps=4,
-            data={"global_batch": 16, "micro_batch": size},
+            data={"global_batch_size": 16, "micro_batch_size": size},
             model={"norm": "group"},
             optim={"lr": 0.01},
         )
@@ -206,7 +206,7 @@ def test_every_size_has_the_same_loss_curve() -> None:
             losses.append(float(parts.training.loss))
         return losses
 
-    sizes = sizes_of(small(data={"global_batch": 16}), 1)
+    sizes = sizes_of(small(data={"global_batch_size": 16}), 1)
     curves = [curve(size) for size in sizes]
     assert len(curves) == 5
     for other in curves[1:]:
@@ -218,9 +218,9 @@ def test_a_probe_has_the_steps_that_show_the_peak() -> None:
         recipe = Recipe.model_validate(probe_recipe(small(**sections), size, 2))
         data = recipe.data
         assert recipe.max_steps is not None
-        return data.micro_batch, data.global_batch, recipe.max_steps
+        return data.micro_batch_size, data.global_batch_size, recipe.max_steps
 
-    whole = {"global_batch": 64}
+    whole = {"global_batch_size": 64}
     assert shape(4, data=whole)[:2] == (4, 16)  # two micro-batches on each of two ranks
     assert shape(32, data=whole)[:2] == (32, 64)  # which accumulates nothing
     assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the step
@@ -440,8 +440,10 @@ def test_no_larger_size_is_tried_when_the_time_is_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("trainer.train.tune.job.run_probe", slow)
     found = choose(replace(job(), budget_seconds=50.0), lambda *_: None, lambda _: None)
     assert found.chosen is not None
-    assert 1 < found.chosen.micro_batch < 256
-    assert found.untried == [size for size in sizes_of(job().recipe, 1) if size > found.chosen.micro_batch]
+    assert 1 < found.chosen.micro_batch_size < 256
+    assert found.untried == [
+        size for size in sizes_of(job().recipe, 1) if size > found.chosen.micro_batch_size
+    ]
     assert choose(job(), lambda *_: None, lambda _: None).untried == []
 
 

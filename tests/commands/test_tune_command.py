@@ -1,4 +1,4 @@
-"""Promise: `trainer tune`, its file, and `data.micro_batch: auto`: chosen once, before there are ranks."""
+"""Promise: `trainer tune`, its file, and `data.micro_batch_size: auto`: chosen once, before ranks."""
 
 import itertools
 import json
@@ -24,12 +24,12 @@ from trainer.train import start
 from trainer.train.tune import auto
 from trainer.train.tune.job import Interrupted, Job
 from trainer.train.tune.loader import LoaderChoice
-from trainer.train.tune.micro_batch import Found, Probe, ProbeFailed
+from trainer.train.tune.micro_batch_size import Found, Probe, ProbeFailed
 
 GIB = 1 << 30
 FITS = Probe(16, True, 2 * GIB, 4 * GIB, GIB, "memory (planted)", 100.0, 3.0)
 SMALL = ["--set", "model.width=4", "--set", "device=cpu", "--set", "log.sinks=[jsonl]"]
-AUTO = ["--set", "data.micro_batch=auto"]
+AUTO = ["--set", "data.micro_batch_size=auto"]
 
 
 class Starts:
@@ -51,9 +51,9 @@ class Starts:
             raise self.found
         return self.found
 
-    def run_probe(self, job: Job, micro_batch: int, *_: Any) -> Probe:
+    def run_probe(self, job: Job, micro_batch_size: int, *_: Any) -> Probe:
         self.jobs.append(job)
-        return replace(self.probe, micro_batch=micro_batch)
+        return replace(self.probe, micro_batch_size=micro_batch_size)
 
     def settings(self) -> list[str]:
         """Those of the last start, in their order."""
@@ -71,11 +71,11 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
     return fake
 
 
-def stored(folder: Path, micro_batch: int) -> None:
+def stored(folder: Path, micro_batch_size: int) -> None:
     """A run that was stopped."""
     from trainer.train.run import data_of, make_task
 
-    recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch={micro_batch}"])
+    recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch_size={micro_batch_size}"])
     folder.mkdir()
     manifest = {
         "config": recipe.model_dump(mode="json"),
@@ -93,21 +93,21 @@ def test_auto_is_chosen_once_and_handed_to_the_ranks(
 ) -> None:
     assert main(["train", "digits", *SMALL, *AUTO, "--ranks", "2"]) == 0
     assert len(starts.jobs) == 1
-    assert (starts.jobs[0].ranks, starts.jobs[0].recipe.data.global_batch) == (2, 64)
+    assert (starts.jobs[0].ranks, starts.jobs[0].recipe.data.global_batch_size) == (2, 64)
     # Ranks take the last of several, so that none sees auto.
-    assert starts.settings()[-1] == "data.micro_batch=16"
+    assert starts.settings()[-1] == "data.micro_batch_size=16"
     said = capsys.readouterr().out
     assert "2.00 GiB beside 1.00 GiB of others, of 4.00 GiB of memory (planted)" in said
-    assert "accumulation 2 keeps data.global_batch=64" in said
+    assert "accumulation 2 keeps data.global_batch_size=64" in said
 
 
 def test_a_recipe_may_say_auto(starts: Starts, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("epochs: 1\ndata: {micro_batch: auto}\ndevice: cpu\n")
+    (tmp_path / "mine.yaml").write_text("epochs: 1\ndata: {micro_batch_size: auto}\ndevice: cpu\n")
     assert main(["train", "mine.yaml"]) == 0
-    assert starts.settings() == ["data.micro_batch=16"]
-    assert main(["train", "mine.yaml", "--set", "data.micro_batch=32"]) == 0
+    assert starts.settings() == ["data.micro_batch_size=16"]
+    assert main(["train", "mine.yaml", "--set", "data.micro_batch_size=32"]) == 0
     assert len(starts.jobs) == 1
-    assert starts.settings() == ["data.micro_batch=32"]
+    assert starts.settings() == ["data.micro_batch_size=32"]
 
 
 def test_a_run_goes_on_with_what_it_was_begun_with(
@@ -117,12 +117,12 @@ def test_a_run_goes_on_with_what_it_was_begun_with(
     request = ["train", "digits", *SMALL, "--out", "run"]
     for mode in ("auto", "force"):
         assert main([*request, *AUTO, "--resume", mode]) == 0
-        assert starts.settings()[-1] == "data.micro_batch=8"
+        assert starts.settings()[-1] == "data.micro_batch_size=8"
     assert starts.jobs == []
-    assert main([*request, "--set", "data.micro_batch=16"]) == 2
-    assert "data.micro_batch: 8, now 16" in capsys.readouterr().err
-    assert main([*request, "--set", "data.micro_batch=16", "--resume", "force"]) == 0
-    assert starts.settings()[-1] == "data.micro_batch=16"
+    assert main([*request, "--set", "data.micro_batch_size=16"]) == 2
+    assert "data.micro_batch_size: 8, now 16" in capsys.readouterr().err
+    assert main([*request, "--set", "data.micro_batch_size=16", "--resume", "force"]) == 0
+    assert starts.settings()[-1] == "data.micro_batch_size=16"
 
 
 def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
@@ -133,7 +133,7 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
     monkeypatch.setattr(ranks, "register", lambda: None)  # this process is no rank
 
     def train_rank(recipe: Any, *_: Any) -> int:
-        trained.append(recipe.data.micro_batch)
+        trained.append(recipe.data.micro_batch_size)
         return 0
 
     monkeypatch.setattr(start, "train_rank", train_rank)
@@ -154,10 +154,14 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
         (
             Found(
                 None,
-                [replace(FITS, micro_batch=1, fits=False, note="it grew; weights: 1.5 GiB on each rank")],
+                [
+                    replace(
+                        FITS, micro_batch_size=1, fits=False, note="it grew; weights: 1.5 GiB on each rank"
+                    )
+                ],
             ),
             2,
-            "not even data.micro_batch=1 fits: 2.00 GiB beside",
+            "not even data.micro_batch_size=1 fits: 2.00 GiB beside",
         ),
         (
             ProbeFailed("rank 0 of 1 failed:\nTraceback\n  File x\nZeroDivisionError: oh"),
@@ -181,18 +185,18 @@ def test_what_ends_the_search_is_one_line(
 
 def test_help_shows_auto(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", *AUTO, "--help-config"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch " in line)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "data.micro_batch_size " in line)
     assert "int | auto" in line
     assert line.endswith("(digits: auto)")
-    assert main(["train", "digits", "--set", "data.micro_batch=most"]) == 2
+    assert main(["train", "digits", "--set", "data.micro_batch_size=most"]) == 2
     assert "allowed: int | auto" in capsys.readouterr().err
     assert starts.jobs == []
 
 
 def test_commands_that_need_a_number_say_so(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
-    request = ["bench", "setting", "digits", "data.micro_batch=auto", "--rounds", "1", "--steps", "1"]
+    request = ["bench", "setting", "digits", "data.micro_batch_size=auto", "--rounds", "1", "--steps", "1"]
     assert main(request) == 2
-    assert "data.micro_batch=auto: a number is needed here" in capsys.readouterr().err
+    assert "data.micro_batch_size=auto: a number is needed here" in capsys.readouterr().err
     assert main(["tune", "digits", *SMALL, *AUTO, "--check"]) == 2
     assert "there is nothing to check" in capsys.readouterr().err
     assert starts.jobs == []
@@ -209,15 +213,24 @@ def test_what_was_tuned_is_written_with_its_evidence_and_used(
     starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tuned(starts)
-    assert file["settings"] == {"data": {"micro_batch": 16}}
+    assert file["settings"] == {"data": {"micro_batch_size": 16}}
     assert (file["recipe"], file["ranks"], file["device"]) == ("digits", 1, "cpu")
     assert file["evidence"]["probes"][0]["peak_bytes"] == 2 * GIB
     assert file["evidence"]["limits"]["memory_bytes"] > 0
     assert "--tuned tuned.yaml" in capsys.readouterr().out
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 0
-    assert starts.settings() == ["data.micro_batch=16", *SMALL[1::2]]
+    assert starts.settings() == ["data.micro_batch_size=16", *SMALL[1::2]]
     # What a user gives wins, and what changes no memory may differ.
-    more = ["--set", "data.micro_batch=8", "--set", "optim.lr=0.5", "--set", "seed=7", "--set", "epochs=2"]
+    more = [
+        "--set",
+        "data.micro_batch_size=8",
+        "--set",
+        "optim.lr=0.5",
+        "--set",
+        "seed=7",
+        "--set",
+        "epochs=2",
+    ]
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml", *more]) == 0
     assert starts.settings()[-4:] == more[1::2]
     assert len(starts.jobs) == 1
@@ -226,13 +239,13 @@ def test_what_was_tuned_is_written_with_its_evidence_and_used(
 
 def test_the_loaders_settings_are_written_too(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose_loader(recipe: Any, name: str, settings: list[str], ranks: int) -> Any:
-        assert (recipe.data.micro_batch, name, ranks) == (16, "digits", 1)
-        assert settings[-1] == "data.micro_batch=16"
+        assert (recipe.data.micro_batch_size, name, ranks) == (16, "digits", 1)
+        assert settings[-1] == "data.micro_batch_size=16"
         return LoaderChoice(3, 2, ["three are enough"])
 
     monkeypatch.setattr(command, "choose_loader", choose_loader)
     file = tuned(starts)
-    assert file["settings"]["data"] == {"micro_batch": 16, "workers": 3, "prefetch": 2}
+    assert file["settings"]["data"] == {"micro_batch_size": 16, "workers": 3, "prefetch": 2}
     assert file["evidence"]["loader"] == ["three are enough"]
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 0
     assert {"data.workers=3", "data.prefetch=2"} < set(starts.settings())
@@ -248,13 +261,17 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], list[str], str]] = [
     (lambda _: None, ["--set", "model.width=64"], "another recipe, digits (model.width: 4, now 64)"),
     (lambda _: None, ["--set", "memory.allocator=async"], 'memory.allocator: the default, now "async"'),
     (lambda _: None, ["--set", "optim.name=sgd"], 'optim.name: the default, now "sgd"'),
-    (lambda _: None, ["--set", "data.global_batch=128"], "data.global_batch: the default, now 128"),
+    (lambda _: None, ["--set", "data.global_batch_size=128"], "data.global_batch_size: the default, now 128"),
     (lambda _: None, ["--ranks", "2"], "was made for 1 rank, not for 2"),
     (lambda file: file.update(device="cuda"), [], "was made on cuda, and this is cpu"),
     (lambda file: file.update(rank=1), [], "unknown key 'rank'; did you mean 'ranks'?"),
     (lambda file: file["settings"]["data"].update(worker=1), [], "did you mean 'settings.data.workers'?"),
     (lambda file: file["settings"].update(optim={"lr": 1}), [], "unknown key 'settings.optim'"),
-    (lambda file: file["settings"]["data"].update(micro_batch="auto"), [], "settings.data.micro_batch=auto"),
+    (
+        lambda file: file["settings"]["data"].update(micro_batch_size="auto"),
+        [],
+        "settings.data.micro_batch_size=auto",
+    ),
     (lambda file: file["differs"].update({"model.width": 64}), [], "'differs' was changed by hand"),
     (lambda file: file.pop("recipe_hash"), [], "recipe_hash"),
 ]
@@ -300,15 +317,15 @@ def test_check_tells_by_how_much(starts: Starts, capsys: pytest.CaptureFixture[s
     request = ["tune", "digits", *SMALL, "--check"]
     assert main(request) == 0
     said = capsys.readouterr().out
-    assert "data.micro_batch=64 fits" in said
+    assert "data.micro_batch_size=64 fits" in said
     assert "819 MiB below the 95% that may be used" in said  # 0.95 x 4 GiB - 1 - 2
     starts.probe = replace(FITS, fits=False, peak_bytes=3 * GIB)
     assert main(request) == 1
     said = capsys.readouterr().out
-    assert "data.micro_batch=64 doesn't fit" in said
+    assert "data.micro_batch_size=64 doesn't fit" in said
     assert "205 MiB above the 95% that may be used" in said
     starts.probe = replace(FITS, fits=False, note="out of memory on cuda:0")
-    assert main([*request, "--set", "data.micro_batch=32"]) == 1
+    assert main([*request, "--set", "data.micro_batch_size=32"]) == 1
     assert "(out of memory on cuda:0)" in capsys.readouterr().out
     starts.probe = replace(
         FITS, fits=False, peak_bytes=3 * GIB, note="more was wanted"
@@ -324,11 +341,11 @@ def test_check_tells_by_how_much(starts: Starts, capsys: pytest.CaptureFixture[s
 def test_check_takes_what_was_tuned(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     tuned(starts)
     assert main(["tune", "digits", *SMALL, "--check", "--tuned", "tuned.yaml"]) == 0
-    assert "data.micro_batch=16 fits" in capsys.readouterr().out
+    assert "data.micro_batch_size=16 fits" in capsys.readouterr().out
     assert main(["tune", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 2
     assert "--tuned is for --check" in capsys.readouterr().err
-    assert main(["tune", "digits", *SMALL, "--check", "--set", "data.micro_batch=48"]) == 2
-    assert "is not a multiple of data.micro_batch=48" in capsys.readouterr().err
+    assert main(["tune", "digits", *SMALL, "--check", "--set", "data.micro_batch_size=48"]) == 2
+    assert "is not a multiple of data.micro_batch_size=48" in capsys.readouterr().err
 
 
 # A rank that trains until it is told to stop.

@@ -39,7 +39,7 @@ def box(cpus: float = 16, memory: int = 64 * GIB, pids: int | None = None) -> Li
 
 
 @pytest.mark.parametrize(
-    ("sample", "micro_batch", "prefetch"),
+    ("sample", "micro_batch_size", "prefetch"),
     [
         (64, 64, 4),  # digits
         (2 * 1025, 32, 4),  # tokens
@@ -50,8 +50,8 @@ def box(cpus: float = 16, memory: int = 64 * GIB, pids: int | None = None) -> Li
         (16 * IMAGE, 1, 1),  # video
     ],
 )
-def test_prefetch_by_the_size_of_a_sample(sample: int, micro_batch: int, prefetch: int) -> None:
-    assert prefetch_by_size(Sizes(sample, sample * micro_batch)) == prefetch
+def test_prefetch_by_the_size_of_a_sample(sample: int, micro_batch_size: int, prefetch: int) -> None:
+    assert prefetch_by_size(Sizes(sample, sample * micro_batch_size)) == prefetch
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_nothing_recorded_is_not_identical(tmp_path: Path, whole: Path, capsys: 
 
 @pytest.mark.usefixtures("forked")
 def test_only_what_changes_no_bit_may_be_set(whole: Path, capsys: Capsys) -> None:
-    for setting in ("optim.lr=1", "log.every=3", "seed=1", "data.global_batch=4"):
+    for setting in ("optim.lr=1", "log.every=3", "seed=1", "data.global_batch_size=4"):
         told = verify(whole, "--set", setting, code=2, capsys=capsys)
         assert f"--set {setting}: would change what is computed" in told
     verify(whole, "--steps", "2", "--set", "data.prefetch=3", code=0, capsys=capsys)
@@ -522,7 +522,14 @@ def test_an_older_field_is_no_difference() -> None:
 )
 def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> None:
     """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
-    sizes = ["image_size=8", "samples=64", "classes=4", "global_batch=8", "micro_batch=4", "workers=0"]
+    sizes = [
+        "image_size=8",
+        "samples=64",
+        "classes=4",
+        "global_batch_size=8",
+        "micro_batch_size=4",
+        "workers=0",
+    ]
     settings = ["epochs=2", "log.every=4", "parallel.threads=1", "ema.decay=0.9", "data.name=synthetic"]
     settings += ["model.width=4", "max_steps=13", *(f"data.{size}" for size in sizes)]
 

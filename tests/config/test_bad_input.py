@@ -90,7 +90,7 @@ CASES = [
     (["train", "digits", "--set", "parallel.timeout_s=1e300"], "parallel.timeout_s"),
     (["train", "digits", "--set", "model.blocks=[-1]"], "model.blocks"),
     (["train", "digits", "--set", "epochs=1000000000"], "steps are more than"),
-    (["train", "digits", "--set", "data.global_batch=1000000000"], "data.global_batch"),
+    (["train", "digits", "--set", "data.global_batch_size=1000000000"], "data.global_batch_size"),
     (["train", "digits", "--set", "data.path=/data"], "add data.name=folder"),
     (["train", "digits", "--set", "optim.lrr=1\n2"], "unknown key 'optim.lrr'"),
     (["train", "digits\nx"], "no recipe 'digits x'"),
@@ -100,7 +100,10 @@ CASES = [
     ),
     (["train", "digits", "--gpus", "\u00b2"], "--gpus"),
     (["train", "digits", "--out", ""], "--out .: isn't empty"),
-    (["train", "digits", "--set", "data.micro_batch=48"], "data.global_batch=64 is not a multiple of"),
+    (
+        ["train", "digits", "--set", "data.micro_batch_size=48"],
+        "data.global_batch_size=64 is not a multiple of",
+    ),
     (["train", "digits", "--ranks", "3"], "x 3 ranks: change one of them or the number of ranks"),
     (["train", "digits", "--ranks", "0"], "--ranks 0"),
     (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
@@ -154,7 +157,7 @@ CASES = [
     (["train", "slip.yaml"], "unknown key 'epoch'; did you mean 'epochs'? (and 1 more problem)"),
     # Before anything is probed, let alone trained.
     (
-        ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch=auto"],
+        ["train", "digits", "--set", "model.name=resnet19", "--set", "data.micro_batch_size=auto"],
         "no model 'resnet19'; did you mean 'resnet18'?",
     ),
     (["tune", "digits", "--set", "model.name=resnet19"], "no model 'resnet19'; did you mean 'resnet18'?"),
@@ -214,7 +217,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
         "train digits --set optim.name=sgdd": (2, "did you mean 'sgd'?"),
         f"train {task} --set optim.lrr=1": (2, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         "tune digist": (2, "no recipe 'digist'; did you mean 'digits'?"),
-        "tune digits --set data.micro_batch=auto --set seeed=1": (2, "did you mean 'seed'?"),
+        "tune digits --set data.micro_batch_size=auto --set seeed=1": (2, "did you mean 'seed'?"),
     }
     done = subprocess.run(
         [sys.executable, "-c", QUICK, *said], cwd=ROOT, capture_output=True, text=True, check=True
@@ -256,7 +259,8 @@ def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.C
 
 def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "few.yaml").write_text(
-        "epochs: 1\ndata: {name: synthetic, samples: 2, image_size: 8, global_batch: 4, micro_batch: 1}\n"
+        "epochs: 1\ndata: "
+        "{name: synthetic, samples: 2, image_size: 8, global_batch_size: 4, micro_batch_size: 1}\n"
     )
     assert main(["train", "few.yaml", "--ranks", "4"]) == 2
     assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_every_key_has_a_description() -> None:
     keys = list(describe(Recipe))
     assert len(keys) > 40
     assert all(key.description and key.type for key in keys)
-    assert {"seed", "optim.lr", "data.micro_batch", "precision.mode", "log.every"} <= {
+    assert {"seed", "optim.lr", "data.micro_batch_size", "precision.mode", "log.every"} <= {
         key.name for key in keys
     }
 
@@ -103,8 +103,8 @@ SLIPS = {
     "optim.foo": "",
     "optim.scheduler": "optim.schedule",
     "optim.cilp": "optim.clip",
-    "data.global_batch_size": "data.global_batch",
-    "data.microbatch": "data.micro_batch",
+    "data.global_batch_size": "data.global_batch_size",
+    "data.microbatch": "data.micro_batch_size",
     "data.num_workers": "data.workers",
     "data.shuffle": "",
     "data.lr": "optim.lr",

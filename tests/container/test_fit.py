@@ -17,7 +17,8 @@ LIMITS = ["--cpus=2", "--memory=2g", "--memory-swap=2g", "--shm-size=64m", "--ne
 RECIPE = """
 epochs: 100
 max_steps: 6
-data: {name: folder, path: /data, image_size: 160, global_batch: 64, micro_batch: 32, evaluation_batch: 64}
+data: {name: folder, path: /data, image_size: 160, global_batch_size: 64, micro_batch_size: 32,
+eval_batch_size: 64}
 model: {width: 4}
 parallel: {threads: 1}
 log: {sinks: [jsonl]}

@@ -63,7 +63,7 @@ def test_workers_that_are_not_forked_get_the_memory(method: Any) -> None:
 @pytest.mark.parametrize("last", ["cross", "weighted"])
 def test_residence_changes_nothing(last: str) -> None:
     images = load_images(DataConfig(), seed=0)
-    what = source(images.train, last, micro_batch=32)
+    what = source(images.train, last, micro_batch_size=32)
     batches = what.share.batches()[:40]
     resident = make_loader(what, CPU, LoaderConfig(), cpu_workers=2)
     assert isinstance(resident, ResidentLoader)
@@ -260,8 +260,8 @@ def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
         epochs=3,
         data={
             "name": "folder", "path": make_folder(tmp_path), "image_size": 16,
-            "global_batch": 4, "micro_batch": 2,
-            "augment": "flip", "workers": workers, "start_method": "fork", "evaluation_batch": 4,
+            "global_batch_size": 4, "micro_batch_size": 2,
+            "augment": "flip", "workers": workers, "start_method": "fork", "eval_batch_size": 4,
         },
         model={"name": "small_resnet", "width": 8},
     )  # fmt: skip

@@ -119,19 +119,24 @@ def test_augmentation_numbers_are_uniform_and_keyed() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    micro_batch = draw(st.integers(1, 4))
-    global_batch = micro_batch * 4 * draw(st.integers(1, 4))
+    micro_batch_size = draw(st.integers(1, 4))
+    global_batch_size = micro_batch_size * 4 * draw(st.integers(1, 4))
     last: Last = draw(lasts)
-    samples = draw(st.integers(global_batch if last == "drop" else 1, 200))
+    samples = draw(st.integers(global_batch_size if last == "drop" else 1, 200))
     return Plan(
-        samples, global_batch, micro_batch, draw(st.integers(1, 3)), last, seed=draw(st.integers(0, 9))
+        samples,
+        global_batch_size,
+        micro_batch_size,
+        draw(st.integers(1, 3)),
+        last,
+        seed=draw(st.integers(0, 9)),
     )
 
 
 @given(plan=plans(), world=st.sampled_from((1, 2, 4)))
 def test_ranks_together_read_each_step(plan: Plan, world: int) -> None:
     whole = plan.read(np.arange(plan.steps * plan.shards))
-    size = plan.global_batch
+    size = plan.global_batch_size
     for rank in range(world):
         share = Share(plan, rank, world)
         batches = share.batches()
@@ -159,7 +164,7 @@ def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
     for number in range(plan.epochs):
         seen = np.sort(sample[(epoch == number) & (weight > 0)])
         if plan.last == "drop":
-            assert len(seen) == plan.samples // plan.global_batch * plan.global_batch
+            assert len(seen) == plan.samples // plan.global_batch_size * plan.global_batch_size
             assert len(np.unique(seen)) == len(seen)
         else:
             assert np.array_equal(seen, np.arange(plan.samples))
@@ -185,18 +190,20 @@ def test_what_has_been_seen_adds_up(plan: Plan) -> None:
         assert plan.epoch_at(plan.steps) == plan.epochs
 
 
-@given(samples=st.integers(1, 100), micro_batch=st.integers(1, 16), world=st.integers(1, 5))
+@given(samples=st.integers(1, 100), micro_batch_size=st.integers(1, 16), world=st.integers(1, 5))
 def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_world(
-    samples: int, micro_batch: int, world: int
+    samples: int, micro_batch_size: int, world: int
 ) -> None:
     rows: dict[int, list[int]] = {}
     for rank in range(world):
-        share = evaluation_share(samples, micro_batch, rank, world)
+        share = evaluation_share(samples, micro_batch_size, rank, world)
         for batch in share.batches():
             shard = int(share.shards(np.array([batch]))[0])
             _, sample, weight = share.plan.read(np.array([shard]))
             rows[shard] = sample[weight > 0].tolist()
-    expected = [list(range(at, min(at + micro_batch, samples))) for at in range(0, samples, micro_batch)]
+    expected = [
+        list(range(at, min(at + micro_batch_size, samples))) for at in range(0, samples, micro_batch_size)
+    ]
     assert [rows[shard] for shard in sorted(rows) if rows[shard]] == expected
 
 
@@ -207,7 +214,7 @@ def test_max_steps_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Plan(100, 10, 3, 1, "cross", 0), "not a multiple of data.micro_batch=3"),
+        (lambda: Plan(100, 10, 3, 1, "cross", 0), "not a multiple of data.micro_batch_size=3"),
         (lambda: Plan(0, 10, 5, 1, "cross", 0), "empty"),
         (lambda: Plan(9, 10, 5, 1, "drop", 0), "leaves no step"),
         (lambda: Share(Plan(100, 10, 5, 1, "cross", 0), 0, 4), "x 4 ranks"),

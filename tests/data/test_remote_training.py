@@ -56,7 +56,7 @@ def s3(started: S3) -> S3:
 
 
 def config(**changes: Any) -> DataConfig:
-    return DataConfig.model_validate({"name": "pack", "image_size": 8, "micro_batch": 4, **changes})
+    return DataConfig.model_validate({"name": "pack", "image_size": 8, "micro_batch_size": 4, **changes})
 
 
 def remote(s3: S3, folder: Path, **changes: Any) -> DataConfig:
@@ -200,7 +200,13 @@ def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
 
 @pytest.mark.slow
 def test_a_run_behind_s3_ends_with_the_weights_of_a_local_one(s3: S3, pack: Path, tmp_path: Path) -> None:
-    words = ["data.name=pack", "data.image_size=8", "data.global_batch=16", "data.micro_batch=8", "epochs=2"]
+    words = [
+        "data.name=pack",
+        "data.image_size=8",
+        "data.global_batch_size=16",
+        "data.micro_batch_size=8",
+        "epochs=2",
+    ]
     words += ["data.augment=none", "data.workers=1", "parallel.threads=1", "model.width=4"]
 
     def train(out: str, *more: str) -> Path:

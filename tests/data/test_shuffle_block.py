@@ -90,13 +90,15 @@ def test_the_order_never_changes_between_versions() -> None:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     pieces = tuple(draw(sizes))
-    micro_batch = draw(st.integers(1, 4))
+    micro_batch_size = draw(st.integers(1, 4))
     last: Last = draw(st.sampled_from(get_args(Last)))
-    global_batch = micro_batch * 4
-    if last == "drop" and sum(pieces) < global_batch:
+    global_batch_size = micro_batch_size * 4
+    if last == "drop" and sum(pieces) < global_batch_size:
         last = "cross"
     epochs, seed, together = draw(st.integers(1, 3)), draw(st.integers(0, 9)), draw(st.integers(1, 31))
-    return Plan(sum(pieces), global_batch, micro_batch, epochs, last, seed, pieces=pieces, together=together)
+    return Plan(
+        sum(pieces), global_batch_size, micro_batch_size, epochs, last, seed, pieces=pieces, together=together
+    )
 
 
 @given(plan=plans())

@@ -76,7 +76,7 @@ def test_the_text_is_all_of_the_modules() -> None:
 
 def short_recipe(**keys: Any) -> Recipe:
     values = read_recipe("gpt-stdlib")
-    values["data"] |= {"global_batch": 8, "micro_batch": 4}
+    values["data"] |= {"global_batch_size": 8, "micro_batch_size": 4}
     values["language"] |= {"layers": 2, "width": 64, "sequence_length": 128}
     return make_recipe(**values | {"max_steps": 30, "ema": {"decay": 0.9}} | keys)
 

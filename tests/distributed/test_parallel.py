@@ -70,7 +70,7 @@ def test_training_is_the_same(ranks: Ranks, parallel: dict[str, Any], rtol: floa
 
 
 def test_a_static_graph_trains_the_same_without_accumulation(ranks: Ranks) -> None:
-    values = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 32}}
+    values = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 32}}
     plain = ranks.run(2, train_digits, values, 0)
     static = ranks.run(2, train_digits, values | {"parallel": {"threads": 1, "static_graph": True}}, 0)
     assert static[0][0] == pytest.approx(plain[0][0], rel=1e-5)
@@ -221,8 +221,12 @@ def synchronised_training(world: World, values: dict[str, Any]) -> Any:
 def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, memory: dict[str, Any]) -> None:
     """That is what separate statistics don't do: there a shard is normalised by itself."""
     parallel = {"threads": 1, "sync_batchnorm": True}
-    small = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 32}, "parallel": parallel, "memory": memory}
-    whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch": 64}}
+    small = DIGITS | {
+        "data": DIGITS["data"] | {"micro_batch_size": 32},
+        "parallel": parallel,
+        "memory": memory,
+    }
+    whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 64}}
     together = ranks.run(2, synchronised_training, small)
     (expected, _, weights), *_ = ranks.run(1, synchronised_training, whole)
     losses = torch.tensor([losses for losses, _, _ in together]).sum(0)

@@ -41,7 +41,7 @@ def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
 
 
 def evaluate_untrained(world: World, batch: int, padded: bool) -> dict[str, float]:
-    data = DIGITS["data"] | {"evaluation_batch": batch, "resident": padded}
+    data = DIGITS["data"] | {"eval_batch_size": batch, "resident": padded}
     recipe = make_recipe(**DIGITS | {"data": data})
     task = make_task(recipe)
     parts = assemble(recipe, task, world, workers=0)

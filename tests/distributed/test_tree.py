@@ -120,7 +120,7 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
 def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor]]:
     """Loss and weights after steps whose valid tokens are known late, of which the last is padded."""
     recipe = make_recipe(
-        data={"global_batch": 8, "micro_batch": 1},
+        data={"global_batch_size": 8, "micro_batch_size": 1},
         step={"last": "weighted"},
         optim={"lr": 0.1, "clip": 0.5},
         parallel={"threads": 1, "reduction": reduction},
@@ -181,7 +181,7 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
     task.model = lambda: Sometimes(above)  # type: ignore[method-assign]
     recipe = make_recipe(
         epochs=2,
-        data={"global_batch": 8, "micro_batch": 2},
+        data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"lr": 0.01, "weight_decay": 0.1},
         parallel={"threads": 1, "reduction": reduction, **parallel},
     )
@@ -294,7 +294,7 @@ def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     task = TokenTask(16)
     monkeypatch.setattr(task, "model", Idle)
     recipe = make_recipe(
-        data={"global_batch": 8, "micro_batch": 2},
+        data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
         parallel={"threads": 1, "reduction": "tree"},
     )
@@ -308,7 +308,7 @@ def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def starts_apart(world: World) -> torch.Tensor:
     """A weight after assembly, where the ranks' models were not the same."""
-    recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch": 8, "micro_batch": 1})
+    recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch_size": 8, "micro_batch_size": 1})
     task = TokenTask(16)
     model = task.model()
     first = next(model.parameters())
@@ -365,7 +365,9 @@ def test_what_a_tree_does_not_go_with_is_refused(parallel: dict[str, Any], names
 
 
 def test_ranks_that_split_no_tree_are_refused() -> None:
-    recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch": 12, "micro_batch": 1})
+    recipe = make_recipe(
+        parallel={"reduction": "tree"}, data={"global_batch_size": 12, "micro_batch_size": 1}
+    )
     task = TokenTask(24)
     for fitting in (1, 3, 6, 12):
         check_request(recipe, task, fitting)

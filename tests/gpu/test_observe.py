@@ -64,7 +64,7 @@ def test_running_out_is_explained(tmp_path: Path) -> None:
         torch.empty(1 << 45, dtype=torch.uint8, device=GPU)
     except RuntimeError as error:
         assert is_out_of_memory(error)
-        text = explain_oom(error, GPU, tmp_path, held_by(model, optimizer), micro_batch=8)
+        text = explain_oom(error, GPU, tmp_path, held_by(model, optimizer), micro_batch_size=8)
     assert activations.nbytes == 256 * MIB
     assert "33,554,432 MiB more were wanted" in text
     assert "activations and temporaries 0.2" in text

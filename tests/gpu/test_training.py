@@ -29,7 +29,7 @@ pytestmark = [
 DIGITS: dict[str, Any] = {
     "max_steps": 30,
     "epochs": 2,
-    "data": {"global_batch": 64, "micro_batch": 16, "augment": "affine"},
+    "data": {"global_batch_size": 64, "micro_batch_size": 16, "augment": "affine"},
     "model": {"width": 16, "dropout": 0.1},
     "optim": {"lr": 0.01, "clip": 1.0},
     "ema": {"decay": 0.9},
@@ -84,7 +84,7 @@ def test_the_loop_never_waits_for_the_gpu(mode: str, resident: bool) -> None:
 
 
 def test_checkpointing_and_accumulation_never_wait_either() -> None:
-    data = DIGITS["data"] | {"micro_batch": 8}
+    data = DIGITS["data"] | {"micro_batch_size": 8}
     losses = losses_on(torch.device("cuda", 0), strict=True, memory={"checkpointing": "blocks"}, data=data)
     assert all(math.isfinite(loss) for loss in losses)
 
@@ -130,12 +130,12 @@ def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None
 @pytest.mark.skipif(
     missing_for_compiling(torch.device("cuda", 0)) is not None, reason="nothing to compile with"
 )
-@pytest.mark.parametrize("micro_batch", [64, 16])
+@pytest.mark.parametrize("micro_batch_size", [64, 16])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch: int) -> None:
+def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch_size: int) -> None:
     """With accumulation, too, where a replayed graph must not overwrite the gradients of the shard before."""
     sections: dict[str, Any] = {
-        "data": DIGITS["data"] | {"micro_batch": micro_batch},
+        "data": DIGITS["data"] | {"micro_batch_size": micro_batch_size},
         "model": {"width": 16},
     }
     torch._dynamo.reset()

@@ -31,8 +31,14 @@ def little_is_left() -> Iterator[int]:
 
 
 def job(**sections: object) -> Job:
-    data = {"image_size": 256, "samples": 256, "global_batch": 4096, "micro_batch": 4096, "workers": 1}
-    recipe = small(data={**data, "evaluation_batch": 8}, model={"width": 16}, device="cuda", **sections)
+    data = {
+        "image_size": 256,
+        "samples": 256,
+        "global_batch_size": 4096,
+        "micro_batch_size": 4096,
+        "workers": 1,
+    }
+    recipe = small(data={**data, "eval_batch_size": 8}, model={"width": 16}, device="cuda", **sections)
     return Job(recipe, 1, 1, {"CUDA_VISIBLE_DEVICES": "0"})
 
 
@@ -46,7 +52,7 @@ def test_the_choice_leaves_the_headroom(little_is_left: int, sections: dict[str,
     assert little_is_left < found.chosen.peak_bytes <= (1 - HEADROOM) * found.chosen.limit_bytes
     too_large = [one for one in found.probes if not one.fits]
     assert too_large
-    assert min(one.micro_batch for one in too_large) == 2 * found.chosen.micro_batch
+    assert min(one.micro_batch_size for one in too_large) == 2 * found.chosen.micro_batch_size
 
 
 def test_out_of_memory_names_the_holder(little_is_left: int) -> None:

@@ -44,8 +44,8 @@ class Numbers:
         out["units"][...] = samples % 9 + 1
 
 
-def source(dataset: Any, last: Any = "weighted", micro_batch: int = 4, uniforms: int = 3) -> Source:
-    plan = Plan(len(dataset), 2 * micro_batch, micro_batch, epochs=2, last=last, seed=5)
+def source(dataset: Any, last: Any = "weighted", micro_batch_size: int = 4, uniforms: int = 3) -> Source:
+    plan = Plan(len(dataset), 2 * micro_batch_size, micro_batch_size, epochs=2, last=last, seed=5)
     return Source(dataset, Share(plan), uniforms)
 
 

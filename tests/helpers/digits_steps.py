@@ -14,7 +14,7 @@ from trainer.train.step import train_step
 DIGITS: dict[str, Any] = {
     "epochs": 1,
     "max_steps": 6,
-    "data": {"global_batch": 64, "micro_batch": 16, "evaluation_batch": 50, "augment": "affine"},
+    "data": {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"},
     "model": {"width": 8},
     "optim": {"lr": 0.01, "clip": 1.0},
     "ema": {"decay": 0.9},

@@ -33,7 +33,7 @@ def write_pictures(root: Path) -> Path:
 
 def recipe_of(pictures: Path, **data: Any) -> Recipe:
     """A run of 500,000 steps; data: further keys."""
-    sizes = {"image_size": 16, "global_batch": 4, "micro_batch": 4, "evaluation_batch": 4}
+    sizes = {"image_size": 16, "global_batch_size": 4, "micro_batch_size": 4, "eval_batch_size": 4}
     values = {
         "epochs": 100_000,
         "evaluate_every": 0,

@@ -29,7 +29,7 @@ class Attempt(NamedTuple):
 
 def small(**sections: Any) -> Recipe:
     """A recipe that takes a second: 16 steps, two evaluations."""
-    sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch": 8, "micro_batch": 8}
+    sizes = {"image_size": 8, "samples": 64, "classes": 4, "global_batch_size": 8, "micro_batch_size": 8}
     values: dict[str, Any] = {
         "epochs": 2,
         "data": {"name": "synthetic", **sizes, "workers": 0},

@@ -66,8 +66,8 @@ class Ending(NamedTuple):
 def recipe_of(hang_s: float, **sections: Any) -> Recipe:
     """Eight steps a pass, two passes; checkpoints at 5, 10 and 15, evaluation at 8 and 16."""
     parallel = {"threads": 1, "hang_s": hang_s, "timeout_s": 60, **sections.pop("parallel", {})}
-    data = {"name": "synthetic", "image_size": 8, "samples": 64, "classes": 4, "global_batch": 8}
-    data |= {"micro_batch": 2, "workers": 0, "resident": False, **sections.pop("data", {})}
+    data = {"name": "synthetic", "image_size": 8, "samples": 64, "classes": 4, "global_batch_size": 8}
+    data |= {"micro_batch_size": 2, "workers": 0, "resident": False, **sections.pop("data", {})}
     return small(parallel=parallel, data=data, optim={"clip": 1.0}, **sections)
 
 

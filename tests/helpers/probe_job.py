@@ -9,7 +9,7 @@ from trainer.train.tune.job import Job
 
 def job(room: Room | None = None, ranks: int = 1, workers: int = 1, **sections: Any) -> Job:
     """A real one, of a model that takes memory by the sample: little to compute, much to keep."""
-    sizes = {"global_batch": 256, "micro_batch": 256, "evaluation_batch": 4}
+    sizes = {"global_batch_size": 256, "micro_batch_size": 256, "eval_batch_size": 4}
     data = {"image_size": 256, "samples": 64, "resident": False, "workers": workers, "prefetch": 1, **sizes}
     recipe = small(data=data, model={"width": 4}, **sections)
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}

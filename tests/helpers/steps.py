@@ -22,9 +22,9 @@ LITTLE = [
     "data.samples=8",
     "data.classes=5",
     "data.image_size=64",
-    "data.global_batch=2",
-    "data.micro_batch=1",
-    "data.evaluation_batch=1",
+    "data.global_batch_size=2",
+    "data.micro_batch_size=1",
+    "data.eval_batch_size=1",
     "precision.mode=fp32",
 ]
 

@@ -17,7 +17,7 @@ from trainer.train.run import Parts, assemble
 # Sections of a recipe for the digits that drops out and clips.
 SMALL: dict[str, Any] = {
     "max_steps": 5,
-    "data": {"global_batch": 32, "micro_batch": 16, "augment": "flip"},
+    "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "flip"},
     "model": {"width": 8, "dropout": 0.5},
     "optim": {"lr": 0.01, "clip": 1.0},
 }

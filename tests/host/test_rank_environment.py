@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 def train(*settings: str) -> int:
     words = [word for setting in settings for word in ("--set", setting)]
-    return main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch=32", *words])
+    return main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch_size=32", *words])
 
 
 def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.Mo
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = ("max_steps=2", "evaluate_every=0", "parallel.cpu_binding=cores", "data.micro_batch=32")
+    settings = ("max_steps=2", "evaluate_every=0", "parallel.cpu_binding=cores", "data.micro_batch_size=32")
     words = [word for setting in (*settings, "parallel.threads=1") for word in ("--set", setting)]
     trained = [sys.executable, "-m", "trainer", "train", "digits", "--ranks", "2", "--out", str(out), *words]
     done = preloaded.run(trained)

@@ -16,7 +16,13 @@ from tests.helpers.waiting import SECONDS, until
 pytestmark = pytest.mark.slow  # on one host, without a training: tests/launch/test_nodes.py
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    *("data.global_batch=64", "data.micro_batch=32", "epochs=6", "model.width=8", "parallel.threads=1"),
+    *(
+        "data.global_batch_size=64",
+        "data.micro_batch_size=32",
+        "epochs=6",
+        "model.width=8",
+        "parallel.threads=1",
+    ),
     *("parallel.reduction=tree", "checkpoint.every=10", "log.every=5"),
 )
 WORDS = ["train", "digits", *(word for setting in SETTINGS for word in ("--set", setting))]

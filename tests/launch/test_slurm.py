@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 ROOT = Path(__file__).parents[2]
 VENV = Path(sys.executable).parent.parent
 # Some seconds of training on two quiet cores; a checkpoint early, so that there is one to go on from.
-SETTINGS = ("data.micro_batch=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
+SETTINGS = ("data.micro_batch_size=4", "epochs=6", "parallel.threads=1", "checkpoint.every=20", "log.every=5")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_bad_input_ends_the_job_with_one_line_and_no_requeue(slurm: Slurm, tmp_p
 
 def test_a_task_for_each_rank_works_too(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "tasks.sbatch"
-    words = "digits --set data.micro_batch=16 --set epochs=1 --set parallel.threads=1"
+    words = "digits --set data.micro_batch_size=16 --set epochs=1 --set parallel.threads=1"
     script.write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --mem=3G\n"
         f"#SBATCH --output={tmp_path}/out\nexport MASTER_PORT={PORT}\n"

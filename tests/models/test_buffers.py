@@ -114,7 +114,7 @@ class Task(TokenTask):
 def parts_of(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Parts:
     recipe = make_recipe(
         epochs=2,
-        data={"global_batch": 8, "micro_batch": 2},
+        data={"global_batch_size": 8, "micro_batch_size": 2},
         optim={"lr": 0.01, "weight_decay": 0.1},
         ema={"decay": 0.9},
         parallel={"threads": 1, "reduction": reduction, **parallel},
@@ -169,7 +169,7 @@ def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: 
 
 def test_statistics_of_ones_own_are_those_of_torch() -> None:
     """One update a step of one shard: what the model itself would do."""
-    recipe = make_recipe(data={"global_batch": 8, "micro_batch": 8}, optim={"lr": 1e-9})
+    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 8}, optim={"lr": 1e-9})
     for kind in ("complex", "own batchnorm", "own"):
         parts = assemble_alone(recipe, Task(kind))
         alone = Keeping(kind).train()
@@ -219,7 +219,7 @@ def test_a_models_own_compiled_code_is_left_alone() -> None:
     torch._dynamo.reset()
     task = CompiledTask("method")
     task.model = lambda: CompiledKeeping(task.backend)  # type: ignore[method-assign]
-    recipe = make_recipe(data={"global_batch": 8, "micro_batch": 4})
+    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, task)
     model = parts.training.model
     assert (task.compiled, task.runs, task.losses) == (0, 0, 0)

@@ -70,7 +70,7 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
         recipe = make_recipe(
             epochs=4,
             compile={"mode": mode, "scope": scope},
-            data={"global_batch": 8, "micro_batch": 4},
+            data={"global_batch_size": 8, "micro_batch_size": 4},
             step={"last": last},
             optim={"lr": 0.01},
         )
@@ -148,7 +148,7 @@ def test_compiled_dropout_is_recomputed_alike(
     def losses(memory: dict[str, Any]) -> list[float]:
         torch._dynamo.reset()
         recipe = make_recipe(
-            data={"global_batch": 8, "micro_batch": 8},
+            data={"global_batch_size": 8, "micro_batch_size": 8},
             epochs=4,
             optim={"lr": 0.05},
             compile={"mode": "default", "scope": scope},
@@ -188,7 +188,7 @@ def test_a_missing_header_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def one_rank_cannot(world: World) -> list[str]:
     compiling_there = world.rank == 0
-    recipe = make_recipe(compile={"mode": "default"}, data={"global_batch": 8, "micro_batch": 4})
+    recipe = make_recipe(compile={"mode": "default"}, data={"global_batch_size": 8, "micro_batch_size": 4})
     with pytest.MonkeyPatch.context() as patch:
         missing = None if compiling_there else "no compiler was found (g++); install g++"
         patch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: missing)
@@ -221,7 +221,7 @@ def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
     config = CompileConfig(mode=mode)
     assert config.warm_up == warm_up
-    recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
+    recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
     meter = Meter(t.share.plan, CPU, [], lambda: take_figures(t))
@@ -236,7 +236,7 @@ def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
 def test_gradients_stay_in_place_for_cuda_graphs() -> None:
     """A replayed graph writes its gradients to the same memory: they are added to, never taken over."""
     recipe = make_recipe(
-        epochs=2, data={"global_batch": 8, "micro_batch": 4}, optim={"lr": 0.01, "clip": 1.0}
+        epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"lr": 0.01, "clip": 1.0}
     )
     weights = []
     for graphs_used in (False, True):

@@ -148,7 +148,7 @@ costs = st.builds(BlockCost, st.integers(-5, 50), st.integers(0, 100), st.just(0
 
 
 def test_what_a_rank_will_want_is_known_before_it_does() -> None:
-    recipe = make_recipe(data={"micro_batch": 16})
+    recipe = make_recipe(data={"micro_batch_size": 16})
     task = make_task(recipe)
     model = task.model()
     world = World(0, 1, 0, torch.device("cpu"), None)
@@ -174,7 +174,7 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     assert line.startswith(
         "memory may not be enough: of 2.00 GB (/sys/fs/cgroup/memory.max) 1.00 GB are in use, and for each "
         "of 2 ranks come up to 0.40 GB of activations, 0.10 GB of gradients and optimizer state; when it is "
-        "full, the kernel kills a process: lower data.micro_batch"
+        "full, the kernel kills a process: lower data.micro_batch_size"
     )
     assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
@@ -237,7 +237,7 @@ def test_of_two_blocks_that_save_as_much_the_cheaper_is_chosen() -> None:
 SYNTHETIC: dict[str, Any] = {
     "data": {
         **{"name": "synthetic", "image_size": 32, "classes": 10, "samples": 8},
-        **{"global_batch": 2, "micro_batch": 2},
+        **{"global_batch_size": 2, "micro_batch_size": 2},
     },
     "max_steps": 1,
 }

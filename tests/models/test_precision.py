@@ -61,7 +61,7 @@ def snapshot(training: Any) -> dict[str, Any]:
 def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: str, clip: float) -> None:
     at = 3
     recipe = make_recipe(
-        data={"global_batch": 8, "micro_batch": 4},
+        data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
         optim={"name": optimizer, "lr": 0.1, "clip": clip, "warmup": 0.0},
         ema={"decay": 0.9},
@@ -92,7 +92,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
 def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
     """With uninitialised memory filled with NaN, the run goes on as if the first step hadn't been."""
     recipe = make_recipe(
-        data={"global_batch": 8, "micro_batch": 4},
+        data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
         optim={"name": optimizer, "lr": 0.1},
     )
@@ -113,7 +113,7 @@ def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
 def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     recipe = make_recipe(
         epochs=4,
-        data={"global_batch": 8, "micro_batch": 4},
+        data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": mode},
         optim=optim,
     )

@@ -33,7 +33,7 @@ def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
 def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> None:
     file = saved(tmp_path)
     model = {"width": 8, "init_from": str(file), "channels_last": channels_last}
-    recipe = make_recipe(model=model, data={"micro_batch": 16}, ema={"decay": 0.9})
+    recipe = make_recipe(model=model, data={"micro_batch_size": 16}, ema={"decay": 0.9})
     parts = assemble_alone(recipe, make_task(recipe))
     wanted = safetensors.torch.load_file(file)
     assert parts.training.average is not None
@@ -201,7 +201,7 @@ def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
 
 def start_from(world: World, folder: str) -> str:
     file = Path(folder, f"{world.rank}.safetensors")
-    recipe = make_recipe(model={"width": 8, "init_from": str(file)}, data={"micro_batch": 16})
+    recipe = make_recipe(model={"width": 8, "init_from": str(file)}, data={"micro_batch_size": 16})
     try:
         assemble(recipe, make_task(recipe), world, 0)
     except BadInputError as error:

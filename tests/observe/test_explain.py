@@ -15,7 +15,7 @@ from trainer.observe.memory import memory_source
 from trainer.observe.phases import PHASES
 from trainer.tasks.classification import Classification
 
-FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch=64)
+FACTS = Facts(on_gpu=False, ranks=1, local_ranks=1, threads=1, cpus=2, step_samples=64, micro_batch_size=64)
 
 
 @pytest.mark.compat
@@ -68,7 +68,7 @@ def test_no_memory_is_a_paragraph_and_no_traceback(tmp_path: Path) -> None:
     assert ended.code == 1
     assert "Traceback" not in ended.said
     assert "out of host memory in test_explain.py" in ended.line
-    assert "data.micro_batch" in ended.line
+    assert "data.micro_batch_size" in ended.line
 
 
 def test_another_error_keeps_its_traceback(tmp_path: Path) -> None:

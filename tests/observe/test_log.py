@@ -27,7 +27,7 @@ from trainer.train.step import take_figures
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
-    recipe = make_recipe(epochs=5, data={"global_batch": 8, "micro_batch": 4}, optim={"clip": 1.0})
+    recipe = make_recipe(epochs=5, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"clip": 1.0})
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
     meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))

@@ -187,7 +187,7 @@ def explained(allocated: float, cached: float, tmp_path: Path, **settings: Any) 
     try:
         raise torch.OutOfMemoryError(MESSAGE.format(allocated=allocated, cached=cached))
     except torch.OutOfMemoryError as error:
-        return explain_oom(error, GPU, tmp_path, HELD, **{"micro_batch": 64, **settings})
+        return explain_oom(error, GPU, tmp_path, HELD, **{"micro_batch_size": 64, **settings})
 
 
 @pytest.mark.usefixtures("allocator")
@@ -196,7 +196,7 @@ def test_activations_are_what_is_left(tmp_path: Path) -> None:
     assert "out of memory on cuda:0 of 79.0 GiB in test_memory_report.py:" in text
     assert "2,048 MiB more were wanted" in text
     assert "Held: activations and temporaries 60.00 GiB, optimiser state 8.00 GiB, weights 4.00 GiB" in text
-    assert "data.micro_batch=32 with the same data.global_batch" in text
+    assert "data.micro_batch_size=32 with the same data.global_batch_size" in text
     assert "memory.checkpointing=blocks" in text
     assert "precision.mode=bf16" in text
     assert "expandable_segments" not in text
@@ -207,7 +207,7 @@ def test_activations_are_what_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("allocator")
 def test_what_is_done_already_is_not_advised(tmp_path: Path) -> None:
-    text = explained(76.0, 0.5, tmp_path, micro_batch=1, checkpointing="blocks", precision="bf16")
+    text = explained(76.0, 0.5, tmp_path, micro_batch_size=1, checkpointing="blocks", precision="bf16")
     assert "What to do: a smaller model, or a GPU with more memory." in text
 
 
@@ -225,7 +225,7 @@ def test_fragments_and_others_are_told_apart(tmp_path: Path) -> None:
 def test_a_message_of_another_form(allocator: Allocator, tmp_path: Path) -> None:
     allocator.take(20 * GIB)
     error = torch.OutOfMemoryError("HIP out of memory")
-    text = explain_oom(error, GPU, tmp_path / "gone", HELD, micro_batch=8)
+    text = explain_oom(error, GPU, tmp_path / "gone", HELD, micro_batch_size=8)
     assert "Held: optimiser state 8.00 GiB, weights 4.00 GiB, gradients 4.00 GiB, activations" in text
     assert "More in" not in text
 
@@ -235,7 +235,7 @@ def test_the_host_runs_out(tmp_path: Path) -> None:
         torch.empty(1 << 50)
     except RuntimeError as error:
         assert is_out_of_memory(error)
-        text = explain_oom(error, torch.device("cpu"), tmp_path, {"weights": GIB}, micro_batch=8)
+        text = explain_oom(error, torch.device("cpu"), tmp_path, {"weights": GIB}, micro_batch_size=8)
     assert "out of host memory in test_memory_report.py:" in text
     assert "4194304.00 GiB more were wanted" in text
     assert "weights 1.00 GiB" in text

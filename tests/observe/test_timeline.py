@@ -49,7 +49,7 @@ def rows_of(
     task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
 ) -> list[dict[str, Any]]:
     """Trains 12 steps of two shards; the rows of figures. `nap` is called in each phase."""
-    recipe = make_recipe(epochs=2, data={"global_batch": 8, "micro_batch": 4})
+    recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, task)
     t = parts.training
     rows: list[Any] = []

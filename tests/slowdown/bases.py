@@ -21,7 +21,7 @@ _LOG = {"every": 5, "sinks": ["jsonl"]}
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Resident: the data lies in memory, there is no loader.
     "digits": {
-        "data": {"name": "digits", "global_batch": 64, "micro_batch": 64, "augment": "affine"},
+        "data": {"name": "digits", "global_batch_size": 64, "micro_batch_size": 64, "augment": "affine"},
         "model": {**_RESNET, "width": 24},
         "optim": {**_OPTIM, "clip": 1.0},
         "ema": {"decay": 0.99},
@@ -74,7 +74,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 def write_recipes(folder: Path) -> None:
     """Writes `<name>.yaml`; paths of data are made absolute."""
     for name, recipe in RECIPES.items():
-        data = {"global_batch": 32, "micro_batch": 32, **recipe["data"]}
+        data = {"global_batch_size": 32, "micro_batch_size": 32, **recipe["data"]}
         if "path" in data:
             data["path"] = str(folder / data["path"])
         values = {

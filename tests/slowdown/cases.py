@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 _NARROW = "model.width=8"
 _SMALL = ("model.width=8", "data.image_size=32")
-_PAIR = "data.micro_batch=16"
+_PAIR = "data.micro_batch_size=16"
 _ADAM = ("optim.name=adamw", "optim.clip=1.0", "ema.decay=0.99")
 
 FIRST: tuple[Case, ...] = (
@@ -178,7 +178,7 @@ FIRST: tuple[Case, ...] = (
         "rank 1 of 2 is stopped half of the time (SIGSTOP for 60 ms of 120)",
         "digits",
         200,
-        ("data.micro_batch=32", "log.every=10"),
+        ("data.micro_batch_size=32", "log.every=10"),
         (pulses(1, 0.06, 0.06),),
         ranks=2,
     ),
@@ -218,7 +218,7 @@ FIRST: tuple[Case, ...] = (
         "20 Mbit/s between 2 ranks (tc tbf in a namespace)",
         "digits",
         60,
-        ("data.micro_batch=32",),
+        ("data.micro_batch_size=32",),
         (slow_network(20),),
         ranks=2,
     ),
@@ -270,10 +270,10 @@ FIRST: tuple[Case, ...] = (
     Case(
         "digits-evaluation-by-one",
         "evaluation",
-        "evaluation_batch=1, after each epoch",
+        "eval_batch_size=1, after each epoch",
         "digits",
         180,
-        ("evaluate_every=1", "data.evaluation_batch=1", "model.width=8"),
+        ("evaluate_every=1", "data.eval_batch_size=1", "model.width=8"),
     ),
     Case(
         "digits-slow-log",
@@ -299,7 +299,7 @@ FIRST: tuple[Case, ...] = (
         "steps of 2 samples for a wide model",
         "digits",
         300,
-        ("data.global_batch=2", "data.micro_batch=2", "model.width=96", "log.every=20"),
+        ("data.global_batch_size=2", "data.micro_batch_size=2", "model.width=96", "log.every=20"),
     ),
     Case(
         "synthetic-two-samples",
@@ -307,7 +307,7 @@ FIRST: tuple[Case, ...] = (
         "steps of 2 samples for ResNet-18, with AdamW and an average",
         "synthetic",
         80,
-        ("data.global_batch=2", "data.micro_batch=2", *_ADAM),
+        ("data.global_batch_size=2", "data.micro_batch_size=2", *_ADAM),
     ),
     Case(
         "digits-collect",

@@ -17,7 +17,7 @@ _FACTS = Facts(
     threads=8,
     cpus=16.0,
     step_samples=256,
-    micro_batch=256,
+    micro_batch_size=256,
     decodes=True,
 )
 

@@ -2,7 +2,7 @@
 
 from tests.slowdown.cases import Case
 
-_PAIR = "data.micro_batch=16"
+_PAIR = "data.micro_batch_size=16"
 
 
 def _case(name: str, how: str, recipe: str, steps: int, *settings: str, ranks: int = 1) -> Case:
@@ -12,8 +12,17 @@ def _case(name: str, how: str, recipe: str, steps: int, *settings: str, ranks: i
 HEALTHY: tuple[Case, ...] = (
     _case("digits", "as it is", "digits", 250, "log.every=10"),
     _case("digits-wide", "a wider model", "digits", 80, "model.width=48"),
-    _case("digits-batch-16", "steps of 16", "digits", 400, "data.global_batch=16", "data.micro_batch=16"),
-    _case("digits-accumulation", "4 shards a step", "digits", 150, "data.micro_batch=16", "log.every=10"),
+    _case(
+        "digits-batch-16",
+        "steps of 16",
+        "digits",
+        400,
+        "data.global_batch_size=16",
+        "data.micro_batch_size=16",
+    ),
+    _case(
+        "digits-accumulation", "4 shards a step", "digits", 150, "data.micro_batch_size=16", "log.every=10"
+    ),
     _case("digits-evaluated", "evaluated each epoch", "digits", 200, "evaluate_every=1", "log.every=10"),
     _case("digits-checkpoints", "a checkpoint each 50", "digits", 250, "checkpoint.every=50", "log.every=25"),
     _case("digits-one-thread", "one thread", "digits", 150, "parallel.threads=1"),
@@ -21,13 +30,13 @@ HEALTHY: tuple[Case, ...] = (
         "digits-workers", "not resident, one worker", "digits", 150, "data.resident=false", "data.workers=1"
     ),
     _case("digits-bf16", "bfloat16", "digits", 60, "precision.mode=bf16"),
-    _case("digits-pair", "two ranks", "digits", 250, "data.micro_batch=32", "log.every=10", ranks=2),
+    _case("digits-pair", "two ranks", "digits", 250, "data.micro_batch_size=32", "log.every=10", ranks=2),
     _case(
         "digits-tree",
         "two ranks, reduction by a tree",
         "digits",
         250,
-        "data.micro_batch=32",
+        "data.micro_batch_size=32",
         "parallel.reduction=tree",
         "log.every=10",
         ranks=2,
@@ -42,9 +51,16 @@ HEALTHY: tuple[Case, ...] = (
     _case("shards-group-norm", "GroupNorm", "shards", 16, "model.norm=group", "log.every=2"),
     _case("synthetic", "as it is", "synthetic", 40),
     _case("synthetic-adamw", "AdamW and an average", "synthetic", 40, "optim.name=adamw", "ema.decay=0.99"),
-    _case("synthetic-accumulation", "2 shards", "synthetic", 30, "data.micro_batch=16", "log.every=3"),
+    _case("synthetic-accumulation", "2 shards", "synthetic", 30, "data.micro_batch_size=16", "log.every=3"),
     _case(
-        "synthetic-pair", "two ranks", "synthetic", 20, _PAIR, "data.global_batch=64", "log.every=2", ranks=2
+        "synthetic-pair",
+        "two ranks",
+        "synthetic",
+        20,
+        _PAIR,
+        "data.global_batch_size=64",
+        "log.every=2",
+        ranks=2,
     ),
     _case("synthetic-resnet34", "ResNet-34", "synthetic", 20, "model.name=resnet34", "log.every=2"),
     _case("evaluated-seldom", "evaluated each 8th epoch", "evaluated", 100, "evaluate_every=8"),

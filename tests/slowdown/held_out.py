@@ -16,7 +16,7 @@ from tests.slowdown.injections import (
 
 _SMALL = ("model.width=8", "data.image_size=32")
 _ONE = "parallel.threads=1"
-_PAIR = "data.micro_batch=16"
+_PAIR = "data.micro_batch_size=16"
 
 HELD_OUT: tuple[Case, ...] = (
     Case(
@@ -124,7 +124,7 @@ HELD_OUT: tuple[Case, ...] = (
         "rank 1 of 2 has a quota of its own, 0.4 CPUs (cgroup)",
         "digits",
         150,
-        ("data.micro_batch=32", "log.every=10"),
+        ("data.micro_batch_size=32", "log.every=10"),
         (quota(0.4, rank=1),),
         ranks=2,
     ),
@@ -164,7 +164,7 @@ HELD_OUT: tuple[Case, ...] = (
         "30 Mbit/s between 2 ranks, reduction by a tree",
         "digits",
         60,
-        ("data.micro_batch=16", "parallel.reduction=tree"),
+        ("data.micro_batch_size=16", "parallel.reduction=tree"),
         (slow_network(30),),
         ranks=2,
     ),
@@ -229,7 +229,7 @@ HELD_OUT: tuple[Case, ...] = (
         "steps of 4 samples, Muon",
         "digits",
         200,
-        ("data.global_batch=4", "data.micro_batch=4", "optim.name=muon", "log.every=20"),
+        ("data.global_batch_size=4", "data.micro_batch_size=4", "optim.name=muon", "log.every=20"),
     ),
     Case(
         "digits-storm",
@@ -264,7 +264,7 @@ HELD_OUT: tuple[Case, ...] = (
         "2 other processes that compute, beside 2 ranks",
         "digits",
         150,
-        ("data.micro_batch=32", "log.every=10"),
+        ("data.micro_batch_size=32", "log.every=10"),
         (burners(2),),
         ranks=2,
     ),
@@ -283,7 +283,7 @@ HELD_OUT: tuple[Case, ...] = (
         "a quota of 1.2 CPUs for 2 ranks (cgroup)",
         "digits",
         150,
-        ("data.micro_batch=32", "log.every=10"),
+        ("data.micro_batch_size=32", "log.every=10"),
         (quota(1.2),),
         ranks=2,
     ),
@@ -310,7 +310,7 @@ HELD_OUT: tuple[Case, ...] = (
         "2 ranks of 4 threads on 2 CPUs",
         "digits",
         60,
-        ("parallel.threads=4", "data.micro_batch=32"),
+        ("parallel.threads=4", "data.micro_batch_size=32"),
         ranks=2,
     ),
 )

@@ -33,7 +33,7 @@ def recipe(**sections: Any) -> Recipe:
         "highest": 1800,
         **sections.pop("audio", {}),
     }
-    data = {"global_batch": 32, "micro_batch": 16, **sections.pop("data", {})}
+    data = {"global_batch_size": 32, "micro_batch_size": 16, **sections.pop("data", {})}
     return make_recipe(task="audio", audio=audio, data=data, model={"width": 8, "norm": "group"}, **sections)
 
 
@@ -175,7 +175,7 @@ def write(path: Path, rate: int = 8000) -> None:
 
 
 def folder(root: Path) -> Recipe:
-    return recipe(data={"name": "folder", "path": str(root), "micro_batch": 2, "global_batch": 2})
+    return recipe(data={"name": "folder", "path": str(root), "micro_batch_size": 2, "global_batch_size": 2})
 
 
 def test_the_lists_of_speech_commands_split_its_folder(tmp_path: Path) -> None:
@@ -238,6 +238,6 @@ def test_the_embedded_tones_have_one_rate() -> None:
 
 
 def test_the_recipe_for_speech_commands_runs_dry() -> None:
-    little = ["data.name=synthetic", "data.samples=40", "data.classes=35", "data.global_batch=8"]
-    figures = dry_run("speech-commands", [*little, "data.micro_batch=4", "model.width=8"])
+    little = ["data.name=synthetic", "data.samples=40", "data.classes=35", "data.global_batch_size=8"]
+    figures = dry_run("speech-commands", [*little, "data.micro_batch_size=4", "model.width=8"])
     assert figures["loss"] > 0 and 0 <= figures["accuracy"] <= 1

@@ -48,7 +48,7 @@ def few_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(**sections: Any) -> Recipe:
-    data = {"image_size": 96, "global_batch": 16, "micro_batch": 8, "evaluation_batch": 3}
+    data = {"image_size": 96, "global_batch_size": 16, "micro_batch_size": 8, "eval_batch_size": 3}
     values = {
         "task": "detection",
         "model": {"width": 8, "norm": "group"},

@@ -268,7 +268,7 @@ def step_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dict[
     recipe = make_recipe(
         task="language",
         language=config.model_dump(),
-        data={"global_batch": batch, "micro_batch": shard},
+        data={"global_batch_size": batch, "micro_batch_size": shard},
         optim={
             "name": "sgd",
             "momentum": 0,
@@ -331,7 +331,7 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
     wanted, _ = one_big_batch()
     config = LanguageConfig(**SMALL, text=way)
     recipe = make_recipe(
-        task="language", language=config.model_dump(), data={"evaluation_batch": 4, "micro_batch": 2}
+        task="language", language=config.model_dump(), data={"eval_batch_size": 4, "micro_batch_size": 2}
     )
     task = InFloat64(DOCUMENTS, config)
     parts = assemble_alone(recipe, task)
@@ -356,7 +356,7 @@ def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:
 
 def test_both_loaders_tell_the_longest_sample() -> None:
     dataset = padded(DOCUMENTS, 12)
-    each = source(dataset, micro_batch=4, uniforms=0)
+    each = source(dataset, micro_batch_size=4, uniforms=0)
     resident, ring = ResidentLoader(each, CPU), RingLoader(each, CPU, 0, LoaderConfig())
     for one, other in zip(resident(range(4)), ring(range(4)), strict=True):
         assert one.weight is not None
@@ -369,13 +369,13 @@ def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
     recipe = make_recipe(
         task="language",
         language={**SMALL, "text": "padded", "buckets": 4, "sequence_length": 64},
-        data={"name": "synthetic", "samples": 64, "micro_batch": 4, "global_batch": 8},
+        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
     )
     task = make_task(recipe)
     plan = make_plan(recipe, task)
     assert len(plan.buckets) == 4
     assert sum(plan.buckets) == len(task.train_data)
-    loader = RingLoader(source(task.train_data, micro_batch=4, uniforms=0), CPU, 0, LoaderConfig())
+    loader = RingLoader(source(task.train_data, micro_batch_size=4, uniforms=0), CPU, 0, LoaderConfig())
     widths = {task.inputs(batch)[0].shape[1] for batch in loader(range(20))}  # type: ignore[attr-defined]
     assert widths <= {16, 32, 48, 64}
     parts = assemble_alone(recipe, task)
@@ -398,7 +398,7 @@ def test_packing_leaves_little_room() -> None:
     recipe = make_recipe(
         task="language",
         language={**SMALL, "text": "packed", "sequence_length": 64},
-        data={"name": "synthetic", "samples": 64, "micro_batch": 4, "global_batch": 8},
+        data={"name": "synthetic", "samples": 64, "micro_batch_size": 4, "global_batch_size": 8},
     )
     task = make_task(recipe)
     assert isinstance(task.train_data, ArrayDataset)
@@ -423,7 +423,7 @@ def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -
 def run_of(folder: Path, **language: Any) -> tuple[Recipe, Any]:
     recipe = make_recipe(
         task="language",
-        data={"name": "tokens", "path": str(folder), "micro_batch": 2, "global_batch": 4},
+        data={"name": "tokens", "path": str(folder), "micro_batch_size": 2, "global_batch_size": 4},
         language=SMALL | language,
     )
     return recipe, make_task(recipe)
@@ -561,8 +561,8 @@ def test_the_large_recipes_have_a_dry_run(name: str) -> None:
     values["data"] = values["data"] | {
         "name": "synthetic",
         "samples": 16,
-        "global_batch": 4,
-        "micro_batch": 2,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
     }
     recipe = Recipe.model_validate(values)
     task = make_task(recipe)
@@ -580,7 +580,7 @@ def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> No
     recipe = make_recipe(
         task="language",
         language={**SMALL, "text": way, "dropout": 0.1},
-        data={"name": "synthetic", "samples": 32, "micro_batch": 4, "global_batch": 8},
+        data={"name": "synthetic", "samples": 32, "micro_batch_size": 4, "global_batch_size": 8},
         memory={"checkpointing": "blocks"},
         precision={"mode": mode},
         parallel={"reduction": "tree", "threads": 1},

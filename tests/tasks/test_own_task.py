@@ -94,7 +94,7 @@ def test_a_changed_file_is_another_task(here: Path) -> None:
 def test_fit_in_this_process() -> None:
     state = torch.get_rng_state()
     run = trainer.fit(
-        Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch": 64, "data.micro_batch": 32}
+        Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch_size": 64, "data.micro_batch_size": 32}
     )
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
     assert run.figures["accuracy"] > 0.7
@@ -136,7 +136,7 @@ def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
 
     # The average stays near where it began, far from the weights as trained.
     settings = {"epochs": 3, "optim.lr": 0.05, "ema.decay": 0.999, "ema.every": 70, "parallel.threads": 1}
-    run = trainer.fit(Kept, {**settings, "data.global_batch": 64, "data.micro_batch": 32})
+    run = trainer.fit(Kept, {**settings, "data.global_batch_size": 64, "data.micro_batch_size": 32})
     assert "changes the buffers seen" in capsys.readouterr().out
     batch: Any = SimpleNamespace(
         fields={name: torch.from_numpy(array) for name, array in Spirals().data()[1].items()}
@@ -561,7 +561,12 @@ class Held(nn.Linear):
 def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: str, here: Path) -> None:
     """Refused before the start where they would fail, whatever the task; else trained and saved."""
     own = type("Mine", (Small,), {"model": lambda _: Held(**{name: make()})})
-    settings = {"data.global_batch": 4, "data.micro_batch": 4, "ema.decay": 0.9, "checkpoint.every": 1}
+    settings = {
+        "data.global_batch_size": 4,
+        "data.micro_batch_size": 4,
+        "ema.decay": 0.9,
+        "checkpoint.every": 1,
+    }
     if message:
         with pytest.raises(BadInputError, match=f"'{name}' is {message}"):
             trainer.fit(own, settings)
@@ -573,7 +578,10 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
 @pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d())])
 def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], here: Path) -> None:
     with pytest.raises(BadInputError, match="has no shape yet"):
-        trainer.fit(type("Mine", (Small,), {"model": model}), {"data.global_batch": 4, "data.micro_batch": 4})
+        trainer.fit(
+            type("Mine", (Small,), {"model": model}),
+            {"data.global_batch_size": 4, "data.micro_batch_size": 4},
+        )
     assert not (here / "runs").exists()
 
 
@@ -619,7 +627,7 @@ from torch import nn
 from torch.nn import functional as F
 RECIPE = {
     "epochs": 6,
-    "data": {"global_batch": 8, "micro_batch": 4},
+    "data": {"global_batch_size": 8, "micro_batch_size": 4},
     "log": {"every": 1, "sinks": ["jsonl"]},
     "parallel": {"threads": 1},
 }

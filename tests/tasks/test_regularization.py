@@ -135,7 +135,7 @@ def test_padding_counts_for_nothing_when_mixed() -> None:
 
 
 def test_a_micro_batch_of_one_has_nothing_to_mix() -> None:
-    values = {"epochs": 1, "data": {"micro_batch": 1}, "regularization": {"mixup": 0.2}}
+    values = {"epochs": 1, "data": {"micro_batch_size": 1}, "regularization": {"mixup": 0.2}}
     with pytest.raises(BadInputError, match="nothing to mix; use a larger one or 0"):
         validated(Recipe, values, "mine")
 
@@ -203,7 +203,7 @@ def test_it_is_keyed_by_the_shard(regularization: dict[str, float]) -> None:
     losses = []
     for disturbed in (False, True):
         recipe = make_recipe(
-            data={"global_batch": 64, "micro_batch": 16},
+            data={"global_batch_size": 64, "micro_batch_size": 16},
             model={"width": 8},
             regularization=regularization,
             max_steps=4,

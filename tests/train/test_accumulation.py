@@ -18,7 +18,7 @@ from trainer.train.step import train_step
 
 class Case(NamedTuple):
     samples: int
-    micro_batch: int
+    micro_batch_size: int
     accumulation: int
     world: int
     last: str
@@ -29,12 +29,12 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    micro_batch = draw(st.integers(1, 3))
+    micro_batch_size = draw(st.integers(1, 3))
     micro_batches = draw(st.integers(1, 64))
-    missing = draw(st.integers(0, micro_batch - 1))
+    missing = draw(st.integers(0, micro_batch_size - 1))
     return Case(
-        samples=micro_batches * micro_batch - missing,
-        micro_batch=micro_batch,
+        samples=micro_batches * micro_batch_size - missing,
+        micro_batch_size=micro_batch_size,
         accumulation=draw(st.integers(1, 16)),
         world=draw(st.sampled_from((1, 2, 4))),
         last=draw(st.sampled_from(("cross", "drop", "weighted"))),
@@ -59,8 +59,8 @@ class Capture:
 def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
     """What the trainer's own step computes, on one of the ranks."""
     data = {
-        "global_batch": case.micro_batch * case.accumulation * case.world,
-        "micro_batch": case.micro_batch,
+        "global_batch_size": case.micro_batch_size * case.accumulation * case.world,
+        "micro_batch_size": case.micro_batch_size,
         "resident": case.resident,
     }
     recipe = make_recipe(epochs=case.epochs, data=data, step={"last": case.last})
@@ -78,7 +78,7 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
 
 def expected_steps(case: Case) -> list[list[int]]:
     """The samples of each step, by cutting lists: shares nothing with the plan but the order."""
-    size = case.micro_batch * case.accumulation * case.world
+    size = case.micro_batch_size * case.accumulation * case.world
     orders = [
         permuted(0, np.full(case.samples, epoch), np.arange(case.samples), case.samples).tolist()
         for epoch in range(case.epochs + size // case.samples + 1)
@@ -101,7 +101,7 @@ def expected_gradient(task: TokenTask, model: torch.nn.Module, samples: list[int
 
 
 def initial_model(task: TokenTask) -> torch.nn.Module:
-    recipe = make_recipe(data={"global_batch": 1, "micro_batch": 1})
+    recipe = make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1})
     return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.model
 
 
@@ -140,6 +140,6 @@ def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) 
 
 
 def test_shards_must_divide_among_the_ranks() -> None:
-    recipe = make_recipe(data={"global_batch": 6, "micro_batch": 2})
+    recipe = make_recipe(data={"global_batch_size": 6, "micro_batch_size": 2})
     with pytest.raises(BadInputError, match="not a multiple"):
         assemble(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)

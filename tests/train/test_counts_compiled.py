@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 # Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a
 # learning rate that changes in each; the digits' own augmentation, average of the weights and clipping.
 _DIGITS = (
-    *("data.global_batch=400", "data.micro_batch=200", "model.width=4", "model.norm=group"),
+    *("data.global_batch_size=400", "data.micro_batch_size=200", "model.width=4", "model.norm=group"),
     *("max_steps=9", "log.every=4", "parallel.threads=1"),
 )
 _EVALUATED = (3, 6)  # steps done

@@ -141,7 +141,7 @@ def test_a_batch_is_written_once_to_the_ring_and_used_there(monkeypatch: pytest.
         written.append(out.nbytes if out is not None else 0)
         return original(*arguments, out=out, **keywords)
 
-    parts = digits("data.resident=false", "data.global_batch=512", "data.micro_batch=512")
+    parts = digits("data.resident=false", "data.global_batch_size=512", "data.micro_batch_size=512")
     ring: Ring = parts.loader._ring  # type: ignore[union-attr]
     batches = parts.loader(range(6))
     next(batches)  # the order of many batches is worked out with the first

@@ -25,7 +25,7 @@ from trainer.models.images import build_model
 from trainer.train.run_folder import check_space
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["--set", "epochs=2", "--set", "data.micro_batch=32", "--set", "parallel.threads=1"]
+QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "parallel.threads=1"]
 SMALLER = [*QUICK, "--set", "model.width=4"]
 
 
@@ -175,8 +175,10 @@ def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     data = write_pictures(tmp_path / "data")
     for image in (data / "train").rglob("*.png"):
         image.write_bytes(image.read_bytes()[:200])
-    words = settings("data.name=folder", f"data.path={data}", "data.image_size=16", "data.global_batch=4")
-    words += settings("data.micro_batch=2", "data.augment=none", "data.workers=1", "parallel.threads=1")
+    words = settings(
+        "data.name=folder", f"data.path={data}", "data.image_size=16", "data.global_batch_size=4"
+    )
+    words += settings("data.micro_batch_size=2", "data.augment=none", "data.workers=1", "parallel.threads=1")
     done = trainer(tmp_path, "train", "digits", "--ranks", "2", *words)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
@@ -184,8 +186,10 @@ def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
 
 
 def test_synthetic_resnet_runs_without_data(tmp_path: Path) -> None:
-    words = settings("model.name=resnet18", "data.image_size=32", "data.samples=16", "data.global_batch=4")
-    words += settings("data.micro_batch=2", "data.classes=10", "max_steps=3", "parallel.threads=1")
+    words = settings(
+        "model.name=resnet18", "data.image_size=32", "data.samples=16", "data.global_batch_size=4"
+    )
+    words += settings("data.micro_batch_size=2", "data.classes=10", "max_steps=3", "parallel.threads=1")
     done = trainer(tmp_path, "train", "resnet50-synthetic", "--out", "run", *words)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "run")

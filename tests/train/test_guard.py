@@ -301,7 +301,7 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
 def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
     """One rank's shard goes bad; both do the same about it."""
     recipe = small(
-        **{**SEED, "data": {"augment": "flip", "micro_batch": 4}},
+        **{**SEED, "data": {"augment": "flip", "micro_batch_size": 4}},
         guard={"nonfinite": policy},
         parallel={"reduction": reduction},
     )
@@ -321,7 +321,7 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
 
 def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     """The launcher gives the others three seconds once a rank has failed; a checkpoint may take longer."""
-    recipe = small(**{**SEED, "data": {"micro_batch": 4}}, checkpoint={"every": 12})
+    recipe = small(**{**SEED, "data": {"micro_batch_size": 4}}, checkpoint={"every": 12})
     for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
         assert one.code == 1 and "step 13" in one.line
         assert "status diverged" in one.said

@@ -36,9 +36,9 @@ from trainer.train.step import take_figures
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, CPU, None)
 
-_FEW = ["data.name=synthetic", "data.samples=8", "data.global_batch=2", "data.micro_batch=1"]
+_FEW = ["data.name=synthetic", "data.samples=8", "data.global_batch_size=2", "data.micro_batch_size=1"]
 _LESS = ["language.layers=1", "language.width=48", "language.heads=3", "language.sequence_length=32"]
-_SMALL = ["data.global_batch=4", "data.micro_batch=2"]
+_SMALL = ["data.global_batch_size=4", "data.micro_batch_size=2"]
 # Of each recipe; compiled code is the subject of others.
 SMALLEST: dict[str, list[str]] = {
     "coco-fasterrcnn": [*LITTLE, "data.samples=4"],
@@ -51,10 +51,10 @@ SMALLEST: dict[str, list[str]] = {
     "gpt-stdlib-gpu": [*_FEW, *_LESS, "language.stride=32"],
     "gpt2-124m": [*_FEW, *_LESS, "language.vocabulary=256"],
     "resnet18-cifar10": [*_FEW, "model.width=4"],
-    "resnet50-imagenet": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
-    "resnet50-synthetic": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch=2"],
+    "resnet50-imagenet": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch_size=2"],
+    "resnet50-synthetic": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch_size=2"],
     "speech-commands": [*_FEW, "data.classes=3", "model.width=4"],
-    "vit-small": [*_FEW, "data.classes=3", "data.micro_batch=2"],
+    "vit-small": [*_FEW, "data.classes=3", "data.micro_batch_size=2"],
 }
 
 
@@ -124,7 +124,7 @@ def test_no_observer_changes_a_bit(name: str, kind: Kind, tmp_path: Path) -> Non
 @pytest.mark.compat
 @pytest.mark.parametrize("way", ["module", "method", "at first use"])
 def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> None:
-    recipe = make_recipe(epochs=1, data={"global_batch": 8, "micro_batch": 4, "workers": 0})
+    recipe = make_recipe(epochs=1, data={"global_batch_size": 8, "micro_batch_size": 4, "workers": 0})
     seen: list[Any] = []
     kinds: tuple[Kind | None, ...] = (None, "torch")
     for kind in kinds:

@@ -43,7 +43,7 @@ def recipe_of(task: str, mode: str, steps: int, **sections: Any) -> Recipe:
     values: dict[str, Any] = {
         "epochs": 100,
         "max_steps": steps,
-        "data": {**DATA[task], "global_batch": BATCH, "micro_batch": BATCH},
+        "data": {**DATA[task], "global_batch_size": BATCH, "micro_batch_size": BATCH},
         "model": {"width": 8},
         "precision": {
             "mode": "fp32" if mode == "fp64" else mode,
@@ -121,13 +121,13 @@ class ByHand:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate)
         mode = self.recipe.precision.mode
         scaler = GradScaler("cpu", 2.0**24, growth_interval=20, enabled=mode == "fp16")
-        micro_batch, losses = self.recipe.data.micro_batch, []
+        micro_batch_size, losses = self.recipe.data.micro_batch_size, []
         dtype = decayed[0].dtype
         for step in range(self.steps):
             picked = order(len(label), step)
             step_loss = 0.0
-            for start in range(0, BATCH, micro_batch):
-                part = picked[start : start + micro_batch]
+            for start in range(0, BATCH, micro_batch_size):
+                part = picked[start : start + micro_batch_size]
                 pixels = torch.addcmul(-mean / std, image[part].float(), 1 / (255 * std)).to(dtype)
                 with torch.autocast("cpu", DTYPES[mode], enabled=mode in ("bf16", "fp16")):
                     logits = self.model(pixels)
@@ -170,12 +170,12 @@ def order(samples: int, step: int) -> torch.Tensor:
 PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adamw": {"optim": {"name": "adamw", "lr": 0.002}},
-    "accumulation": {"data": {"micro_batch": 8}},
+    "accumulation": {"data": {"micro_batch_size": 8}},
     "checkpointing": {"memory": {"checkpointing": "blocks"}},
     "ema": {"ema": {"decay": 0.98}},
     "channels_last": {"model": {"channels_last": True}},
     "everything": {
-        "data": {"micro_batch": 8},
+        "data": {"micro_batch_size": 8},
         "memory": {"checkpointing": "blocks", "every": 2},
         "ema": {"decay": 0.98},
         "model": {"channels_last": True},
@@ -222,7 +222,7 @@ def test_losses_are_those_of_the_loop_by_hand(data: str, mode: str, part: str, s
     assert bool(hand.skipped) == (mode == "fp16"), "fp16 starts with a scale that overflows"
 
 
-COMPILED = {"compile": {"mode": "default"}, "data": {"micro_batch": 8}}
+COMPILED = {"compile": {"mode": "default"}, "data": {"micro_batch_size": 8}}
 
 
 def test_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:

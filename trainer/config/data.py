@@ -105,16 +105,16 @@ class DataConfig(LoaderConfig):
         description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
         "and all pieces of shards and packs, are there), full (that, and each sample decodes) or none",
     )
-    global_batch: int = Field(64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks")
-    micro_batch: int = Field(
+    global_batch_size: int = Field(
+        64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks"
+    )
+    micro_batch_size: int = Field(
         64,
         ge=1,
         description="samples per forward pass on one rank; part of the arithmetic; auto: the most that fits",
         json_schema_extra={"words": "int | auto"},
     )
-    evaluation_batch: int = Field(
-        256, ge=1, description="samples per forward pass in evaluation, on one rank"
-    )
+    eval_batch_size: int = Field(256, ge=1, description="samples per forward pass in evaluation, on one rank")
     image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")
@@ -147,7 +147,7 @@ class DataConfig(LoaderConfig):
             )
         return self
 
-    @field_validator("micro_batch", mode="before")
+    @field_validator("micro_batch_size", mode="before")
     @classmethod
     def _auto_is_chosen_before(cls, value: Any) -> Any:
         if value == "auto":

@@ -113,10 +113,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "Recipe":
         mixing = self.regularization.mixup or self.regularization.cutmix
-        if mixing and self.data.micro_batch == 1:
+        if mixing and self.data.micro_batch_size == 1:
             raise ValueError(
-                "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch=1 has "
-                "nothing to mix; use a larger one or 0"
+                "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch_size=1 "
+                "has nothing to mix; use a larger one or 0"
             )
         if mixing and self.step.last == "weighted":
             raise ValueError(

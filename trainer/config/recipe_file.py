@@ -119,10 +119,10 @@ def provisional(name: str, settings: Sequence[str]) -> tuple[Recipe, bool]:
     """
     values = override(read_recipe(name), settings)
     data = values.get("data")
-    auto = isinstance(data, Mapping) and data.get("micro_batch") == "auto"
+    auto = isinstance(data, Mapping) and data.get("micro_batch_size") == "auto"
     if auto:
-        whole = values["data"].get("global_batch", DataConfig.model_fields["global_batch"].default)
-        values = {**values, "data": {**values["data"], "micro_batch": whole}}
+        whole = values["data"].get("global_batch_size", DataConfig.model_fields["global_batch_size"].default)
+        values = {**values, "data": {**values["data"], "micro_batch_size": whole}}
     return validated(Recipe, values, name), auto
 
 
@@ -136,7 +136,7 @@ def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:
     """
     values = recipe.model_dump(mode="json")
     if auto:
-        values["data"]["micro_batch"] = "auto"
+        values["data"]["micro_batch_size"] = "auto"
     for key in describe(Recipe):
         value = values
         for part in key.name.split("."):

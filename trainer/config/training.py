@@ -101,7 +101,7 @@ class ParallelConfig(Section):
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
         description="how a step's gradients are added; tree: the same bits on any number of ranks that "
-        "splits global_batch / micro_batch into powers of two",
+        "splits global_batch_size / micro_batch_size into powers of two",
     )
     compress: Literal["none", "bf16"] = Field(
         "none", description="bf16: gradients cross the network in bfloat16, half the bytes, less exact"

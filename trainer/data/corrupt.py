@@ -48,7 +48,7 @@ def fill_rows(
     Which sample stands in is looked up by the number of the corrupt one, and so is the same in each epoch.
 
     Args:
-        samples: int64 (micro_batch,).
+        samples: int64 (micro_batch_size,).
         fill: Writes a sample into a row, given both; raises Corrupt if it can't be decoded.
         name: Where a sample lies, for people.
         on_corrupt: Whether to replace.

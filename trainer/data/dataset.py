@@ -60,10 +60,10 @@ class Dataset(Protocol):
         """Writes samples into a batch, all at once.
 
         Args:
-            samples: int64 (micro_batch,).
-            random: float32 (micro_batch, at least `uniforms`) in [0, 1), keyed by sample and epoch;
+            samples: int64 (micro_batch_size,).
+            random: float32 (micro_batch_size, at least `uniforms`) in [0, 1), keyed by sample and epoch;
                 None in evaluation.
-            out: For each field an array (micro_batch, *shape) to be filled.
+            out: For each field an array (micro_batch_size, *shape) to be filled.
 
         Returns:
             The corrupt samples that others stand in for (see `corrupt.fill_rows`), if there were any.

@@ -41,13 +41,13 @@ class Sizes(NamedTuple):
 
     sample: int
     batch: int
-    evaluation_batch: int = 0
+    eval_batch_size: int = 0
 
 
-def sizes_of(dataset: Dataset, micro_batch: int, evaluation_batch: int = 0) -> Sizes:
+def sizes_of(dataset: Dataset, micro_batch_size: int, eval_batch_size: int = 0) -> Sizes:
     """Sizes of a data set's batches, as they lie in the ring."""
     sample = sum(math.prod(field.shape) * field.dtype.itemsize for field in dataset.fields.values())
-    return Sizes(sample, sample * micro_batch, sample * evaluation_batch)
+    return Sizes(sample, sample * micro_batch_size, sample * eval_batch_size)
 
 
 def prefetch_by_size(sizes: Sizes) -> int:
@@ -68,7 +68,7 @@ def bytes_needed(setting: Loading, sizes: Sizes, forked: bool = True) -> int:
     measuring = min(setting.workers, _EVALUATION_WORKERS)
     rings = sum(
         (workers * setting.prefetch + SPARE_SLOTS) * size
-        for workers, size in ((setting.workers, sizes.batch), (measuring, sizes.evaluation_batch))
+        for workers, size in ((setting.workers, sizes.batch), (measuring, sizes.eval_batch_size))
     )
     return rings + (setting.workers + measuring) * (_FORKED_BYTES if forked else _STARTED_BYTES)
 

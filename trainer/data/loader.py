@@ -47,9 +47,9 @@ class Batch(NamedTuple):
     """One shard on its device.
 
     Attributes:
-        fields: A tensor (micro_batch, *shape) for each field of the data set.
-        weight: float32 (micro_batch,), 0 for padding; None where nothing is padded.
-        uniform: float32 (micro_batch, n) in [0, 1), keyed by sample and epoch, for the augmentation;
+        fields: A tensor (micro_batch_size, *shape) for each field of the data set.
+        weight: float32 (micro_batch_size,), 0 for padding; None where nothing is padded.
+        uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
             None where none was asked for.
         units: What the loss of this shard is a sum over: samples, or valid tokens.
         longest: Units of the sample that has most; known to the host, as `units` is. 0: not known.
@@ -83,7 +83,7 @@ class Source:
         return self.share.plan.last == "weighted"
 
     def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
-        """Samples (n, micro_batch) of some batches, and their weights and random numbers."""
+        """Samples (n, micro_batch_size) of some batches, and their weights and random numbers."""
         epoch, sample, weight = self.share.plan.read(self.share.shards(batches))
         extras = {}
         if self.padded:
@@ -94,7 +94,7 @@ class Source:
 
     def chunks(self, batches: range) -> Iterator[range]:
         """Parts of a range of batches whose order is worth computing at once."""
-        size = max(1, _CHUNK_SAMPLES // self.share.plan.micro_batch)
+        size = max(1, _CHUNK_SAMPLES // self.share.plan.micro_batch_size)
         return (batches[first : first + size] for first in range(0, len(batches), size))
 
     def each(self, batches: range) -> Iterator[tuple[int, Ints, dict[str, npt.NDArray[Any]]]]:
@@ -228,18 +228,18 @@ class RingLoader:
         if workers:
             check_known_there(source.dataset, method)
         fields = {
-            name: data.Field((plan.micro_batch, *field.shape), field.dtype)
+            name: data.Field((plan.micro_batch_size, *field.shape), field.dtype)
             for name, field in source.dataset.fields.items()
         }
         if source.padded:
-            fields[_WEIGHT] = data.Field((plan.micro_batch,), np.dtype(np.float32))
+            fields[_WEIGHT] = data.Field((plan.micro_batch_size,), np.dtype(np.float32))
         if source.uniforms:
-            fields[_UNIFORM] = data.Field((plan.micro_batch, source.uniforms), np.dtype(np.float32))
+            fields[_UNIFORM] = data.Field((plan.micro_batch_size, source.uniforms), np.dtype(np.float32))
         self._source = source
         self._device = device
         prefetch = config.prefetch
         if prefetch == "auto":
-            prefetch = prefetch_by_size(sizes_of(source.dataset, plan.micro_batch))
+            prefetch = prefetch_by_size(sizes_of(source.dataset, plan.micro_batch_size))
         slots = workers * prefetch + SPARE_SLOTS
         self._ring = Ring(fields, slots, inherited=workers == 0 or method == "fork")
         self._quarantine = quarantine or Quarantine("training", len(source.dataset))

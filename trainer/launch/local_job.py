@@ -170,7 +170,7 @@ class LocalJob:
 def _out_of_memory(kills: int, limits: Limits) -> str:
     return (
         f": out of memory (the {limits.memory_bytes / 1e9:,.1f} GB of {limits.sources['memory_bytes']} were "
-        f"full, and the kernel counts {kills} such kill{'s' * (kills > 1)}); lower data.micro_batch, "
+        f"full, and the kernel counts {kills} such kill{'s' * (kills > 1)}); lower data.micro_batch_size, "
         "data.workers or data.prefetch, start fewer ranks, or give the container more memory"
     )
 

@@ -164,7 +164,7 @@ def cheapest(cost: ModelCost, budget: float) -> list[str]:
     if least > budget:
         raise BadInputError(
             f"memory.budget_gib={budget / _GIB:g}: with every block checkpointed a micro-batch still keeps "
-            f"{least / _GIB:.3g} GiB; raise it or lower data.micro_batch"
+            f"{least / _GIB:.3g} GiB; raise it or lower data.micro_batch_size"
         )
     chosen: list[str] = []
     for name in sorted(useful, key=lambda name: cost.blocks[name].flops / cost.blocks[name].saved):

@@ -26,7 +26,7 @@ class Facts:
         threads: Intra-op threads of a rank.
         cpus: CPUs that this host's part of the job may use.
         step_samples: Global batch.
-        micro_batch: Samples of a shard.
+        micro_batch_size: Samples of a shard.
         remote: Whether the data comes over the network.
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
         waits: "file:line" of what makes the model wait for the device, or "".
@@ -39,7 +39,7 @@ class Facts:
     threads: int
     cpus: float
     step_samples: int
-    micro_batch: int
+    micro_batch_size: int
     remote: bool = False
     decodes: bool = False
     waits: str = ""
@@ -223,9 +223,13 @@ def _copy(e: _Evidence) -> Verdict | None:
     share = e.share("copy")
     if share < 0.1 or e.busy >= _BUSY:
         return None
-    text = f"copy: the GPU waits {share:.0%} of the time for batches of {e.facts.micro_batch} on their way"
+    text = (
+        f"copy: the GPU waits {share:.0%} of the time for batches of {e.facts.micro_batch_size} on their way"
+    )
     return Verdict(
-        "copy", share, f"{text}: raise ulimit -l so that they can be page-locked, or raise data.micro_batch"
+        "copy",
+        share,
+        f"{text}: raise ulimit -l so that they can be page-locked, or raise data.micro_batch_size",
     )
 
 
@@ -237,7 +241,8 @@ def _communication(e: _Evidence) -> Verdict | None:
     return Verdict(
         "communication",
         share,
-        f"{text}: raise data.global_batch (more accumulation), parallel.compress=bf16, or check the network",
+        f"{text}: raise data.global_batch_size (more accumulation), parallel.compress=bf16, or check the "
+        "network",
     )
 
 
@@ -250,7 +255,7 @@ def _host(e: _Evidence) -> Verdict | None:
     if e.facts.waits:
         return Verdict("sync", idle, _sync(e.facts.waits))
     text = f"host: the GPU waits {idle:.0%} of the time for Python to start its kernels"
-    return Verdict("host", idle, f"{text}: compile.mode=reduce-overhead, or raise data.micro_batch")
+    return Verdict("host", idle, f"{text}: compile.mode=reduce-overhead, or raise data.micro_batch_size")
 
 
 def _sync(where: str) -> str:
@@ -262,7 +267,7 @@ def _update(e: _Evidence) -> Verdict | None:
     if share < 0.2 or samples > 16:
         return None
     text = f"update: the optimiser takes {share:.0%} of the time, for steps of {samples} samples a rank"
-    return Verdict("update", share, f"{text}: raise data.global_batch and data.micro_batch")
+    return Verdict("update", share, f"{text}: raise data.global_batch_size and data.micro_batch_size")
 
 
 def _memory(e: _Evidence) -> Verdict | None:
@@ -270,7 +275,7 @@ def _memory(e: _Evidence) -> Verdict | None:
         return None
     text = "memory: the GPU's memory is full, and its allocator gave cached blocks back and tried again "
     text += f"{e.get('memory/retries'):.0f} times"
-    return Verdict("memory", 0.3, f"{text}: lower data.micro_batch, or memory.checkpointing=blocks")
+    return Verdict("memory", 0.3, f"{text}: lower data.micro_batch_size, or memory.checkpointing=blocks")
 
 
 def _share_of(phase: str, least: float, what: str, do: str) -> Callable[[_Evidence], Verdict | None]:

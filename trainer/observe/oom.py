@@ -66,7 +66,7 @@ def explain_oom(
     folder: Path | None,
     held: Mapping[str, int],
     *,
-    micro_batch: int,
+    micro_batch_size: int,
     checkpointing: str = "none",
     precision: str = "fp32",
 ) -> str:
@@ -80,7 +80,7 @@ def explain_oom(
         device: Of the rank.
         folder: The run folder, or None: nothing is written.
         held: From `held_by`.
-        micro_batch: data.micro_batch of the run.
+        micro_batch_size: data.micro_batch_size of the run.
         checkpointing: memory.checkpointing of the run.
         precision: precision.mode of the run.
     """
@@ -107,7 +107,7 @@ def explain_oom(
     names = sorted((name for name in sizes if sizes[name] >= MIB), key=lambda name: -sizes[name])
     shares = ", ".join(f"{name} {sizes[name] / GIB:.2f} GiB" for name in names[:_SHOWN])
     has = f" of {total / GIB:.1f} GiB" if total else ""
-    advice = "; ".join(_advice(sizes, wanted, micro_batch, checkpointing, precision))
+    advice = "; ".join(_advice(sizes, wanted, micro_batch_size, checkpointing, precision))
     return (
         f"out of memory on {device}{has}{where}: {wanted / MIB:,.0f} MiB more were wanted. "
         f"Held: {shares}. What to do: {advice}.{written}"
@@ -115,7 +115,7 @@ def explain_oom(
 
 
 def _advice(
-    sizes: Mapping[str, int], wanted: int, micro_batch: int, checkpointing: str, precision: str
+    sizes: Mapping[str, int], wanted: int, micro_batch_size: int, checkpointing: str, precision: str
 ) -> list[str]:
     used = max(1, sum(sizes.values()))
     found = []
@@ -124,10 +124,10 @@ def _advice(
     # A cache that would have held it all: only its pieces are too small.
     if sizes[_CACHE] > max(wanted, used / 20):
         found.append("memory.allocator=expandable, which lets pieces be joined")
-    if micro_batch > 1:
+    if micro_batch_size > 1:
         found.append(
-            f"data.micro_batch={max(1, micro_batch // 2)} with the same data.global_batch (gradients add up, "
-            "the result stays)"
+            f"data.micro_batch_size={max(1, micro_batch_size // 2)} with the same data.global_batch_size "
+            "(gradients add up, the result stays)"
         )
     if checkpointing == "none":
         found.append("memory.checkpointing=blocks (activations are computed again)")
@@ -146,8 +146,9 @@ def _on_host(error: BaseException, held: Mapping[str, int], where: str) -> str:
     return (
         f"out of host memory{where}: {wanted}; this process has {resident_bytes() / GIB:.2f} GiB of "
         f"{limits.memory_bytes / GIB:.1f} ({limits.sources['memory_bytes']})"
-        f"{', of which ' + held_text if held_text else ''}. What to do: a smaller data.micro_batch with the "
-        "same data.global_batch; memory.checkpointing=blocks; fewer data.workers or a smaller data.prefetch."
+        f"{', of which ' + held_text if held_text else ''}. What to do: a smaller data.micro_batch_size with "
+        "the same data.global_batch_size; memory.checkpointing=blocks; fewer data.workers or a smaller "
+        "data.prefetch."
     )
 
 

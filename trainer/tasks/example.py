@@ -14,7 +14,7 @@ RECIPE: dict[str, Any] = {
     "about": "two spirals",
     "epochs": 30,
     "evaluate_every": 5,
-    "data": {"global_batch": 64, "micro_batch": 32},
+    "data": {"global_batch_size": 64, "micro_batch_size": 32},
     "optim": {"name": "adamw", "lr": 0.01, "schedule": "cosine"},
 }
 

@@ -188,7 +188,7 @@ class Language:
         units = np.asarray(arrays[UNITS])
         places = len(units) * length
         if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
-            shard = min(data.micro_batch, len(units))
+            shard = min(data.micro_batch_size, len(units))
             buckets = self.train_data.buckets
             plan = Plan(len(units), shard, shard, 1, "cross", seed, buckets=buckets)
             of_shards = units[plan.read(np.arange(len(units) // shard)).sample]

@@ -25,7 +25,7 @@ def find_changing(
     task: Task,
     model: nn.Module,
     settled: Sequence[torch.Tensor],
-    micro_batch: int,
+    micro_batch_size: int,
     context: AbstractContextManager[object],
     world: World,
 ) -> Found:
@@ -40,7 +40,7 @@ def find_changing(
         task: Gives the other model, and the loss.
         model: The model that is trained; stays as it is.
         settled: Its buffers that needn't be looked at.
-        micro_batch: Samples of a shard.
+        micro_batch_size: Samples of a shard.
         context: Of a forward pass.
         world: The ranks.
 
@@ -52,7 +52,7 @@ def find_changing(
     if not names and not _has_empty_places(model):
         return Found()
     trial = _Trial()
-    for samples in dict.fromkeys((min(2, micro_batch), micro_batch)):
+    for samples in dict.fromkeys((min(2, micro_batch_size), micro_batch_size)):
         trial = _Trial()
         trial.run(task, model, samples, context, world.device)
         if not trial.error and not trial.remade:

@@ -57,7 +57,7 @@ def evaluate(
     if not tables:
         raise BadInputError("the evaluation data set is empty")
     # Without the rows that fill up the last round: how many these are depends on the number of ranks.
-    real = -(-share.plan.samples // share.plan.micro_batch)
+    real = -(-share.plan.samples // share.plan.micro_batch_size)
     count = float(sum_over_ranks(units, world.group)[:real].sum())
     figures, rows = {}, {}
     for name, table in tables.items():

@@ -43,7 +43,7 @@ def explain(
     stack.callback(machine.close)
     meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
     meter.sources.append(memory_source(world.device))
-    meter.count = count_operations(t.task, t.model, recipe.data.micro_batch, world.device)
+    meter.count = count_operations(t.task, t.model, recipe.data.micro_batch_size, world.device)
     if world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), recipe.precision.mode)
         meter.peak = None if peak is None else peak * world.size
@@ -55,8 +55,8 @@ def explain(
         threads=torch.get_num_threads(),
         cpus=limits.cpus,
         memory_bytes=limits.memory_bytes or None,
-        step_samples=recipe.data.global_batch,
-        micro_batch=recipe.data.micro_batch,
+        step_samples=recipe.data.global_batch_size,
+        micro_batch_size=recipe.data.micro_batch_size,
         remote=is_url(str(recipe.data.path)),
         decodes=isinstance(images, ImageDataset) and not images.records.raw,
     )
@@ -88,7 +88,7 @@ def memory_explained(recipe: Recipe, parts: Parts, world: World, folder: Path | 
             world.device,
             folder,
             held_by(t.model, t.optimizer, average=average),
-            micro_batch=recipe.data.micro_batch,
+            micro_batch_size=recipe.data.micro_batch_size,
             checkpointing=recipe.memory.checkpointing,
             precision=recipe.precision.mode,
         )

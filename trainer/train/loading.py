@@ -26,8 +26,8 @@ def to_choose(config: LoaderConfig, task: Task) -> bool:
 
 def sizes(recipe: Recipe, task: Task) -> Sizes:
     """Bytes of what the ranks of a recipe load."""
-    measured = min(recipe.data.evaluation_batch, len(task.evaluation_data))
-    return sizes_of(task.train_data, recipe.data.micro_batch, measured)
+    measured = min(recipe.data.eval_batch_size, len(task.evaluation_data))
+    return sizes_of(task.train_data, recipe.data.micro_batch_size, measured)
 
 
 def forked(config: LoaderConfig) -> bool:

@@ -26,7 +26,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 _FEW = 2  # samples: BatchNorm wants more than one
 
 
-def count_operations(task: Task, trained: nn.Module, micro_batch: int, device: torch.device) -> Count:
+def count_operations(task: Task, trained: nn.Module, micro_batch_size: int, device: torch.device) -> Count:
     """Counts what a forward and a backward pass compute, and finds who waits for the device.
 
     For a GPU with shapes alone, or of two blank samples on the CPU where values are needed. For a CPU the
@@ -36,12 +36,12 @@ def count_operations(task: Task, trained: nn.Module, micro_batch: int, device: t
     Args:
         task: Gives another model, and the loss; a copy of the task is asked for that.
         trained: The model that is trained.
-        micro_batch: Samples of a shard.
+        micro_batch_size: Samples of a shard.
         device: Where it is trained.
     """
     waits = ""
     for where in (_META, _CPU) if device.type == "cuda" else (_CPU, _META):
-        flops, found = _count_on(where, task, trained, micro_batch)
+        flops, found = _count_on(where, task, trained, micro_batch_size)
         waits = waits or found
         if flops is not None:
             return Count(flops, waits)
@@ -49,10 +49,10 @@ def count_operations(task: Task, trained: nn.Module, micro_batch: int, device: t
 
 
 def _count_on(
-    device: torch.device, task: Task, trained: nn.Module, micro_batch: int
+    device: torch.device, task: Task, trained: nn.Module, micro_batch_size: int
 ) -> tuple[float | None, str]:
     """FLOPs of a sample, None if they can't be counted so; and who waits."""
-    samples = micro_batch if device == _META else min(micro_batch, _FEW)
+    samples = micro_batch_size if device == _META else min(micro_batch_size, _FEW)
     if device == _CPU and not _has_room_for_another(trained):
         return None, ""
     seen = Operations(device)

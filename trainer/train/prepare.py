@@ -106,17 +106,19 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
 
 
-def blank_batch(task: Task, micro_batch: int, device: torch.device) -> Batch:
+def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
     """A batch of zeros; on the meta device, of shapes only."""
     fields = {
         name: torch.zeros(
-            (micro_batch, *field.shape), dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype, device=device
+            (micro_batch_size, *field.shape),
+            dtype=torch.from_numpy(np.empty(0, field.dtype)).dtype,
+            device=device,
         )
         for name, field in task.train_data.fields.items()
     }
     uniforms = task.train_data.uniforms + task.uniforms
-    uniform = torch.zeros(micro_batch, uniforms, device=device) if uniforms else None
-    return Batch(fields, None, uniform, micro_batch)
+    uniform = torch.zeros(micro_batch_size, uniforms, device=device) if uniforms else None
+    return Batch(fields, None, uniform, micro_batch_size)
 
 
 def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -> dict[str, int]:
@@ -138,7 +140,7 @@ def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -
                 shapes = task.model().train()
             kept = KeptBytes(shapes.parameters())
             with kept.counting():
-                task.loss(shapes, blank_batch(task, recipe.data.micro_batch, meta))
+                task.loss(shapes, blank_batch(task, recipe.data.micro_batch_size, meta))
             activations = kept.bytes_without()
     return {"activations": activations, "gradients and optimizer state": copies * learned}
 
@@ -159,7 +161,8 @@ def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
     return (
         f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
         f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}; when it is full, the "
-        "kernel kills a process: lower data.micro_batch, data.workers or data.prefetch, or start fewer ranks"
+        "kernel kills a process: lower data.micro_batch_size, data.workers or data.prefetch, or start fewer "
+        "ranks"
     )
 
 
@@ -185,7 +188,7 @@ def _choose_checkpointed(
     possible, chosen = candidates(config, model)
     if not possible:
         return [], []
-    batch = blank_batch(task, recipe.data.micro_batch, device)
+    batch = blank_batch(task, recipe.data.micro_batch_size, device)
     context = autocast(recipe.precision, device)
 
     def forward() -> torch.Tensor:

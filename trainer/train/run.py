@@ -100,8 +100,8 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
     pieces, together = order_of(task.train_data)
     return Plan(
         samples=len(task.train_data),
-        global_batch=recipe.data.global_batch,
-        micro_batch=recipe.data.micro_batch,
+        global_batch_size=recipe.data.global_batch_size,
+        micro_batch_size=recipe.data.micro_batch_size,
         epochs=recipe.epochs,
         last=recipe.step.last,
         seed=recipe.seed,
@@ -131,7 +131,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         raise BadInputError(
             f"parallel.reduction=tree: {plan.shards} micro-batches a step are {each} for each "
             f"of {world_size} rank{'s' * (world_size > 1)}, which is no power of two; change "
-            "data.micro_batch or the number of ranks"
+            "data.micro_batch_size or the number of ranks"
         )
     model = shapes_only(task)
     _check_tensors(model)
@@ -160,7 +160,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     if recipe.model.name in ("small_resnet", "own", "gpt"):
         return  # take any of their data; and the imports behind the next lines take three seconds
     try:
-        task.loss(model, blank_batch(task, plan.micro_batch, torch.device("meta")))
+        task.loss(model, blank_batch(task, plan.micro_batch_size, torch.device("meta")))
     except NotImplementedError:  # an operation that has no shapes-only form: the ranks will see
         pass
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
@@ -169,7 +169,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInputError(
             f"model.name={recipe.model.name} can't take a micro-batch of this data ({what}); "
-            "change the model, data.image_size or data.micro_batch"
+            "change the model, data.image_size or data.micro_batch_size"
         ) from error
 
 
@@ -229,7 +229,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         task,
         prepared.model,
         batchnorm_buffers(prepared.model),
-        recipe.data.micro_batch,
+        recipe.data.micro_batch_size,
         autocast(recipe.precision, device),
         world,
     )
@@ -258,7 +258,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
     measured = len(task.evaluation_data)
-    batch = min(recipe.data.evaluation_batch, measured)
+    batch = min(recipe.data.eval_batch_size, measured)
     held = evaluation_share(measured, batch, world.rank, world.size)
     training_quarantine, evaluation_quarantine = (
         Quarantine(what, recipe.data.corrupt_samples(count), _quarantine_file(recipe, folder))

@@ -72,7 +72,7 @@ def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> 
     if provisional(options.recipe, settings)[1]:
         check_request(recipe, make_task(recipe), 1)  # not found by a probe, as a name of no model is
         try:
-            settings.append(_micro_batch(stored, nodes, Job(recipe, ranks, threads, environment)))
+            settings.append(micro_batch_size(stored, nodes, Job(recipe, ranks, threads, environment)))
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
             return EXIT_FAILED
@@ -172,14 +172,14 @@ def _shares(recipe: Recipe, task: Task, world: int) -> bool:
     return True
 
 
-def _micro_batch(stored: Stored | None, nodes: Nodes | None, job: Job) -> str:
-    """The setting for data.micro_batch=auto: a run goes on with its own, which is part of its arithmetic."""
+def micro_batch_size(stored: Stored | None, nodes: Nodes | None, job: Job) -> str:
+    """The setting for data.micro_batch_size=auto: a resumed run keeps its own, part of its arithmetic."""
     if setting := stored_setting(stored):
         return setting
     if nodes is not None:
         raise BadInputError(
-            "data.micro_batch=auto: each of several nodes would choose for itself; find it by `trainer tune` "
-            "on one of them, and give --tuned FILE"
+            "data.micro_batch_size=auto: each of several nodes would choose for itself; find it by `trainer "
+            "tune` on one of them, and give --tuned FILE"
         )
     return chosen_setting(job)
 

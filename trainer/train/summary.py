@@ -162,6 +162,6 @@ def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, m
     )
     return (
         f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
-        f"steps of {plan.global_batch} ({world.size} x {device}; accumulation {manifest['accumulation']})\n"
-        f"  run folder {shown(folder)}"
+        f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "
+        f"{manifest['accumulation']})\n  run folder {shown(folder)}"
     )

@@ -79,7 +79,7 @@ def grid_speeds(
 ) -> dict[Loading, list[float]]:
     """Steps per second of each setting, in turns of so many seconds; what fails is left out."""
     speeds: dict[Loading, list[float]] = {setting: [] for setting in settings}
-    accumulation = recipe.data.global_batch // recipe.data.micro_batch
+    accumulation = recipe.data.global_batch_size // recipe.data.micro_batch_size
     per_step = dict.fromkeys(settings, 0.0)
     with Prober(recipe, 1, threads, {}) as prober:
         for number in range(repeats + 1):  # the first is to size turns

@@ -22,7 +22,7 @@ def read_for_plan(recipe: str, settings: Sequence[str]) -> Recipe:
     """
     read, auto = provisional(recipe, settings)
     if auto:
-        read.data.micro_batch = _USUAL_BATCH
+        read.data.micro_batch_size = _USUAL_BATCH
     return read
 
 
@@ -40,7 +40,7 @@ def make_plan(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> Plan:
     if data.name in WITHOUT_WORKERS:
         return Plan(recipe=name, compiles=compiles, ranks=ranks)
     sample = 3 * data.image_size**2  # uint8, as it lies in the ring
-    sizes = Sizes(sample, sample * data.micro_batch, sample * data.evaluation_batch)
+    sizes = Sizes(sample, sample * data.micro_batch_size, sample * data.eval_batch_size)
     chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
     return Plan(
         recipe=name,

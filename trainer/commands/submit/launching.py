@@ -158,12 +158,12 @@ def _check_recipe(spec: JobSpec) -> None:
         return
     settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
     recipe, chosen_there = provisional(spec.recipe, settings)
-    batch, micro_batch = recipe.data.global_batch, recipe.data.micro_batch
+    batch, micro_batch_size = recipe.data.global_batch_size, recipe.data.micro_batch_size
     ranks = spec.nodes * spec.ranks
-    if not chosen_there and spec.least_nodes is None and batch % (micro_batch * ranks):
+    if not chosen_there and spec.least_nodes is None and batch % (micro_batch_size * ranks):
         raise BadInputError(
-            f"data.global_batch={batch} is not a multiple of data.micro_batch={micro_batch} x {ranks} ranks: "
-            "change one of them, or --nodes, or the ranks of a node"
+            f"data.global_batch_size={batch} is not a multiple of data.micro_batch_size={micro_batch_size} x "
+            f"{ranks} ranks: change one of them, or --nodes, or the ranks of a node"
         )
 
 

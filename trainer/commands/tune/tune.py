@@ -24,7 +24,7 @@ from trainer.train.run import check_request, device_kind, make_task
 from trainer.train.tune.auto import KEY, find, summary, used
 from trainer.train.tune.job import Interrupted, Job, run_probe
 from trainer.train.tune.loader import LoaderChoice, choose_loader
-from trainer.train.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
+from trainer.train.tune.micro_batch_size import MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
 from trainer.train.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
 from trainer.version import __version__
 
@@ -71,19 +71,21 @@ def _check(job: Job) -> int:
     check_request(job.recipe, make_task(job.recipe), job.ranks)
     with Inbox() as inbox:
         try:
-            one = run_probe(job, job.recipe.data.micro_batch, inbox)
+            one = run_probe(job, job.recipe.data.micro_batch_size, inbox)
         except ProbeFailed as failed:
             raise BadInputError(
-                f"{KEY}={job.recipe.data.micro_batch}: the probe failed: {failed}"
+                f"{KEY}={job.recipe.data.micro_batch_size}: the probe failed: {failed}"
             ) from failed
     spare = one.allowed_bytes - one.peak_bytes
     by = "" if spare == float("inf") else f", {abs(spare) / (1 << 20):,.0f} MiB "
     if one.fits:
-        print(f"{KEY}={one.micro_batch} fits: {used(one)}{by}{'below' if by else ''}{_bound(by)}")
+        print(f"{KEY}={one.micro_batch_size} fits: {used(one)}{by}{'below' if by else ''}{_bound(by)}")
         return EXIT_DONE
     why = f" ({one.note})" if one.note else ""
     over = f"{', at least' if one.note else ','}{by.removeprefix(',')}above{_bound(by)}" if spare < 0 else ""
-    print(f"{KEY}={one.micro_batch} doesn't fit: {used(one)}{over}{why}; trainer tune finds one that does")
+    print(
+        f"{KEY}={one.micro_batch_size} doesn't fit: {used(one)}{over}{why}; trainer tune finds one that does"
+    )
     return EXIT_FAILED
 
 
@@ -99,7 +101,7 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     print(
         f"{conditions()}\n{name}, {job.ranks} x {kind.upper()}: the largest of {len(sizes)} micro-batches, "
         f"{sizes[0]} to {sizes[-1]}, that leaves {HEADROOM:.0%} of the memory free, keeping "
-        f"data.global_batch={job.recipe.data.global_batch}",
+        f"data.global_batch_size={job.recipe.data.global_batch_size}",
         flush=True,
     )
     with _progress() as (starting, done):
@@ -108,16 +110,16 @@ def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
     print(summary(found, job))
     if faster := as_fast(found):
         print(
-            f"  {KEY}={faster.micro_batch} was as fast ({faster.samples_per_s:,.0f} samples/s against "
+            f"  {KEY}={faster.micro_batch_size} was as fast ({faster.samples_per_s:,.0f} samples/s against "
             f"{found.chosen.samples_per_s:,.0f}, each measured once)"
         )
-    choice = TunedData(micro_batch=found.chosen.micro_batch)
+    choice = TunedData(micro_batch_size=found.chosen.micro_batch_size)
     evidence = _evidence(job, found)
-    settings = [*settings, f"{KEY}={found.chosen.micro_batch}"]
+    settings = [*settings, f"{KEY}={found.chosen.micro_batch_size}"]
     loader: LoaderChoice | None = choose_loader(load_recipe(name, settings), name, settings, job.ranks)
     if loader:
         choice = TunedData(
-            micro_batch=found.chosen.micro_batch, workers=loader.workers, prefetch=loader.prefetch
+            micro_batch_size=found.chosen.micro_batch_size, workers=loader.workers, prefetch=loader.prefetch
         )
         evidence["loader"] = loader.evidence
         print("\n".join(f"  {line}" for line in loader.evidence))
@@ -138,7 +140,8 @@ def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[Probe], 
         )
         speed = f"{one.samples_per_s:,.0f}" if one.samples_per_s else ""
         text = (
-            f"| {one.micro_batch} | {'yes' if one.fits else 'no'} | {sizes} | {speed} | {one.seconds:.1f} |"
+            f"| {one.micro_batch_size} | {'yes' if one.fits else 'no'} | {sizes} | {speed} | "
+            f"{one.seconds:.1f} |"
         )
         return text + (f" {one.note}" if one.note else "")
 

@@ -179,10 +179,10 @@ def inputs_and_targets(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """What a language model is given and what it is to say.
 
     Args:
-        tokens: uint16 or uint32 (micro_batch, length + 1), on any device.
+        tokens: uint16 or uint32 (micro_batch_size, length + 1), on any device.
 
     Returns:
-        int64 (micro_batch, length) twice, contiguous, the second one token further on.
+        int64 (micro_batch_size, length) twice, contiguous, the second one token further on.
     """
     if tokens.device.type != "cpu":
         return tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)

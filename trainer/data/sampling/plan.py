@@ -2,7 +2,7 @@
 
 The words used everywhere:
   shard    a micro-batch, and the unit of randomness; shards are numbered through the whole run
-  step     the shards of one optimiser step, over all ranks: `global_batch` samples
+  step     the shards of one optimiser step, over all ranks: `global_batch_size` samples
   epoch    once through the data
 Nothing here depends on the world size except which of a step's shards a rank takes, so the samples
 of a step are the same on any number of ranks. Resuming is starting at another step.
@@ -23,7 +23,7 @@ _MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the devic
 
 
 class Samples(NamedTuple):
-    """What is in some shards; each array has shape (shards, micro_batch)."""
+    """What is in some shards; each array has shape (shards, micro_batch_size)."""
 
     epoch: Ints
     sample: Ints
@@ -36,8 +36,8 @@ class Plan:
 
     Attributes:
         samples: Number of samples in an epoch.
-        global_batch: Samples in a step, over all ranks.
-        micro_batch: Samples in a shard; divides `global_batch`.
+        global_batch_size: Samples in a step, over all ranks.
+        micro_batch_size: Samples in a shard; divides `global_batch_size`.
         epochs: How often the data is seen.
         last: What happens to the last step of an epoch. `cross`: it takes the samples it lacks from
             the next epoch (the run's last step from one epoch more). `drop`: incomplete steps are
@@ -54,8 +54,8 @@ class Plan:
     """
 
     samples: int
-    global_batch: int
-    micro_batch: int
+    global_batch_size: int
+    micro_batch_size: int
     epochs: int
     last: Last
     seed: int
@@ -68,31 +68,31 @@ class Plan:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise BadInputError("the data set is empty: there is nothing to train on")
-        if self.global_batch % self.micro_batch:
+        if self.global_batch_size % self.micro_batch_size:
             raise BadInputError(
-                f"data.global_batch={self.global_batch} is not a multiple of "
-                f"data.micro_batch={self.micro_batch}: choose a micro-batch that divides it"
+                f"data.global_batch_size={self.global_batch_size} is not a multiple of "
+                f"data.micro_batch_size={self.micro_batch_size}: choose a micro-batch that divides it"
             )
         if self.steps > _MOST_STEPS:
             raise BadInputError(
                 f"{self.steps:,} steps are more than {_MOST_STEPS:,}: lower epochs or set max_steps"
             )
-        if self.last == "drop" and self.samples < self.global_batch:
+        if self.last == "drop" and self.samples < self.global_batch_size:
             raise BadInputError(
                 f"step.last=drop leaves no step: {self.samples} samples are fewer than "
-                f"data.global_batch={self.global_batch}; use a smaller batch or step.last=cross"
+                f"data.global_batch_size={self.global_batch_size}; use a smaller batch or step.last=cross"
             )
 
     @property
     def shards(self) -> int:
         """Shards in a step."""
-        return self.global_batch // self.micro_batch
+        return self.global_batch_size // self.micro_batch_size
 
     @property
     def steps(self) -> int:
         """Steps in the whole run; the number of updates, unless the scaler skips some."""
         if self.last == "cross":
-            steps = -(-self.samples * self.epochs // self.global_batch)
+            steps = -(-self.samples * self.epochs // self.global_batch_size)
         else:
             steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
@@ -100,33 +100,35 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch that starts with its own step (`drop`, `weighted`)."""
-        whole, rest = divmod(self.samples, self.global_batch)
+        whole, rest = divmod(self.samples, self.global_batch_size)
         return whole + (rest > 0 and self.last == "weighted")
 
     def samples_seen(self, steps: int) -> int:
         """Samples of weight 1 in so many steps from the start."""
         if self.last != "weighted":
-            return steps * self.global_batch
+            return steps * self.global_batch_size
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * self.samples + rest * self.global_batch
+        return epochs * self.samples + rest * self.global_batch_size
 
     def epoch_at(self, steps: int) -> float:
         """Epochs that so many steps are, with the part of the one under way."""
         if self.last == "cross":
-            return steps * self.global_batch / self.samples
+            return steps * self.global_batch_size / self.samples
         return steps / self.steps_per_epoch
 
     def epochs_done(self, steps: int) -> int:
         """Epochs whose samples have all been seen after this many steps."""
         if self.last == "cross":
-            return min(steps * self.global_batch // self.samples, self.epochs)
+            return min(steps * self.global_batch_size // self.samples, self.epochs)
         return steps // self.steps_per_epoch
 
     def step_samples(self, step: int) -> int:
         """Samples of weight 1 in a step, over all ranks."""
         if self.last != "weighted":
-            return self.global_batch
-        return min(self.global_batch, self.samples - step % self.steps_per_epoch * self.global_batch)
+            return self.global_batch_size
+        return min(
+            self.global_batch_size, self.samples - step % self.steps_per_epoch * self.global_batch_size
+        )
 
     def read(self, shards: Ints) -> Samples:
         """What is in these shards.
@@ -135,16 +137,16 @@ class Plan:
             shards: int64 (n,), shard numbers counted through the run: step * self.shards + shard.
 
         Returns:
-            Arrays of shape (n, micro_batch).
+            Arrays of shape (n, micro_batch_size).
         """
         if self.last == "cross":
-            run_position = shards[:, None] * self.micro_batch + np.arange(self.micro_batch)
+            run_position = shards[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
             epoch, position = np.divmod(run_position, self.samples)
         else:
             step, shard = np.divmod(shards, self.shards)
             epoch, step = np.divmod(step, self.steps_per_epoch)
-            start = step * self.global_batch + shard * self.micro_batch
-            position = start[:, None] + np.arange(self.micro_batch)
+            start = step * self.global_batch_size + shard * self.micro_batch_size
+            position = start[:, None] + np.arange(self.micro_batch_size)
             epoch = np.broadcast_to(epoch[:, None], position.shape)
         real = position < self.samples
         position = np.where(real, position, 0)
@@ -157,7 +159,7 @@ class Plan:
             return in_blocks(self.seed, epoch, position, self.pieces, self.together)
         if self.buckets:
             cross = self.last == "cross"
-            return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch, cross)
+            return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch_size, cross)
         return permuted(self.seed, epoch, position, self.samples)
 
 
@@ -176,8 +178,10 @@ class Share:
     def __post_init__(self) -> None:
         if self.plan.shards % self.world:
             raise BadInputError(
-                f"data.global_batch={self.plan.global_batch} is not a multiple of data.micro_batch="
-                f"{self.plan.micro_batch} x {self.world} ranks: change one of them or the number of ranks"
+                f"data.global_batch_size={self.plan.global_batch_size} is not a multiple of "
+                "data.micro_batch_size="
+                f"{self.plan.micro_batch_size} x {self.world} ranks: change one of them or the number of "
+                "ranks"
             )
 
     @property
@@ -195,7 +199,9 @@ class Share:
         return range(first_step * self.accumulation, self.plan.steps * self.accumulation)
 
 
-def evaluation_share(samples: int, micro_batch: int, rank: int, world: int) -> Share:
+def evaluation_share(samples: int, micro_batch_size: int, rank: int, world: int) -> Share:
     """Each sample once, in order, padded with weight 0; the shards are the same for any world size."""
-    plan = Plan(samples, micro_batch * world, micro_batch, epochs=1, last="weighted", seed=0, shuffle=False)
+    plan = Plan(
+        samples, micro_batch_size * world, micro_batch_size, epochs=1, last="weighted", seed=0, shuffle=False
+    )
     return Share(plan, rank, world)

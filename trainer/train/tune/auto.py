@@ -1,23 +1,23 @@
-"""`data.micro_batch: auto`: a number in its place, before there are ranks."""
+"""`data.micro_batch_size: auto`: a number in its place, before there are ranks."""
 
 from typing import Any
 
 from trainer.errors import BadInputError
 from trainer.train.resume import Stored
 from trainer.train.tune.job import Job, choose
-from trainer.train.tune.micro_batch import Found, Probe, ProbeFailed
+from trainer.train.tune.micro_batch_size import Found, Probe, ProbeFailed
 
-KEY = "data.micro_batch"
+KEY = "data.micro_batch_size"
 
 
-def setting(micro_batch: int) -> str:
+def setting(micro_batch_size: int) -> str:
     """As an argument of --set."""
-    return f"{KEY}={micro_batch}"
+    return f"{KEY}={micro_batch_size}"
 
 
 def stored_setting(stored: Stored | None) -> str | None:
     """What a run was begun with, as an argument of --set; None if there is no run."""
-    number = (stored.config.get("data") or {}).get("micro_batch") if stored is not None else None
+    number = (stored.config.get("data") or {}).get("micro_batch_size") if stored is not None else None
     return setting(number) if isinstance(number, int) else None
 
 
@@ -47,7 +47,7 @@ def chosen_setting(job: Job) -> str:
     found = find(job)
     print(f"  {summary(found, job)}", flush=True)
     assert found.chosen is not None
-    return setting(found.chosen.micro_batch)
+    return setting(found.chosen.micro_batch_size)
 
 
 def find(job: Job, *watchers: Any) -> Found:
@@ -74,9 +74,9 @@ def find(job: Job, *watchers: Any) -> Found:
 def nothing_fits(smallest: Probe) -> str:
     """What to do about it."""
     return (
-        f"not even {KEY}={smallest.micro_batch} fits: {used(smallest)}{_because(smallest)}; "
+        f"not even {KEY}={smallest.micro_batch_size} fits: {used(smallest)}{_because(smallest)}; "
         "memory.checkpointing=blocks, precision.mode=bf16, optim.name=sgd, fewer data.workers or a smaller "
-        "data.evaluation_batch need less"
+        "data.eval_batch_size need less"
     )
 
 
@@ -84,12 +84,12 @@ def summary(found: Found, job: Job) -> str:
     """The choice and why, as one line."""
     one = found.chosen
     assert one is not None
-    steps = job.recipe.data.global_batch // (one.micro_batch * job.ranks)
+    steps = job.recipe.data.global_batch_size // (one.micro_batch_size * job.ranks)
     probes = f"{len(found.probes)} probe{'s' if len(found.probes) > 1 else ''}"
     took = sum(probe.seconds for probe in found.probes)
     text = (
-        f"{KEY}={one.micro_batch}: {used(one)}; accumulation {steps} keeps data.global_batch="
-        f"{job.recipe.data.global_batch} ({probes}, {took:.0f} s)"
+        f"{KEY}={one.micro_batch_size}: {used(one)}; accumulation {steps} keeps data.global_batch_size="
+        f"{job.recipe.data.global_batch_size} ({probes}, {took:.0f} s)"
     )
     if found.untried:
         text += f"; {found.untried[0]} and more were not tried: they would have taken too long"

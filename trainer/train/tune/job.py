@@ -19,7 +19,7 @@ from trainer.host.memory import Room, Watch, read_room
 from trainer.launch.launcher import launch
 from trainer.launch.signals import Inbox
 from trainer.observe.memory import MIB
-from trainer.train.tune.micro_batch import MOST_PROBES, Found, Probe, ProbeFailed, search, sizes_of
+from trainer.train.tune.micro_batch_size import MOST_PROBES, Found, Probe, ProbeFailed, search, sizes_of
 from trainer.train.tune.trial import probe_recipe
 
 _MODULE = "trainer.train.tune.probe"
@@ -84,7 +84,7 @@ def choose(job: Job, starting: Callable[[int, int], object], done: Callable[[Pro
             spent = time.monotonic() - began
             known = [probe for probe in probes if probe.fits]
             # At worst the time of a probe grows as the size does.
-            expected = known[-1].seconds * max(1.0, size / known[-1].micro_batch)
+            expected = known[-1].seconds * max(1.0, size / known[-1].micro_batch_size)
             started = known[0].seconds
             expected = min(expected, started + _samples(job, size) / max(known[-1].samples_per_s, 1e-9))
             return spent + expected <= job.budget_seconds
@@ -94,10 +94,10 @@ def choose(job: Job, starting: Callable[[int, int], object], done: Callable[[Pro
 
 def _samples(job: Job, size: int) -> int:
     data = probe_recipe(job.recipe, size, job.ranks)
-    return int(data["data"]["global_batch"]) * int(data["max_steps"])
+    return int(data["data"]["global_batch_size"]) * int(data["max_steps"])
 
 
-def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_SECONDS) -> Probe:
+def run_probe(job: Job, micro_batch_size: int, inbox: Inbox, seconds: float = BUDGET_SECONDS) -> Probe:
     """Trains a few micro-batches, and tells whether memory was enough for them.
 
     Raises:
@@ -108,11 +108,11 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
     if inbox.received:
         raise Interrupted(inbox.received[0].name)
     began, room = time.monotonic(), job.room()
-    allowed = Probe(micro_batch, True, 0, room.limit_bytes, room.others_bytes).allowed_bytes
+    allowed = Probe(micro_batch_size, True, 0, room.limit_bytes, room.others_bytes).allowed_bytes
     with tempfile.TemporaryDirectory(prefix="trainer-tune-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         request = {
-            "recipe": probe_recipe(job.recipe, micro_batch, job.ranks),
+            "recipe": probe_recipe(job.recipe, micro_batch_size, job.ranks),
             "threads": job.threads,
             "temporary": tempfile.gettempdir(),
             "room": 0 if allowed == float("inf") else max(1, int(allowed)),
@@ -153,7 +153,7 @@ def run_probe(job: Job, micro_batch: int, inbox: Inbox, seconds: float = BUDGET_
         raise ProbeFailed(text)
     speed = min((one.get("samples_per_s", 0.0) for one in told), default=0.0)
     looked = [
-        replace(one, samples_per_s=speed, seconds=took) for one in _peaks(micro_batch, told, watch, room)
+        replace(one, samples_per_s=speed, seconds=took) for one in _peaks(micro_batch_size, told, watch, room)
     ]
     tightest = max(looked, key=lambda one: (one.peak_bytes + one.others_bytes) / max(one.limit_bytes, 1))
     if why:
@@ -169,20 +169,22 @@ def _held(told: Sequence[Mapping[str, Any]]) -> str:
     return f"; each rank has {shares}" if shares else ""
 
 
-def _peaks(micro_batch: int, told: Sequence[Mapping[str, Any]], watch: Watch, room: Room) -> Iterator[Probe]:
+def _peaks(
+    micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: Watch, room: Room
+) -> Iterator[Probe]:
     """For each memory what was in use."""
     # The kernel keeps a rank's own peak, which lies between two looks; files that ranks map are the same.
     own = sum(one.get("resident", 0) - one.get("files", 0) for one in told)
     files = max((one.get("files", 0) for one in told), default=0)
     job = max(watch.peak_bytes, own + files + watch.rest_bytes)
-    yield _judged(micro_batch, job, room.limit_bytes, room.others_bytes, f"memory ({room.source})")
+    yield _judged(micro_batch_size, job, room.limit_bytes, room.others_bytes, f"memory ({room.source})")
     for rank, one in enumerate(told):
         if "device" in one:
-            yield _judged(micro_batch, one["device"], one["device_total"], 0, f"GPU of rank {rank}")
+            yield _judged(micro_batch_size, one["device"], one["device_total"], 0, f"GPU of rank {rank}")
 
 
-def _judged(micro_batch: int, peak: int, limit: int, others: int, where: str) -> Probe:
-    one = Probe(micro_batch, True, peak, limit, others, where)
+def _judged(micro_batch_size: int, peak: int, limit: int, others: int, where: str) -> Probe:
+    one = Probe(micro_batch_size, True, peak, limit, others, where)
     return replace(one, fits=peak <= one.allowed_bytes)
 
 

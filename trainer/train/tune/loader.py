@@ -109,7 +109,7 @@ def for_ranks(
     kept = cache.read(folder, key)
     if kept is not None and grid.fits(kept.setting):
         return words(recipe.data, kept.setting, f"from the search of {kept.date}")
-    shards = steps * (recipe.data.global_batch // recipe.data.micro_batch)
+    shards = steps * (recipe.data.global_batch_size // recipe.data.micro_batch_size)
     loading = shards * seconds_to_read(recipe, task) / max(1.0, limits.cpus)
     if loading < _LEAST_LOADING[device_kind(recipe)]:
         source = f"{RULE}: all the loading is {loading:,.0f} s of these CPUs, too little to search"
@@ -141,7 +141,7 @@ def grid_of(recipe: Recipe, task: Task, limits: Limits, ranks: int) -> Grid:
 
 def seconds_to_read(recipe: Recipe, task: Task) -> float:
     """What a micro-batch takes to read in this process: the second of two; 0 if it can't be read."""
-    dataset, count = task.train_data, recipe.data.micro_batch
+    dataset, count = task.train_data, recipe.data.micro_batch_size
     out = {name: np.empty((count, *field.shape), field.dtype) for name, field in dataset.fields.items()}
     random = np.full((count, dataset.uniforms), 0.5, np.float32)
     seconds = 0.0
@@ -193,7 +193,7 @@ def _measured(
     began = time.monotonic()
     reasons: dict[Loading, str] = {}
     with Prober(recipe, ranks, threads, environment) as prober:
-        accumulation = max(1, recipe.data.global_batch // recipe.data.micro_batch // ranks)
+        accumulation = max(1, recipe.data.global_batch_size // recipe.data.micro_batch_size // ranks)
         steps_of_first = 4 * max(1, math.ceil(grid.start.workers / accumulation))
         turn = turn_for(grid.start, 0.0, accumulation, 0.0)._replace(steps=steps_of_first)
         first = prober.time(turn, limit_of(turn))

@@ -39,17 +39,20 @@ _TIMED = 10  # steps at most, if they take less than:
 _TIMED_SECONDS = 0.5
 
 
-def probe_recipe(recipe: Recipe, micro_batch: int, ranks: int) -> dict[str, Any]:
+def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str, Any]:
     """Values of a recipe that shows the same peak in few steps.
 
     A step of two micro-batches holds what one of many does: gradients, and the activations of one. But a
     tree of sums grows with the step. Two steps at least, for optimiser state appears in the first.
     """
     values = recipe.model_dump(mode="json")
-    accumulation = recipe.data.global_batch // (micro_batch * ranks)
+    accumulation = recipe.data.global_batch_size // (micro_batch_size * ranks)
     if recipe.parallel.reduction != "tree":
         accumulation = min(accumulation, 2)
-    values["data"] |= {"micro_batch": micro_batch, "global_batch": micro_batch * ranks * accumulation}
+    values["data"] |= {
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": micro_batch_size * ranks * accumulation,
+    }
     steps = recipe.compile.warm_up + 1 + _TIMED
     last = "weighted" if recipe.step.last == "weighted" else "cross"
     values |= {"step": {"last": last}, "epochs": 10**9, "max_steps": steps, "evaluate_every": 0}
@@ -115,15 +118,15 @@ def _steps(recipe: Recipe, parts: Parts, world: World, tell: Tell) -> bool:
         if step + 1 == end:
             break
     seconds = (_now(world.device) - began) / (end - timed)
-    tell({"samples_per_s": t.share.plan.global_batch / seconds})
+    tell({"samples_per_s": t.share.plan.global_batch_size / seconds})
     del staged
     return True
 
 
 def _evaluate(recipe: Recipe, parts: Parts, world: World) -> None:
     t, whole = parts.training, parts.evaluation_share.plan
-    few = min(whole.samples, _EVALUATED * whole.micro_batch * world.size)
-    share = evaluation_share(few, whole.micro_batch, world.rank, world.size)
+    few = min(whole.samples, _EVALUATED * whole.micro_batch_size * world.size)
+    share = evaluation_share(few, whole.micro_batch_size, world.rank, world.size)
     with nullcontext() if t.average is None else t.average.in_place():
         evaluate(t.task, t.model, parts.evaluation_loader, share, world, recipe.precision)
 

@@ -22,7 +22,7 @@ _SHOWN = 3
 # What changes neither memory nor speed of a step, besides what may differ when a run goes on.
 _FREE = (
     *(key for key in FREE if key != "memory.allocator"),
-    "data.micro_batch",
+    "data.micro_batch_size",
     "seed",
     "epochs",
     "max_steps",
@@ -40,7 +40,7 @@ _FREE = (
 class TunedData(Section):
     """Settings of `data.`; what was not chosen is absent."""
 
-    micro_batch: int = Field(..., ge=1, description="data.micro_batch")
+    micro_batch_size: int = Field(..., ge=1, description="data.micro_batch_size")
     workers: int | None = Field(None, ge=0, le=1024, description="data.workers")
     prefetch: int | None = Field(None, ge=1, le=1024, description="data.prefetch")
 

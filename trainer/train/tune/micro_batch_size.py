@@ -19,7 +19,7 @@ class Probe:
     """What training a few micro-batches of one size showed.
 
     Attributes:
-        micro_batch: Samples in each.
+        micro_batch_size: Samples in each.
         fits: Whether memory stayed within the limit less the headroom, on every rank.
         peak_bytes: The most that the job had where memory is tightest (of a GPU: that all had); 0: not known.
         limit_bytes: All there is of it; 0: not known.
@@ -30,7 +30,7 @@ class Probe:
         note: Why it doesn't fit, where that needs words.
     """
 
-    micro_batch: int
+    micro_batch_size: int
     fits: bool
     peak_bytes: int = 0
     limit_bytes: int = 0
@@ -73,11 +73,12 @@ def sizes_of(recipe: Recipe, ranks: int) -> list[int]:
     Raises:
         BadInputError: If there is none for so many ranks.
     """
-    batch = recipe.data.global_batch
+    batch = recipe.data.global_batch_size
     each, rest = divmod(batch, ranks)
     if rest:
         raise BadInputError(
-            f"data.global_batch={batch} can't be shared by {ranks} ranks: change it or the number of ranks"
+            f"data.global_batch_size={batch} can't be shared by {ranks} ranks: change it or the number of "
+            "ranks"
         )
     low = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
     sizes = sorted({*low, *(each // size for size in low)})
@@ -89,8 +90,9 @@ def sizes_of(recipe: Recipe, ranks: int) -> list[int]:
         sizes = [size for size in sizes if size > 1]
     if not sizes:
         raise BadInputError(
-            f"no data.micro_batch suits data.global_batch={batch} on {ranks} rank{'s' * (ranks > 1)} with "
-            "this recipe; raise data.global_batch, or give data.micro_batch"
+            f"no data.micro_batch_size suits data.global_batch_size={batch} on {ranks} "
+            f"rank{'s' * (ranks > 1)} with "
+            "this recipe; raise data.global_batch_size, or give data.micro_batch_size"
         )
     return sizes
 
@@ -145,15 +147,15 @@ def search(
 
 def _guess(sizes: Sequence[int], low: int, high: int, probes: Sequence[Probe], most: int) -> int:
     """The index to try next: where memory should just fit, growing as it did."""
-    fitting = sorted((one for one in probes if one.fits), key=lambda one: one.micro_batch)
+    fitting = sorted((one for one in probes if one.fits), key=lambda one: one.micro_batch_size)
     target: float = 0
     if len(fitting) == 1:
-        target = fitting[0].micro_batch * _FIRST_JUMP
+        target = fitting[0].micro_batch_size * _FIRST_JUMP
     elif fitting:
         before, last = fitting[-2:]
-        growth = (last.peak_bytes - before.peak_bytes) / (last.micro_batch - before.micro_batch)
+        growth = (last.peak_bytes - before.peak_bytes) / (last.micro_batch_size - before.micro_batch_size)
         room = last.allowed_bytes - last.peak_bytes
-        target = last.micro_batch + room / growth if growth > 0 else math.inf
+        target = last.micro_batch_size + room / growth if growth > 0 else math.inf
     index = max([low + 1, *(n for n in range(low + 1, high) if sizes[n] <= target)])
     # As many sizes as the probes that are left after this one can tell apart, on either side.
     either = 2 ** (most - len(probes) - 1) - 1
@@ -169,6 +171,8 @@ def as_fast(found: Found) -> Probe | None:
     smaller = [
         one
         for one in found.probes
-        if one.fits and one.micro_batch < found.chosen.micro_batch and one.samples_per_s >= enough > 0
+        if one.fits
+        and one.micro_batch_size < found.chosen.micro_batch_size
+        and one.samples_per_s >= enough > 0
     ]
-    return min(smaller, key=lambda one: one.micro_batch, default=None)
+    return min(smaller, key=lambda one: one.micro_batch_size, default=None)
