@@ -27,7 +27,7 @@ from trainer.observe.conditions import conditions
 from trainer.train.run import assemble, make_task
 from trainer.train.step import Training
 
-_SHARDS, MICRO_BATCH_SIZE, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
+_MICRO_BATCHES, MICRO_BATCH_SIZE, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
 _MIB = 1 << 20
 _REDUCTIONS = ("all_reduce", "tree")
 
@@ -76,8 +76,8 @@ def bench_reduction(rounds: int, target: float) -> int:
     print(
         f"{conditions()}\n"
         f"small_resnet of width {_WIDTH} on {_IMAGE} x {_IMAGE} pixels, {alone.gradients / _MIB:.1f} MiB of "
-        f"gradients, a step of {_SHARDS} micro-batches of {MICRO_BATCH_SIZE}, 1 CPU thread a rank, median of "
-        f"{rounds} interleaved rounds\n"
+        f"gradients, a step of {_MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE}, 1 CPU thread a rank, "
+        f"median of {rounds} interleaved rounds\n"
         f"one rank:   {_times(alone)}\n"
         f"            target {target:.2f}: {verdict}\n"
         f"            {_memory(alone, cuda)}"
@@ -144,7 +144,7 @@ def _measure(world: World, rounds: int) -> _Price:
 
 def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable[[], float]]:
     """A run with one of the reductions, and what does some of its steps and returns the seconds."""
-    samples = _SHARDS * MICRO_BATCH_SIZE
+    samples = _MICRO_BATCHES * MICRO_BATCH_SIZE
     recipe = Recipe.model_validate(
         {
             "epochs": _STEPS * (rounds + 3),

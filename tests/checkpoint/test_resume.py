@@ -185,7 +185,7 @@ def cut_in(world: World, folder: str, steps: range) -> tuple[list[float], list[l
         }
         write(Path(folder), steps.stop, tensors_of(t), state)
     share = Share(t.share.plan, world.rank, world.size)
-    numbers = share.shards(torch.arange(steps.start, steps.stop).repeat_interleave(1).numpy())
+    numbers = share.micro_batches(torch.arange(steps.start, steps.stop).repeat_interleave(1).numpy())
     return losses, t.share.plan.read(numbers).sample.tolist()
 
 

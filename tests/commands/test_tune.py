@@ -183,7 +183,7 @@ def test_every_size_trains_the_same_samples_in_the_same_steps(each: int, ranks: 
 
     def steps(size: int) -> list[list[int]]:
         plan = Plan(samples, each * ranks, size, 2, "cross", seed=3)
-        order = plan.read(np.arange(plan.steps * plan.shards))
+        order = plan.read(np.arange(plan.steps * plan.micro_batches))
         return order.sample.reshape(plan.steps, -1).tolist()
 
     first, *others = (steps(size) for size in sizes_of(recipe, ranks))

@@ -135,12 +135,12 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plan=plans(), world=st.sampled_from((1, 2, 4)))
 def test_ranks_together_read_each_step(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.steps * plan.shards))
+    whole = plan.read(np.arange(plan.steps * plan.micro_batches))
     size = plan.global_batch_size
     for rank in range(world):
         share = Share(plan, rank, world)
         batches = share.batches()
-        part = plan.read(share.shards(np.arange(len(batches))))
+        part = plan.read(share.micro_batches(np.arange(len(batches))))
         per_rank = size // world
         for step in range(plan.steps):
             start = step * size + rank * per_rank
@@ -160,7 +160,7 @@ def test_starting_in_the_middle_is_the_same_order(plan: Plan, data: st.DataObjec
 
 @given(plan=plans())
 def test_each_epoch_holds_each_sample_once(plan: Plan) -> None:
-    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.shards)))
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))
     for number in range(plan.epochs):
         seen = np.sort(sample[(epoch == number) & (weight > 0)])
         if plan.last == "drop":
@@ -191,20 +191,20 @@ def test_what_has_been_seen_adds_up(plan: Plan) -> None:
 
 
 @given(samples=st.integers(1, 100), micro_batch_size=st.integers(1, 16), world=st.integers(1, 5))
-def test_evaluation_reads_each_sample_once_in_shards_that_do_not_depend_on_the_world(
+def test_evaluation_reads_each_sample_once_in_micro_batches_that_do_not_depend_on_the_world(
     samples: int, micro_batch_size: int, world: int
 ) -> None:
     rows: dict[int, list[int]] = {}
     for rank in range(world):
         share = evaluation_share(samples, micro_batch_size, rank, world)
         for batch in share.batches():
-            shard = int(share.shards(np.array([batch]))[0])
-            _, sample, weight = share.plan.read(np.array([shard]))
-            rows[shard] = sample[weight > 0].tolist()
+            micro_batch = int(share.micro_batches(np.array([batch]))[0])
+            _, sample, weight = share.plan.read(np.array([micro_batch]))
+            rows[micro_batch] = sample[weight > 0].tolist()
     expected = [
         list(range(at, min(at + micro_batch_size, samples))) for at in range(0, samples, micro_batch_size)
     ]
-    assert [rows[shard] for shard in sorted(rows) if rows[shard]] == expected
+    assert [rows[micro_batch] for micro_batch in sorted(rows) if rows[micro_batch]] == expected
 
 
 def test_max_steps_ends_the_run() -> None:

@@ -103,7 +103,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plan=plans())
 def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan) -> None:
-    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.shards)))
+    epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))
     for number in range(plan.epochs):
         seen = sample[(epoch == number) & (weight > 0)]
         expected = epoch_of(list(plan.pieces), plan.together, plan.seed, number)
@@ -113,9 +113,9 @@ def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan)
 
 @given(plan=plans(), world=st.sampled_from((1, 2, 4)))
 def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
-    whole = plan.read(np.arange(plan.steps * plan.shards)).sample.reshape(plan.steps, -1)
+    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample.reshape(plan.steps, -1)
     parts = [
-        plan.read(share.shards(np.arange(len(share.batches())))).sample.reshape(plan.steps, -1)
+        plan.read(share.micro_batches(np.arange(len(share.batches())))).sample.reshape(plan.steps, -1)
         for share in (Share(plan, rank, world) for rank in range(world))
     ]
     assert np.array_equal(np.concatenate(parts, 1), whole)
@@ -123,15 +123,15 @@ def test_any_world_size_reads_the_same_steps(plan: Plan, world: int) -> None:
 
 @given(plan=plans(), data=st.data())
 def test_a_batch_is_the_same_alone_and_among_others(plan: Plan, data: st.DataObject) -> None:
-    shard = data.draw(st.integers(0, plan.steps * plan.shards - 1))
-    whole = plan.read(np.arange(plan.steps * plan.shards)).sample
-    assert np.array_equal(plan.read(np.array([shard])).sample[0], whole[shard])
+    micro_batch = data.draw(st.integers(0, plan.steps * plan.micro_batches - 1))
+    whole = plan.read(np.arange(plan.steps * plan.micro_batches)).sample
+    assert np.array_equal(plan.read(np.array([micro_batch])).sample[0], whole[micro_batch])
 
 
 def test_the_plain_order_is_the_one_without_pieces() -> None:
     plain = Plan(100, 10, 5, 3, "cross", 7)
     pieces = Plan(100, 10, 5, 3, "cross", 7, pieces=(40, 60))
-    shards = np.arange(plain.steps * plain.shards)
-    assert np.array_equal(plain.read(shards).sample, pieces.read(shards).sample)
+    micro_batches = np.arange(plain.steps * plain.micro_batches)
+    assert np.array_equal(plain.read(micro_batches).sample, pieces.read(micro_batches).sample)
     epoch, position = np.divmod(np.arange(300), 100)
-    assert np.array_equal(plain.read(shards).sample.flatten(), permuted(7, epoch, position, 100))
+    assert np.array_equal(plain.read(micro_batches).sample.flatten(), permuted(7, epoch, position, 100))

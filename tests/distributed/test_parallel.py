@@ -141,7 +141,7 @@ def synchronised(world: World, shape: tuple[int, ...], steps: int) -> dict[str, 
         output = layer(mine)
         layer.zero_grad()
         (output * weights[world.rank * per_rank :][:per_rank]).sum().backward()
-        statistics.add(statistics.of_shard())
+        statistics.add(statistics.of_micro_batch())
         statistics.end_step()
     assert mine.grad is not None
     parameters = [p.grad for p in layer.parameters() if p.grad is not None]
@@ -219,7 +219,7 @@ def synchronised_training(world: World, values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("memory", [{}, {"checkpointing": "blocks"}])
 def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, memory: dict[str, Any]) -> None:
-    """That is what separate statistics don't do: there a shard is normalised by itself."""
+    """That is what separate statistics don't do: there a micro-batch is normalised by itself."""
     parallel = {"threads": 1, "sync_batchnorm": True}
     small = DIGITS | {
         "data": DIGITS["data"] | {"micro_batch_size": 32},

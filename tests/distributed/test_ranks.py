@@ -158,12 +158,12 @@ def test_the_same_seed_is_the_same_run_and_another_is_not() -> None:
 
 
 def dropout_patterns(world: World) -> list[float]:
-    """Losses of a model that is all dropout: they tell the random numbers of each shard."""
+    """Losses of a model that is all dropout: they tell the random numbers of each micro-batch."""
     values = DIGITS | {"model": {"width": 8, "dropout": 0.9}, "optim": {"lr": 1e-12}}
     return train_digits(world, values, 0)[0]
 
 
-def test_dropout_is_keyed_by_step_and_shard_not_by_rank(ranks: Ranks) -> None:
+def test_dropout_is_keyed_by_step_and_micro_batch_not_by_rank(ranks: Ranks) -> None:
     alone = torch.tensor(ranks.run(1, dropout_patterns)[0])
     for size in (2, 4):
         together = torch.tensor(ranks.run(size, dropout_patterns)).sum(0)

@@ -77,16 +77,18 @@ def test_few_sums_are_kept() -> None:
         assert len(tournament._branches) <= 7
 
 
-def reduce_random(world: World, shards: int, bucket_mb: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def reduce_random(
+    world: World, micro_batches: int, bucket_mb: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Sums of random gradients, of shapes that no number of ranks divides."""
     tree = TreeReduction(world.group, bucket_mb)
-    each = shards // world.size
-    for shard in range(world.rank * each, (world.rank + 1) * each):
-        random = torch.Generator().manual_seed(shard)
+    each = micro_batches // world.size
+    for micro_batch in range(world.rank * each, (world.rank + 1) * each):
+        random = torch.Generator().manual_seed(micro_batch)
         shapes = [(3, 5), (1,), (7, 3, 3, 3), (300_000,)]
         gradients = [torch.randn(shape, generator=random) for shape in shapes]
         gradients[2] = gradients[2].contiguous(memory_format=torch.channels_last)
-        tree.add_shard(gradients, torch.randn(3, generator=random, dtype=torch.float64))
+        tree.add_micro_batch(gradients, torch.randn(3, generator=random, dtype=torch.float64))
     sums = tree.end_step()
     return sums.gradients, sums.figures
 
@@ -157,7 +159,7 @@ class Idle(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Has a weight that takes part only in shards whose first number is large, and one that never does."""
+    """A weight takes part only in micro-batches whose first number is large, another never does."""
 
     def __init__(self, above: float) -> None:
         super().__init__()
@@ -193,8 +195,8 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
 
 
 @pytest.mark.parametrize("above", [-9.0, 0.3, 9.0])
-def test_what_a_shard_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
-    """In some shards, in all or in none; weight decay would tell a gradient of zero from none."""
+def test_what_a_micro_batch_leaves_out_counts_for_nothing(ranks: Ranks, above: float) -> None:
+    """In some micro-batches, in all or in none; weight decay would tell a gradient of zero from none."""
     wanted = ranks.run(1, trained_sometimes, above, "tree")[0]
     plain = ranks.run(1, trained_sometimes, above, "all_reduce")[0]
     for size in SIZES[1:]:
@@ -275,11 +277,11 @@ def test_parameters_without_a_gradient_are_named(ranks: Ranks) -> None:
 
 def reduce_mixed(world: World) -> list[torch.Tensor]:
     tree = TreeReduction(world.group, 25)
-    for shard in range(world.rank * 4 // world.size, (world.rank + 1) * 4 // world.size):
-        random = torch.Generator().manual_seed(shard)
+    for micro_batch in range(world.rank * 4 // world.size, (world.rank + 1) * 4 // world.size):
+        random = torch.Generator().manual_seed(micro_batch)
         kinds = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
         gradients = [torch.randn(99, generator=random).to(kind) for kind in kinds]
-        tree.add_shard(gradients, torch.ones(1, dtype=torch.float64))
+        tree.add_micro_batch(gradients, torch.ones(1, dtype=torch.float64))
     return tree.end_step().gradients
 
 
@@ -338,7 +340,7 @@ def bytes_received(world: World, elements: int) -> int:
     for name in originals:
         setattr(dist, name, counted(name))
     tree = TreeReduction(world.group, 25)
-    tree.add_shard([torch.ones(elements)], torch.ones(0, dtype=torch.float64))
+    tree.add_micro_batch([torch.ones(elements)], torch.ones(0, dtype=torch.float64))
     tree.end_step()
     for name, original in originals.items():
         setattr(dist, name, original)

@@ -133,7 +133,7 @@ def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None
 @pytest.mark.parametrize("micro_batch_size", [64, 16])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compiled_and_replayed_graphs_learn_the_same(mode: str, micro_batch_size: int) -> None:
-    """With accumulation, too, where a replayed graph must not overwrite the gradients of the shard before."""
+    """With accumulation, too: a replayed graph must not overwrite the gradients of the micro-batch before."""
     sections: dict[str, Any] = {
         "data": DIGITS["data"] | {"micro_batch_size": micro_batch_size},
         "model": {"width": 16},

@@ -168,7 +168,7 @@ def test_a_run_on_two_ranks_goes_on_exactly(ranks: Ranks, kind: str, reduction: 
 
 
 def test_statistics_of_ones_own_are_those_of_torch() -> None:
-    """One update a step of one shard: what the model itself would do."""
+    """One update a step of one micro-batch: what the model itself would do."""
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 8}, optim={"lr": 1e-9})
     for kind in ("complex", "own batchnorm", "own"):
         parts = assemble_alone(recipe, Task(kind))
@@ -282,7 +282,7 @@ class Branching(nn.Module):
 
 
 def train_branching(world: World, which: str, **parallel: Any) -> State:
-    """Leaves the branch out on one rank, or by the samples of a shard."""
+    """Leaves the branch out on one rank, or by the samples of a micro-batch."""
     task = TokenTask(32, ragged=False)
     leaves: dict[str, Callable[[torch.Tensor], bool]] = {
         "rank 1": lambda x: world.rank == 1 and bool(x.any()),

@@ -292,28 +292,28 @@ def test_statistics_without_accumulation_are_batchnorms_own(momentum: float | No
     for _ in range(5):
         data = torch.randn(8, 3) * 2 + 1
         ours(data)
-        statistics.add(statistics.of_shard())
+        statistics.add(statistics.of_micro_batch())
         statistics.end_step()
         theirs(data)
     for name, tensor in theirs.state_dict().items():
         assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-6), name
 
 
-def test_statistics_of_a_step_are_the_mean_over_its_shards() -> None:
+def test_statistics_of_a_step_are_the_mean_over_its_micro_batches() -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(3, momentum=0.25)
     statistics = StepStatistics(layer, None)
-    shards = [torch.randn(8, 3) for _ in range(4)]
-    for shard in shards:
-        layer(shard)
-        layer(shard)  # once more, as activation checkpointing does
-        statistics.add(statistics.of_shard())
+    micro_batches = [torch.randn(8, 3) for _ in range(4)]
+    for micro_batch in micro_batches:
+        layer(micro_batch)
+        layer(micro_batch)  # once more, as activation checkpointing does
+        statistics.add(statistics.of_micro_batch())
     statistics.end_step()
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert torch.allclose(
-        layer.running_mean, 0.25 * torch.stack([s.mean(0) for s in shards]).mean(0), atol=1e-6
+        layer.running_mean, 0.25 * torch.stack([s.mean(0) for s in micro_batches]).mean(0), atol=1e-6
     )
-    expected = 0.75 + 0.25 * torch.stack([s.var(0) for s in shards]).mean(0)
+    expected = 0.75 + 0.25 * torch.stack([s.var(0) for s in micro_batches]).mean(0)
     assert torch.allclose(layer.running_var, expected, atol=1e-6)
     assert int(layer.num_batches_tracked or 0) == 1

@@ -143,12 +143,12 @@ def test_a_skipped_step_does_not_enter_batchnorm() -> None:
     statistics = StepStatistics(layer, None)
     for data, skipped in ((torch.ones(4, 2), 0.0), (torch.full((4, 2), float("inf")), 1.0)):
         layer(data)
-        statistics.add(statistics.of_shard())
+        statistics.add(statistics.of_micro_batch())
         statistics.end_step(torch.tensor(skipped))
     assert layer.running_mean is not None
     assert layer.running_mean.tolist() == pytest.approx([0.1, 0.1])
     layer(torch.ones(4, 2))
-    statistics.add(statistics.of_shard())
+    statistics.add(statistics.of_micro_batch())
     statistics.end_step(torch.tensor(0.0))
     assert layer.running_mean.tolist() == pytest.approx([0.19, 0.19])
 

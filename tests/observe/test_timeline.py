@@ -48,7 +48,7 @@ class Slow(TokenTask):
 def rows_of(
     task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Trains 12 steps of two shards; the rows of figures. `nap` is called in each phase."""
+    """Trains 12 steps of two micro-batches; the rows of figures. `nap` is called in each phase."""
     recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, task)
     t = parts.training

@@ -43,7 +43,7 @@ def test_one_channel_has_no_saturation() -> None:
 
 
 @pytest.mark.parametrize("name", ["randaugment", "trivialaugment"])
-def test_a_policy_is_drawn_by_the_shards_seed_and_for_each_group(name: str) -> None:
+def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: str) -> None:
     policy = make_policy(name)
     assert policy is not None
     byte = images(32)

@@ -198,23 +198,25 @@ def test_every_token_is_a_target_once_and_sees_its_own_document(
 
 @given(
     buckets=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    shard=st.integers(1, 9),
+    micro_batch=st.integers(1, 9),
     epoch=st.integers(0, 5),
     cross=st.booleans(),
     seed=st.integers(0, 3),
 )
 def test_buckets_keep_their_samples_together(
-    buckets: list[int], shard: int, epoch: int, cross: bool, seed: int
+    buckets: list[int], micro_batch: int, epoch: int, cross: bool, seed: int
 ) -> None:
     count = sum(buckets)
     position = np.arange(count)
-    found = in_buckets(seed, np.full(count, epoch), position, tuple(buckets), shard, cross)
+    found = in_buckets(seed, np.full(count, epoch), position, tuple(buckets), micro_batch, cross)
     assert sorted(found.tolist()) == list(range(count))
-    one = in_buckets(seed, np.full(1, epoch), position[-1:], tuple(buckets), shard, cross)
+    one = in_buckets(seed, np.full(1, epoch), position[-1:], tuple(buckets), micro_batch, cross)
     assert one[0] == found[-1], "looked up, not built"
     bucket = np.searchsorted(np.cumsum(buckets), found, "right")
     run = position + (epoch * count if cross else 0)
-    mixed = sum(len(set(bucket[run // shard == number])) > 1 for number in np.unique(run // shard))
+    mixed = sum(
+        len(set(bucket[run // micro_batch == number])) > 1 for number in np.unique(run // micro_batch)
+    )
     assert mixed <= len(buckets) + 2, "but for the rests"
 
 
@@ -222,7 +224,7 @@ def test_the_order_of_buckets_is_another_in_each_epoch() -> None:
     plan = Plan(64, 4, 4, 2, "cross", 3, buckets=(32, 32))
     first, second = (plan.read(np.arange(16) + 16 * epoch).sample for epoch in range(2))
     assert {tuple(sorted(row)) for row in first.tolist()} != {tuple(sorted(row)) for row in second.tolist()}
-    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "shards of both come mixed"
+    assert not np.array_equal(first // 32, np.sort(first // 32, axis=0)), "micro-batches of both come mixed"
 
 
 @pytest.mark.parametrize("way", [packed, padded])
@@ -236,7 +238,7 @@ def test_documents_that_do_not_fit_are_told_before_they_are_laid_out(
 
 
 def test_the_order_inside_a_bucket_is_the_seeds() -> None:
-    """One bucket that is one shard: nothing else is shuffled."""
+    """One bucket that is one micro-batch: nothing else is shuffled."""
     orders = {
         tuple(in_buckets(seed, np.zeros(40, np.int64), np.arange(40), (40,), 40, False).tolist())
         for seed in range(4)
@@ -260,15 +262,15 @@ class InFloat64(Language):
 DOCUMENTS = a_text([3, 11, 1, 0, 7, 30, 12, 5, 2, 9, 4, 8], seed=4)
 
 
-def step_of(way: Any, shard: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step that has every document in it."""
     config = LanguageConfig(**SMALL, text=way, buckets=3, **keys)
     task = InFloat64(DOCUMENTS, config)
-    assert len(task.train_data) < batch, "the last shard is filled up"
+    assert len(task.train_data) < batch, "the last micro-batch is filled up"
     recipe = make_recipe(
         task="language",
         language=config.model_dump(),
-        data={"global_batch_size": batch, "micro_batch_size": shard},
+        data={"global_batch_size": batch, "micro_batch_size": micro_batch},
         optim={
             "name": "sgd",
             "momentum": 0,
@@ -309,13 +311,13 @@ def one_big_batch(**keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("keys", KINDS)
-@pytest.mark.parametrize(("way", "shard", "batch"), [("padded", 3, 18), ("packed", 2, 12)])
+@pytest.mark.parametrize(("way", "micro-batch", "batch"), [("padded", 3, 18), ("packed", 2, 12)])
 def test_ragged_documents_weigh_as_in_one_big_batch(
-    way: str, shard: int, batch: int, keys: dict[str, Any]
+    way: str, micro_batch: int, batch: int, keys: dict[str, Any]
 ) -> None:
     """In micro-batches of unequal numbers of tokens, the last one padded with samples of weight 0."""
     wanted_loss, wanted = one_big_batch(**keys)
-    loss, found = step_of(way, shard, batch, **keys)
+    loss, found = step_of(way, micro_batch, batch, **keys)
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
@@ -380,8 +382,8 @@ def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
     assert widths <= {16, 32, 48, 64}
     parts = assemble_alone(recipe, task)
     units = places = 0
-    shards = len(task.train_data) // 4
-    for batch in parts.loader(range(shards)):
+    micro_batches = len(task.train_data) // 4
+    for batch in parts.loader(range(micro_batches)):
         units += batch.units
         places += task.inputs(batch)[0].numel()  # type: ignore[attr-defined]
     share = task.describe()["padding"]

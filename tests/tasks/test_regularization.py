@@ -1,4 +1,4 @@
-"""Promise: mixup, CutMix and stochastic depth are what their papers say, and keyed by the shard."""
+"""Promise: mixup, CutMix and stochastic depth are what their papers say, and keyed by the micro-batch."""
 
 import functools
 from typing import Any
@@ -198,7 +198,7 @@ def test_a_branch_is_left_out_for_some_samples_and_scaled_for_the_others() -> No
 @pytest.mark.parametrize(
     "regularization", [{"mixup": 0.4, "cutmix": 1.0}, {"stochastic_depth": 0.5}, {"cutmix": 0.5}]
 )
-def test_it_is_keyed_by_the_shard(regularization: dict[str, float]) -> None:
+def test_it_is_keyed_by_the_micro_batch(regularization: dict[str, float]) -> None:
     """Twice the same run gives the same bits, also when something else draws numbers in between."""
     losses = []
     for disturbed in (False, True):

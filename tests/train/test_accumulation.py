@@ -139,7 +139,7 @@ def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) 
     assert float(sum(loss for _, loss, _ in answers)) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_shards_must_divide_among_the_ranks() -> None:
+def test_micro_batches_must_divide_among_the_ranks() -> None:
     recipe = make_recipe(data={"global_batch_size": 6, "micro_batch_size": 2})
     with pytest.raises(BadInputError, match="not a multiple"):
         assemble(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)

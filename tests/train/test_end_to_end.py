@@ -136,7 +136,7 @@ def loss(self, model, batch):
     import os
     calls.append(0)
     if os.environ["RANK"] == "1" and len(calls) == 5:
-        raise RuntimeError("the fifth shard of rank 1")
+        raise RuntimeError("the fifth micro-batch of rank 1")
     return original(self, model, batch)
 c.Classification.loss = loss
 """
@@ -149,7 +149,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     )
     done = trainer(tmp_path, "train", "digits", "--ranks", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 1
-    assert "RuntimeError: the fifth shard of rank 1" in done.stderr
+    assert "RuntimeError: the fifth micro-batch of rank 1" in done.stderr
     assert done.stderr.count("Traceback") == 1
     manifest = next((tmp_path / "runs").glob("*/manifest.json"))
     assert json.loads(manifest.read_text())["status"] == "failed"

@@ -42,8 +42,8 @@ def guarded(**guard: Any) -> Recipe:
 
 def samples_of(recipe: Recipe, step: int) -> list[int]:
     plan = make_plan(recipe, make_task(recipe))
-    shards = np.arange(step * plan.shards, (step + 1) * plan.shards)
-    samples: list[int] = plan.read(shards).sample.flatten().tolist()
+    micro_batches = np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches)
+    samples: list[int] = plan.read(micro_batches).sample.flatten().tolist()
     return samples
 
 
@@ -299,7 +299,7 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
     ],
 )
 def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) -> None:
-    """One rank's shard goes bad; both do the same about it."""
+    """One rank's micro-batch goes bad; both do the same about it."""
     recipe = small(
         **{**SEED, "data": {"augment": "flip", "micro_batch_size": 4}},
         guard={"nonfinite": policy},

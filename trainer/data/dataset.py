@@ -38,8 +38,8 @@ class Dataset(Protocol):
             is used, without workers.
 
     A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
-    samples have consecutive numbers: then those of a shard are of one bucket. It may have `records`, which
-    are looked up before ranks start (`check.Stored`).
+    samples have consecutive numbers: then those of a micro-batch are of one bucket. It may have `records`,
+    which are looked up before ranks start (`check.Stored`).
     """
 
     fields: Mapping[str, Field]

@@ -44,14 +44,14 @@ _UNIFORM = "uniform"
 
 
 class Batch(NamedTuple):
-    """One shard on its device.
+    """One micro-batch on its device.
 
     Attributes:
         fields: A tensor (micro_batch_size, *shape) for each field of the data set.
         weight: float32 (micro_batch_size,), 0 for padding; None where nothing is padded.
         uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
             None where none was asked for.
-        units: What the loss of this shard is a sum over: samples, or valid tokens.
+        units: What the loss of this micro-batch is a sum over: samples, or valid tokens.
         longest: Units of the sample that has most; known to the host, as `units` is. 0: not known.
     """
 
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Units of a shard, and of the sample of it that has most."""
+    """Units of a micro-batch, and of the sample of it that has most."""
 
     all: int
     longest: int
@@ -79,12 +79,12 @@ class Source:
 
     @property
     def padded(self) -> bool:
-        """Whether shards carry weights."""
+        """Whether micro-batches carry weights."""
         return self.share.plan.last == "weighted"
 
     def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
         """Samples (n, micro_batch_size) of some batches, and their weights and random numbers."""
-        epoch, sample, weight = self.share.plan.read(self.share.shards(batches))
+        epoch, sample, weight = self.share.plan.read(self.share.micro_batches(batches))
         extras = {}
         if self.padded:
             extras[_WEIGHT] = weight

@@ -245,7 +245,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
 
 
 def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
-    """The context of every shard of a step but the last: gradients only accumulate."""
+    """The context of every micro-batch of a step but the last: gradients only accumulate."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

@@ -1,9 +1,10 @@
-"""Sums of a step's shards in one order, whatever the number of ranks: so their bits are the same.
+"""Sums of a step's micro-batches in one order, whatever the number of ranks: so their bits are the same.
 
 Floating-point sums depend on their order, and accumulation on one rank adds in another order than ranks among
-each other do. Here shards are added as in a knockout tournament: neighbours first, then the sums of
-neighbours. A rank that does a power of two of neighbouring shards does one branch of that tree, and the ranks
-do the rest of it. The order is that of a binary counter, so that log2(shards) + 1 sums are kept at most.
+each other do. Here micro-batches are added as in a knockout tournament: neighbours first, then the sums of
+neighbours. A rank that does a power of two of neighbouring micro-batches does one branch of that tree, and
+the ranks do the rest of it. The order is that of a binary counter, so that log2(micro-batches) + 1 sums are
+kept at most.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from trainer.observe.phases import communicating, mark
 
 
 class Sums(NamedTuple):
-    """What a shard gives, or the sum of that over some shards.
+    """What a micro-batch gives, or the sum of that over some micro-batches.
 
     Attributes:
         gradients: Of each parameter.
@@ -28,7 +29,7 @@ class Sums(NamedTuple):
     figures: torch.Tensor
 
     def add(self, later: "Sums") -> "Sums":
-        """Adds the sums of later shards to these, in place."""
+        """Adds the sums of later micro-batches to these, in place."""
         torch._foreach_add_(self.gradients, later.gradients)
         self.figures.add_(later.figures)
         return self
@@ -68,12 +69,12 @@ class TreeReduction:
         self._bucket_bytes = bucket_mb << 20
         self._own = Tournament()
 
-    def add_shard(self, gradients: list[torch.Tensor], figures: torch.Tensor) -> None:
-        """Takes over a shard's gradients and figures."""
+    def add_micro_batch(self, gradients: list[torch.Tensor], figures: torch.Tensor) -> None:
+        """Takes over a micro-batch's gradients and figures."""
         self._own.add(Sums(gradients, figures))
 
     def end_step(self) -> Sums:
-        """The sums over all shards of all ranks, the same bits on each; collective."""
+        """The sums over all micro-batches of all ranks, the same bits on each; collective."""
         own = self._own.total()
         if self._group is None:
             return own
@@ -83,9 +84,9 @@ class TreeReduction:
         return own
 
 
-def shares_a_tree(shards: int, ranks: int) -> bool:
-    """Whether so many ranks do whole branches of a step's tree: one rank, or a power of two shards each."""
-    each = shards // ranks
+def shares_a_tree(micro_batches: int, ranks: int) -> bool:
+    """Whether so many ranks do whole branches of a step's tree: one, or a power of two micro-batches each."""
+    each = micro_batches // ranks
     return ranks == 1 or each & (each - 1) == 0
 
 

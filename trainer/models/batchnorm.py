@@ -1,12 +1,12 @@
-"""Running statistics: one update per step, from all of its shards on all ranks.
+"""Running statistics: one update per step, from all of its micro-batches on all ranks.
 
 Left alone, they would be updated once per micro-batch, so that the momentum would depend on the
 accumulation, on the number of ranks (each keeping its own) and on activation checkpointing (counted
-twice). Instead every statistic becomes the mean of what the step's shards, each starting from the value
-before the step, made of it; a shard that left it out doesn't count. Without accumulation on one rank that
-is what torch always does.
+twice). Instead every statistic becomes the mean of what the step's micro-batches, each starting from the
+value before the step, made of it; a micro-batch that left it out doesn't count. Without accumulation on one
+rank that is what torch always does.
 
-Momentum 1 makes BatchNorm's running buffers each shard's own statistics during a step; their mean then
+Momentum 1 makes BatchNorm's running buffers each micro-batch's own statistics during a step; their mean then
 makes one update.
 """
 
@@ -57,27 +57,28 @@ class StepStatistics:
         if self._others is not None:
             self._others.reload()
 
-    def of_shard(self) -> list[torch.Tensor]:
-        """What the last forward pass made of the statistics, float (n,) each, to add up over the shards.
+    def of_micro_batch(self) -> list[torch.Tensor]:
+        """What the last forward pass made of the statistics, float (n,) each, to add up over the
+        micro-batches.
 
         Call it before backward, where activation checkpointing runs the forward pass once more.
         """
-        return [part.of_shard() for part in self._parts] if self._parts else []
+        return [part.of_micro_batch() for part in self._parts] if self._parts else []
 
     def restore(self) -> None:
-        """Call after a shard's backward pass: the next starts from the same values."""
+        """Call after a micro-batch's backward pass: the next starts from the same values."""
         for part in self._parts:
             part.restore()
 
-    def add(self, shard: list[torch.Tensor]) -> None:
-        """Adds a shard's."""
+    def add(self, micro_batch: list[torch.Tensor]) -> None:
+        """Adds a micro-batch's."""
         if self._sums:
-            torch._foreach_add_(self._sums, shard)
+            torch._foreach_add_(self._sums, micro_batch)
         else:
-            self._sums = shard
+            self._sums = micro_batch
 
     def set_sum(self, total: torch.Tensor) -> None:
-        """Takes the sum over the shards of a step, float64 (n,), that somebody else made."""
+        """Takes the sum over the micro-batches of a step, float64 (n,), that somebody else made."""
         self._sums = list(total.split([part.size for part in self._parts])) if self._parts else []
 
     def end_step(self, skipped: torch.Tensor | None = None) -> None:
@@ -98,7 +99,7 @@ class _BatchNorms:
     """Running means and variances of torch's BatchNorm layers.
 
     Attributes:
-        size: Numbers that a shard gives: the statistics, and for each layer whether it ran.
+        size: Numbers that a micro-batch gives: the statistics, and for each layer whether it ran.
     """
 
     def __init__(self, layers: list[_BatchNorm]) -> None:
@@ -120,7 +121,7 @@ class _BatchNorms:
             self._cumulative = torch.tensor([layer.momentum is None for layer in layers], device=device)
         for layer in layers:
             layer.momentum = 1.0
-        # Where they are bf16, these couldn't count so many shards.
+        # Where they are bf16, these couldn't count so many micro-batches.
         self._dtype = torch.promote_types(torch.float32, torch.cat(self._buffers).dtype)
         self._rounds = any(buffer.dtype != self._dtype for buffer in self._buffers)
         self._momenta = torch.tensor(momenta, dtype=self._dtype, device=device)
@@ -133,8 +134,8 @@ class _BatchNorms:
         self._kept = torch.cat(self._buffers).to(self._dtype)
         self._before = self._steps = torch.stack(self._counters)
 
-    def of_shard(self) -> torch.Tensor:
-        # A layer that was left out holds the shard's before: its counter tells, also of compiled code.
+    def of_micro_batch(self) -> torch.Tensor:
+        # A layer that was left out holds the micro-batch's before: its counter tells, also of compiled code.
         now = torch.stack(self._counters)
         ran, self._before = now != self._before, now
         values = torch.where(ran.gather(0, self._owners), torch.cat(self._buffers), 0.0)

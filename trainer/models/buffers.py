@@ -1,8 +1,8 @@
 """Buffers other than BatchNorm's that a training forward pass changes: one update per step for them, too.
 
-A running mean of one's own, spectral norm's vectors, InstanceNorm's statistics. Each shard of a step starts
-from the same values. Floating-point and complex buffers become the mean of what the shards that changed them
-made of it; integers move by the mean of the changes, rounded (a counter counts steps).
+A running mean of one's own, spectral norm's vectors, InstanceNorm's statistics. Each micro-batch of a step
+starts from the same values. Floating-point and complex buffers become the mean of what the micro-batches that
+changed them made of it; integers move by the mean of the changes, rounded (a counter counts steps).
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class ChangingBuffers:
     """Named buffers of a model.
 
     Attributes:
-        size: Numbers that a shard gives: the values, and for each buffer whether it was changed.
+        size: Numbers that a micro-batch gives: the values, and for each buffer whether it was changed.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class ChangingBuffers:
         """Starts from the values that are in the model now."""
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
 
-    def of_shard(self) -> torch.Tensor:
+    def of_micro_batch(self) -> torch.Tensor:
         """What the last forward pass made of them, float64 (size,).
 
         Raises:
@@ -89,7 +89,7 @@ class ChangingBuffers:
             buffer.copy_(kept)
 
     def update(self, total: torch.Tensor, skipped: torch.Tensor | None) -> None:
-        """Takes the sum over a step's shards, float64 (size,)."""
+        """Takes the sum over a step's micro-batches, float64 (size,)."""
         *sums, counts = total.split([*self._sizes, len(self._sizes)])
         for number, (kept, added, count) in enumerate(zip(self._kept, sums, counts.unbind(), strict=True)):
             mean = added / count.clamp(min=1)
@@ -139,7 +139,7 @@ def _version(module: nn.Module, key: str) -> int:
 
 
 def is_mean(buffer: torch.Tensor) -> bool:
-    """Whether the mean of what shards made of a buffer is a value for it: of an integer it isn't."""
+    """Whether the mean of what micro-batches made of a buffer is a value for it: of an integer it isn't."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 

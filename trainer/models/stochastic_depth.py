@@ -50,7 +50,7 @@ def add_stochastic_depth(model: nn.Module, probability: float) -> None:
 def _drop_branch(probability: float, module: nn.Module, _inputs: Any, branch: torch.Tensor) -> torch.Tensor:
     if not module.training:
         return branch
-    # One number for each sample, from the generator that is keyed by the shard.
+    # One number for each sample, from the generator that is keyed by the micro-batch.
     shape = (branch.shape[0], *[1] * (branch.ndim - 1))
     kept = torch.rand(shape, device=branch.device) >= probability
     return branch * (kept / (1 - probability)).to(branch.dtype)

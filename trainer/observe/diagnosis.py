@@ -26,7 +26,7 @@ class Facts:
         threads: Intra-op threads of a rank.
         cpus: CPUs that this host's part of the job may use.
         step_samples: Global batch.
-        micro_batch_size: Samples of a shard.
+        micro_batch_size: Samples of a micro-batch.
         remote: Whether the data comes over the network.
         decodes: Whether samples are decoded, so that `trainer data pack` makes them cheaper.
         waits: "file:line" of what makes the model wait for the device, or "".

@@ -42,11 +42,11 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of a shard: a sum over its units (never a mean), weighted; float ()."""
+        """The loss of a micro-batch: a sum over its units (never a mean), weighted; float ()."""
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """What is measured on a shard of n samples.
+        """What is measured on a micro-batch of n samples.
 
         Returns:
             By name, weighted sums over the samples, each (), which are divided by the units of the whole

@@ -65,11 +65,11 @@ class Audio:
         return AudioCnn(self._model, self._config.mels, len(self.audio.classes))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross entropy, summed over the shard."""
+        """Cross entropy, summed over the micro-batch."""
         return _cross_entropy(model(self._masked(self.features(batch.fields[AUDIO]))), batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss and correct answers, summed over the shard."""
+        """Loss and correct answers, summed over the micro-batch."""
         logits = model(*self.inputs(batch))
         correct = logits.argmax(1) == batch.fields[LABEL]
         if batch.weight is not None:
@@ -108,7 +108,7 @@ class Audio:
     def _masked(self, feature: torch.Tensor) -> torch.Tensor:
         """SpecAugment (Park et al., 2019) without its warping of time; masked is 0, each recording's mean.
 
-        It draws from torch's generator of the device, which is seeded anew for each shard.
+        It draws from torch's generator of the device, which is seeded anew for each micro-batch.
         """
         config = self._config
         if not config.time_masks and not config.frequency_masks:
@@ -127,7 +127,7 @@ class Audio:
 
 
 def _cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Summed over the shard; whatever the padding gives counts for nothing."""
+    """Summed over the micro-batch; whatever the padding gives counts for nothing."""
     if batch.weight is None:
         return F.cross_entropy(logits, batch.fields[LABEL], reduction="sum")
     each = F.cross_entropy(logits, batch.fields[LABEL], reduction="none")

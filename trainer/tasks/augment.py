@@ -132,7 +132,7 @@ def _grey(image: torch.Tensor) -> torch.Tensor:
 def make_policy(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """RandAugment (Cubuk et al., 2020) or TrivialAugment (Müller and Hutter, 2021), from torchvision.
 
-    It draws from torch's CPU generator, which is seeded anew for each shard.
+    It draws from torch's CPU generator, which is seeded anew for each micro-batch.
     """
     if name == "none":
         return None

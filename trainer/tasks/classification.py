@@ -60,7 +60,7 @@ class Classification:
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross entropy, summed over the shard."""
+        """Cross entropy, summed over the micro-batch."""
         image, label, chosen = self._pixels(batch, train=True), batch.fields[LABEL], self._regularization
         if not chosen.mixup and not chosen.cutmix:
             return _cross_entropy(model(image), label, batch, chosen.label_smoothing)
@@ -71,7 +71,7 @@ class Classification:
         return own + other
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Loss and correct answers, summed over the shard."""
+        """Loss and correct answers, summed over the micro-batch."""
         logits = model(self._pixels(batch, train=False))
         correct = logits.argmax(1) == batch.fields[LABEL]
         if batch.weight is not None:
@@ -117,7 +117,7 @@ def _cross_entropy(
     smoothing: float,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed over the shard, each sample times its share (n,)."""
+    """Summed over the micro-batch, each sample times its share (n,)."""
     if batch.weight is None and share is None:
         return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
     each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)

@@ -100,7 +100,7 @@ class Language:
         return (tokens,) if segment is None else (tokens, segment)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Cross entropy in nats, summed over the valid tokens of the shard."""
+        """Cross entropy in nats, summed over the valid tokens of the micro-batch."""
         tokens, targets, segment = self._given(batch)
         logits = model(tokens) if segment is None else model(tokens, segment)
         # In float32 under autocast too: a sum of exponentials over a vocabulary.
@@ -188,12 +188,12 @@ class Language:
         units = np.asarray(arrays[UNITS])
         places = len(units) * length
         if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
-            shard = min(data.micro_batch_size, len(units))
+            size = min(data.micro_batch_size, len(units))
             buckets = self.train_data.buckets
-            plan = Plan(len(units), shard, shard, 1, "cross", seed, buckets=buckets)
-            of_shards = units[plan.read(np.arange(len(units) // shard)).sample]
-            units = of_shards
-            places = sum(_cut(int(longest), self._config) * shard for longest in of_shards.max(1))
+            plan = Plan(len(units), size, size, 1, "cross", seed, buckets=buckets)
+            of_batches = units[plan.read(np.arange(len(units) // size)).sample]
+            units = of_batches
+            places = sum(_cut(int(longest), self._config) * size for longest in of_batches.max(1))
         return round(1 - float(units.sum()) / places, 6)
 
     def _notes(self, name: str) -> tuple[str, ...]:

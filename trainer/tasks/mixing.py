@@ -1,4 +1,4 @@
-"""Mixup and CutMix: each image is mixed with another of its shard, on the device."""
+"""Mixup and CutMix: each image is mixed with another of its micro-batch, on the device."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ class Mixed(NamedTuple):
 
     Attributes:
         image: float (n, c, h, w).
-        other: int64 (n,): which image of the shard was mixed into each.
+        other: int64 (n,): which image of the micro-batch was mixed into each.
         share: float (n,): how much of each is still its own.
     """
 
@@ -22,7 +22,7 @@ class Mixed(NamedTuple):
 def mix(image: torch.Tensor, mixup: float, cutmix: float) -> Mixed:
     """Mixes each image with its neighbour, by mixup (Zhang et al., 2018) or CutMix (Yun et al., 2019).
 
-    Shares are drawn for each image from the device's default generator, which is keyed by the shard.
+    Shares are drawn for each image from the device's default generator, which is keyed by the micro-batch.
 
     Args:
         image: float (n, c, h, w).

@@ -40,7 +40,7 @@ def find_changing(
         task: Gives the other model, and the loss.
         model: The model that is trained; stays as it is.
         settled: Its buffers that needn't be looked at.
-        micro_batch_size: Samples of a shard.
+        micro_batch_size: Samples of a micro-batch.
         context: Of a forward pass.
         world: The ranks.
 

@@ -20,15 +20,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures a model on the evaluation data.
 
-    Each rank fills its rows of one table, a row for each shard, all other rows 0. Summing the tables over
-    the ranks adds zeros only, and the rows are then added in one order, in float64: so the figures don't
+    Each rank fills its rows of one table, a row for each micro-batch, all other rows 0. Summing the tables
+    over the ranks adds zeros only, and the rows are then added in one order, in float64: so the figures don't
     depend on the number of ranks, to the last bit. What is measured as a row for each sample comes together
     the same way, and `task.summarise` makes figures of it.
 
     Args:
-        task: Measures a shard.
+        task: Measures a micro-batch.
         model: The bare model; its mode is restored.
-        loader: Loads the shards of `share`.
+        loader: Loads the micro-batches of `share`.
         share: From `plan.evaluation_share`.
         world: The ranks.
         precision: For autocast.
@@ -38,11 +38,11 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    shards = share.plan.steps * share.plan.shards
+    micro_batches = share.plan.steps * share.plan.micro_batches
     tables: dict[str, torch.Tensor] = {}
-    units = torch.zeros(shards, dtype=torch.float64, device=world.device)
+    units = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
-    numbers = share.shards(torch.arange(len(batches)).numpy())
+    numbers = share.micro_batches(torch.arange(len(batches)).numpy())
     with torch.inference_mode(), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
             mark("evaluation")
@@ -51,7 +51,7 @@ def evaluate(
                 if name not in tables:
                     kind = torch.uint8 if value.dtype == torch.bool else value.dtype  # gloo adds no bool
                     kind = kind if value.ndim else torch.float64
-                    tables[name] = torch.zeros((shards, *value.shape), dtype=kind, device=world.device)
+                    tables[name] = torch.zeros((micro_batches, *value.shape), dtype=kind, device=world.device)
                 tables[name][int(number)] = value
     model.train(training)
     if not tables:

@@ -67,7 +67,7 @@ def _comes_again(incident: dict[str, Any], plan: Plan) -> bool:
 
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
     """Epochs and samples of a step."""
-    epoch, sample, weight = plan.read(np.arange(step * plan.shards, (step + 1) * plan.shards))
+    epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
     return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
 
 

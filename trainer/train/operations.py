@@ -36,7 +36,7 @@ def count_operations(task: Task, trained: nn.Module, micro_batch_size: int, devi
     Args:
         task: Gives another model, and the loss; a copy of the task is asked for that.
         trained: The model that is trained.
-        micro_batch_size: Samples of a shard.
+        micro_batch_size: Samples of a micro-batch.
         device: Where it is trained.
     """
     waits = ""

@@ -127,9 +127,9 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"rank{'s' * (plan.samples > 1)}"
         )
     each = Share(plan, 0, world_size).accumulation
-    if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.shards, world_size):
+    if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.micro_batches, world_size):
         raise BadInputError(
-            f"parallel.reduction=tree: {plan.shards} micro-batches a step are {each} for each "
+            f"parallel.reduction=tree: {plan.micro_batches} micro-batches a step are {each} for each "
             f"of {world_size} rank{'s' * (world_size > 1)}, which is no power of two; change "
             "data.micro_batch_size or the number of ranks"
         )
@@ -152,9 +152,10 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
     fp32_modules(model, recipe.precision.keep_fp32)
     if recipe.model.init_from is not None:
         load_initial(model, recipe.model.init_from, recipe.model.fresh)
-    if recipe.parallel.static_graph and plan.shards > world_size:
+    if recipe.parallel.static_graph and plan.micro_batches > world_size:
         raise BadInputError(
-            f"parallel.static_graph doesn't go with gradient accumulation (here {plan.shards // world_size} "
+            "parallel.static_graph doesn't go with gradient accumulation (here "
+            f"{plan.micro_batches // world_size} "
             "micro-batches a step): DDP can't tell a step from a part of one; leave it out"
         )
     if recipe.model.name in ("small_resnet", "own", "gpt"):

@@ -46,12 +46,13 @@ class Training:
         ragged: True where the units of a step are known only after loading (valid tokens).
         ring: What the guards look at, or None.
         skips: True where an update whose loss or gradients aren't finite is not made.
-        tree: Adds up a step's shards in one order for any number of ranks, or None: backward and DDP do.
+        tree: Adds up a step's micro-batches in one order for any number of ranks, or None: backward and DDP
+        do.
         loss: float64 (): sum of the losses of this rank's steps since it was last set to 0, each divided
             by its step's units; with a tree those of all ranks.
         norm: float (): gradient norm of the last step, before clipping.
         keeps_gradients: True where gradients are added to tensors that stay where they are, because a graph
-            is replayed again before they are used (several shards), or DDP has its own place for them.
+            is replayed again before they are used (several micro-batches), or DDP has its own place for them.
             Otherwise a graph's gradients are used where they lie, which spares an addition for each.
     """
 
@@ -92,9 +93,9 @@ class Training:
         self.generators = [torch.default_generator]
         if index is not None:
             self.generators.append(torch.cuda.default_generators[index])
-        self.shards, self.accumulation = self.share.plan.shards, self.share.accumulation
+        self.micro_batches, self.accumulation = self.share.plan.micro_batches, self.share.accumulation
         self.units = self.task.train_data.units
-        # Below 2**62, so that adding the shard's number never overflows.
+        # Below 2**62, so that adding the micro-batch's number never overflows.
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
 
 
@@ -110,7 +111,7 @@ class LossOf(nn.Module):
         vars(self)["called"] = model  # found at once, without a module's detour to its attributes
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The loss of a shard, float ()."""
+        """The loss of a micro-batch, float ()."""
         return self.task.loss(self.called, batch)
 
     __call__ = forward  # nothing hooks it; a module's own call would cost a percent of the smallest step
@@ -121,11 +122,11 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
 
     Args:
         t: Weights and everything else that is updated, in place.
-        batches: This rank's batches; as many are taken as the step has shards for it.
+        batches: This rank's batches; as many are taken as the step has micro-batches for it.
         step: Number of the step in the run; keys dropout.
     """
     expected = t.share.plan.step_samples(step) * t.units
-    first_key = t.first_key + step * t.shards + t.share.rank * t.accumulation
+    first_key = t.first_key + step * t.micro_batches + t.share.rank * t.accumulation
     units, step_loss = 0, None
     own_used: set[int] = set()
     PULSE.step = step + 1
@@ -141,7 +142,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.replica(batch) / expected
-            statistics = t.statistics.of_shard()
+            statistics = t.statistics.of_micro_batch()
             mark("backward")
             scaled = loss if t.scaler is None else t.scaler.scale(loss)
             loss = loss.detach()
@@ -158,7 +159,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
             own_used |= used
             flags = t.all_used if len(used) == len(t.parameters) else _flags(t, used)
             figures = torch.cat((loss.double().view(1), flags, *(s.double() for s in statistics)))
-            t.tree.add_shard(gradients, figures)
+            t.tree.add_micro_batch(gradients, figures)
     if t.tree is None and t.group is not None:
         check_reduced(t.replica, t.share.rank)
     mark("update")
@@ -232,7 +233,7 @@ def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | N
 
 
 def _take_gradients(t: Training) -> tuple[list[torch.Tensor], set[int]]:
-    """The gradients of a shard, to keep, with zeros for a parameter that had no part in it; and which had."""
+    """A micro-batch's gradients, to keep: zeros for a parameter that had no part in it; and which had."""
     used = {number for number, p in enumerate(t.parameters) if p.grad is not None}
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in t.parameters]
     if t.keeps_gradients:
@@ -247,12 +248,12 @@ def _flags(t: Training, used: set[int]) -> torch.Tensor:
 
 
 def _sum_by_tree(t: Training, tree: TreeReduction, own_used: set[int]) -> torch.Tensor:
-    """Puts the gradients of the step in place, none for a parameter that no shard used.
+    """Puts the gradients of the step in place, none for a parameter that no micro-batch used.
 
     Args:
         t: What is trained.
-        tree: Has this rank's shards.
-        own_used: The parameters that a shard of this rank used; only of others the sum is asked, as the
+        tree: Has this rank's micro-batches.
+        own_used: The parameters that a micro-batch of this rank used; only of others the sum is asked, as the
             host waits for the device then.
 
     Returns:
@@ -283,7 +284,7 @@ def _clear_gradients(t: Training) -> None:
 
 def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:
     """Corrects the gradients; returns the factor, float64 ()."""
-    # Valid tokens of the step are known when its last shard has been loaded, on every rank its own.
+    # Valid tokens of the step are known when its last micro-batch has been loaded, on every rank its own.
     # Until here the losses were divided by the most there can be.
     true = torch.full((), float(units), dtype=torch.float64, device=t.loss.device)
     sum_over_ranks(true, t.group)

@@ -1,8 +1,9 @@
-"""The order of samples of unequal length: the samples of a shard are from one bucket of similar lengths.
+"""The order of samples of unequal length: the samples of a micro-batch are from one bucket of similar
+lengths.
 
-Each epoch permutes the samples of every bucket, cuts them into shards, and permutes these over all buckets.
-Everything is looked up from (seed, epoch, position). What is left over at the ends of the buckets is mixed,
-and stands where an epoch doesn't begin or end with a shard.
+Each epoch permutes the samples of every bucket, cuts them into micro-batches, and permutes these over all
+buckets. Everything is looked up from (seed, epoch, position). What is left over at the ends of the buckets is
+mixed, and stands where an epoch doesn't begin or end with a micro-batch.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ from trainer.rng import Ints, Purpose, key, permuted
 
 
 def in_buckets(
-    seed: int, epoch: Ints, position: Ints, buckets: tuple[int, ...], shard: int, cross: bool
+    seed: int, epoch: Ints, position: Ints, buckets: tuple[int, ...], micro_batch: int, cross: bool
 ) -> Ints:
     """The sample at a position of an epoch's order.
 
@@ -20,36 +21,40 @@ def in_buckets(
         epoch: int64, any shape.
         position: int64, same shape, each in [0, sum(buckets)).
         buckets: Number of samples in each bucket; those of a bucket have consecutive numbers.
-        shard: Samples in a shard.
-        cross: Whether shards are counted through the run, so that an epoch may begin within one.
+        micro_batch: Samples in a micro-batch.
+        cross: Whether micro-batches are counted through the run, so that an epoch may begin within one.
 
     Returns:
         int64, same shape: for each epoch a permutation of range(sum(buckets)).
     """
     sizes = np.array(buckets, dtype=np.int64)
     samples = int(sizes.sum())
-    shards = sizes // shard
-    all_shards = int(shards.sum())
-    # The first shard may begin up to shard - 1 positions late, and these must come from the rest.
-    aligned = max(0, min(all_shards, (samples - shard + 1) // shard)) * shard
-    late = -epoch * samples % shard if cross else np.zeros_like(epoch)
+    micro_batches = sizes // micro_batch
+    all_micro_batches = int(micro_batches.sum())
+    # The first micro-batch may begin up to micro-batch - 1 positions late, and these must come from the rest.
+    aligned = max(0, min(all_micro_batches, (samples - micro_batch + 1) // micro_batch)) * micro_batch
+    late = -epoch * samples % micro_batch if cross else np.zeros_like(epoch)
     behind = position - late
     rest = np.where(behind < 0, position + aligned, position)
     place = np.where((behind >= 0) & (behind < aligned), behind, rest)
-    # In shards of one bucket up to here, then what is left of each.
-    inside = place < all_shards * shard
-    number, offset = np.divmod(place, shard)
-    if all_shards:
+    # In micro-batches of one bucket up to here, then what is left of each.
+    inside = place < all_micro_batches * micro_batch
+    number, offset = np.divmod(place, micro_batch)
+    if all_micro_batches:
         each = key(seed, Purpose.PIECES)
-        number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_shards), 0)
-    shard_ends, rest_ends = np.cumsum(shards), np.cumsum(sizes - shards * shard)
-    left = np.where(inside, 0, place - all_shards * shard)
+        number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_micro_batches), 0)
+    shard_ends, rest_ends = np.cumsum(micro_batches), np.cumsum(sizes - micro_batches * micro_batch)
+    left = np.where(inside, 0, place - all_micro_batches * micro_batch)
     bucket = np.where(
         inside, np.searchsorted(shard_ends, number, "right"), np.searchsorted(rest_ends, left, "right")
     )
-    of_shard = (number - (shard_ends - shards)[bucket]) * shard + offset
-    of_rest = shards[bucket] * shard + left - (rest_ends - (sizes - shards * shard))[bucket]
-    index = np.where(inside, of_shard, of_rest)
+    of_micro_batch = (number - (shard_ends - micro_batches)[bucket]) * micro_batch + offset
+    of_rest = (
+        micro_batches[bucket] * micro_batch
+        + left
+        - (rest_ends - (sizes - micro_batches * micro_batch))[bucket]
+    )
+    index = np.where(inside, of_micro_batch, of_rest)
     found = np.empty_like(index)
     for one in np.unique(bucket).tolist():
         here = bucket == one

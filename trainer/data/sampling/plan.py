@@ -1,10 +1,10 @@
 """Which samples are in which batch: the sample order and the steps, as arithmetic.
 
 The words used everywhere:
-  shard    a micro-batch, and the unit of randomness; shards are numbered through the whole run
-  step     the shards of one optimiser step, over all ranks: `global_batch_size` samples
+  micro-batch    a micro-batch, and the unit of randomness; micro-batches are numbered through the whole run
+  step     the micro-batches of one optimiser step, over all ranks: `global_batch_size` samples
   epoch    once through the data
-Nothing here depends on the world size except which of a step's shards a rank takes, so the samples
+Nothing here depends on the world size except which of a step's micro-batches a rank takes, so the samples
 of a step are the same on any number of ranks. Resuming is starting at another step.
 """
 
@@ -23,7 +23,7 @@ _MOST_STEPS = 20_000_000  # the learning rate of each is in a table on the devic
 
 
 class Samples(NamedTuple):
-    """What is in some shards; each array has shape (shards, micro_batch_size)."""
+    """What is in some micro-batches; each array has shape (micro-batches, micro_batch_size)."""
 
     epoch: Ints
     sample: Ints
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         samples: Number of samples in an epoch.
         global_batch_size: Samples in a step, over all ranks.
-        micro_batch_size: Samples in a shard; divides `global_batch_size`.
+        micro_batch_size: Samples in a micro-batch; divides `global_batch_size`.
         epochs: How often the data is seen.
         last: What happens to the last step of an epoch. `cross`: it takes the samples it lacks from
             the next epoch (the run's last step from one epoch more). `drop`: incomplete steps are
@@ -47,7 +47,7 @@ class Plan:
         shuffle: False leaves the samples in their order (evaluation).
         pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
         together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
-        buckets: Samples of each bucket, where a shard's are to be of one bucket (see `bucket_order`).
+        buckets: Samples of each bucket, where a micro-batch's are to be of one bucket (see `bucket_order`).
 
     Raises:
         BadInputError: If the batch doesn't divide or there would be no step at all.
@@ -84,8 +84,8 @@ class Plan:
             )
 
     @property
-    def shards(self) -> int:
-        """Shards in a step."""
+    def micro_batches(self) -> int:
+        """Micro-batches in a step."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
@@ -130,22 +130,23 @@ class Plan:
             self.global_batch_size, self.samples - step % self.steps_per_epoch * self.global_batch_size
         )
 
-    def read(self, shards: Ints) -> Samples:
-        """What is in these shards.
+    def read(self, micro_batches: Ints) -> Samples:
+        """What is in these micro-batches.
 
         Args:
-            shards: int64 (n,), shard numbers counted through the run: step * self.shards + shard.
+            micro_batches: int64 (n,), micro-batch numbers counted through the run: step * self.micro_batches
+                + micro-batch.
 
         Returns:
             Arrays of shape (n, micro_batch_size).
         """
         if self.last == "cross":
-            run_position = shards[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
+            run_position = micro_batches[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
             epoch, position = np.divmod(run_position, self.samples)
         else:
-            step, shard = np.divmod(shards, self.shards)
+            step, micro_batch = np.divmod(micro_batches, self.micro_batches)
             epoch, step = np.divmod(step, self.steps_per_epoch)
-            start = step * self.global_batch_size + shard * self.micro_batch_size
+            start = step * self.global_batch_size + micro_batch * self.micro_batch_size
             position = start[:, None] + np.arange(self.micro_batch_size)
             epoch = np.broadcast_to(epoch[:, None], position.shape)
         real = position < self.samples
@@ -165,10 +166,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a plan: of each step, a contiguous run of its shards.
+    """One rank's part of a plan: of each step, a contiguous run of its micro-batches.
 
     Raises:
-        BadInputError: If the shards of a step can't be shared out evenly.
+        BadInputError: If the micro-batches of a step can't be shared out evenly.
     """
 
     plan: Plan
@@ -176,7 +177,7 @@ class Share:
     world: int = 1
 
     def __post_init__(self) -> None:
-        if self.plan.shards % self.world:
+        if self.plan.micro_batches % self.world:
             raise BadInputError(
                 f"data.global_batch_size={self.plan.global_batch_size} is not a multiple of "
                 "data.micro_batch_size="
@@ -186,13 +187,13 @@ class Share:
 
     @property
     def accumulation(self) -> int:
-        """Shards that this rank does in each step."""
-        return self.plan.shards // self.world
+        """Micro-batches that this rank does in each step."""
+        return self.plan.micro_batches // self.world
 
-    def shards(self, batches: Ints) -> Ints:
-        """Shard numbers of this rank's batches, which are counted from 0 through the run; any shape."""
+    def micro_batches(self, batches: Ints) -> Ints:
+        """Micro-batch numbers of this rank's batches, which are counted from 0 through the run; any shape."""
         step, index = np.divmod(batches, self.accumulation)
-        return np.asarray(step * self.plan.shards + self.rank * self.accumulation + index)
+        return np.asarray(step * self.plan.micro_batches + self.rank * self.accumulation + index)
 
     def batches(self, first_step: int = 0) -> range:
         """This rank's batches from a step to the end of the run."""
@@ -200,7 +201,7 @@ class Share:
 
 
 def evaluation_share(samples: int, micro_batch_size: int, rank: int, world: int) -> Share:
-    """Each sample once, in order, padded with weight 0; the shards are the same for any world size."""
+    """Each sample once, in order, padded with weight 0; the micro-batches are the same for any world size."""
     plan = Plan(
         samples, micro_batch_size * world, micro_batch_size, epochs=1, last="weighted", seed=0, shuffle=False
     )

@@ -109,8 +109,8 @@ def for_ranks(
     kept = cache.read(folder, key)
     if kept is not None and grid.fits(kept.setting):
         return words(recipe.data, kept.setting, f"from the search of {kept.date}")
-    shards = steps * (recipe.data.global_batch_size // recipe.data.micro_batch_size)
-    loading = shards * seconds_to_read(recipe, task) / max(1.0, limits.cpus)
+    micro_batches = steps * (recipe.data.global_batch_size // recipe.data.micro_batch_size)
+    loading = micro_batches * seconds_to_read(recipe, task) / max(1.0, limits.cpus)
     if loading < _LEAST_LOADING[device_kind(recipe)]:
         source = f"{RULE}: all the loading is {loading:,.0f} s of these CPUs, too little to search"
         return words(recipe.data, grid.start, source)
