@@ -38,7 +38,7 @@ def test_each_epoch_has_every_sample_once() -> None:
 
 
 def forget_the_count(t: Training, step: int, saved: Any) -> None:
-    load_tensors(t, step, {**saved, "optimizer": {**saved["optimizer"], "applied": t.rates.applied.clone()}})
+    load_tensors(t, step, {**saved, "optimizer": {**saved["optimizer"], "updates": t.rates.updates.clone()}})
 
 
 def forget_the_moments(t: Training, step: int, saved: Any) -> None:

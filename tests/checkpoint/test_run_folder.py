@@ -738,7 +738,7 @@ ODD_CHECKPOINTS = {
     "best": (with_state(best=[1.0]), "best"),
     "best inf": (with_state(best=["inf", 6]), "best"),
     "best far": (with_state(best=[1.0, 60]), "speaks of later ones"),
-    "applied": (with_tensors("optimizer", lambda t: t["applied"].add_(10**6)), "more updates were applied"),
+    "updates": (with_tensors("optimizer", lambda t: t["updates"].add_(10**6)), "more updates were applied"),
     "dtype": (with_tensors("model", halve), "isn't the same in the checkpoint"),
     "slot": (with_tensors("optimizer", lambda t: t.update({"stem.weight/x": torch.ones(1)})), "isn't"),
 }

@@ -73,7 +73,7 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
         "epoch": round(90 * t, 4),
         "loss": 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random(),
         "learning_rate": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
-        "applied": n * EVERY,
+        "updates": n * EVERY,
         "gradient_norm": 1 / (t + 0.2) + 0.3 * draw.random(),
         "memory_bytes": 5e10,
         "samples_per_s": speed,

@@ -50,7 +50,7 @@ def snapshot(training: Any) -> dict[str, Any]:
         "weights": [p.detach().clone() for p in training.parameters],
         "average": [p.detach().clone() for p in average],
         "state": state,
-        "applied": int(training.rates.applied),
+        "updates": int(training.rates.updates),
         "rate": float(training.rates.current),
         "scale": float(training.scaler.get_scale()),
     }
@@ -77,15 +77,15 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     before, after = states[at - 1], states[at]
     for name in ("weights", "average", "state"):
         assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
-    assert (after["applied"], after["rate"]) == (before["applied"], before["rate"])
+    assert (after["updates"], after["rate"]) == (before["updates"], before["rate"])
     assert after["scale"] == before["scale"] / 2 == 512.0
     following = states[at + 1]
-    assert following["applied"] == after["applied"] + 1 == 4
+    assert following["updates"] == after["updates"] + 1 == 4
     assert following["rate"] < after["rate"]
     assert following["scale"] == after["scale"]
     assert not torch.equal(following["weights"][0], after["weights"][0])
     assert task.calls == 12, "the data went on"
-    assert float(take_figures(training)["applied"]) == 5
+    assert float(take_figures(training)["updates"]) == 5
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -104,7 +104,7 @@ def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
             train_step(parts.training, batches, step)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert int(parts.training.rates.applied) == 3
+    assert int(parts.training.rates.updates) == 3
     assert all(bool(p.isfinite().all()) for p in parts.training.parameters)
     slots = [s for state in parts.training.optimizer.state.values() for s in state.values()]
     assert all(bool(slot.isfinite().all()) for slot in slots)

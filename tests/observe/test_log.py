@@ -53,7 +53,7 @@ def test_rows_hold_the_mean_loss_of_their_steps() -> None:
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
         part = losses[start : row["step"]]
         assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)
-        assert row["applied"] == row["step"]
+        assert row["updates"] == row["step"]
         assert row["epoch"] == row["step"] * 8 / 40
         assert row["samples_per_s"] > 0
         assert row["memory_bytes"] > 1 << 20
@@ -80,10 +80,10 @@ def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
 def test_json_lines_are_json_also_for_infinities() -> None:
     file = io.StringIO()
     sink = jsonl_sink(file)
-    sink({"kind": "train", "step": 1, "loss": math.nan, "loss_scale": math.inf, "applied": 3})
+    sink({"kind": "train", "step": 1, "loss": math.nan, "loss_scale": math.inf, "updates": 3})
     text = file.getvalue()
     assert json.loads(text, parse_constant=pytest.fail) == {
-        "kind": "train", "step": 1, "loss": None, "loss_scale": None, "applied": 3,
+        "kind": "train", "step": 1, "loss": None, "loss_scale": None, "updates": 3,
     }  # fmt: skip
 
 

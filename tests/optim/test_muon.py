@@ -230,7 +230,7 @@ def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
     batches = parts.loader(training.share.batches())
     for step in range(3):
         train_step(training, batches, step)
-    assert int(training.rates.applied) == 0
+    assert int(training.rates.updates) == 0
     assert same(before, contents(training.model, training.optimizer))
 
 

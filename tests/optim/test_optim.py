@@ -186,11 +186,11 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
     for step in range(1000, 1007):
         host.update(step, None, torch.zeros(1), last=step == 1006)
     assert host.tensors["weight"].item() == pytest.approx(2 - 0.9**7)
-    applied = torch.tensor([1000])
+    updates = torch.tensor([1000])
     for step in range(1000, 1007):
         skipped = torch.tensor(float(step in (1001, 1003)))  # the second of them is the fourth step
-        device.update(step, skipped, applied, last=step == 1006)
-        applied += 1 - skipped.to(torch.int64)
+        device.update(step, skipped, updates, last=step == 1006)
+        updates += 1 - skipped.to(torch.int64)
     assert device.tensors["weight"].item() == pytest.approx(2 - 0.9**5)
 
 
@@ -226,7 +226,7 @@ def test_the_rate_follows_applied_updates_only() -> None:
         told.append(float(rates.of_last_update()))
     assert seen == [1.0, 2.0, 2.0, 3.0, 3.0]
     assert told == seen[:-1], "the rate that the update had, or would have had"
-    assert int(rates.applied) == 3
+    assert int(rates.updates) == 3
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
@@ -249,10 +249,10 @@ def test_the_average_moves_unless_skipped_and_faster_at_first() -> None:
         nn.init.constant_(model.weight, 2.0)
         on_host._moved = updates[0][0]
         on_device._moved_at.fill_(updates[0][0])
-        for applied, skipped in updates:
+        for before, skipped in updates:
             if not skipped:
-                on_host.update(applied, None, torch.zeros(1))
-            on_device.update(0, torch.tensor(float(skipped)), torch.tensor([applied]))
+                on_host.update(before, None, torch.zeros(1))
+            on_device.update(0, torch.tensor(float(skipped)), torch.tensor([before]))
         values = [average.tensors["weight"].item() for average in (on_host, on_device)]
         assert values[0] == pytest.approx(values[1])
         return float(values[0])

@@ -73,7 +73,7 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
     for step in range(plan.steps):
         train_step(training, batches, step)
     assert next(batches, None) is None
-    return capture.gradients, training.loss, int(training.rates.applied)
+    return capture.gradients, training.loss, int(training.rates.updates)
 
 
 def expected_steps(case: Case) -> list[list[int]]:
@@ -116,8 +116,8 @@ def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
     answers = ranks.run(case.world, step_gradients, case)
     task = TokenTask(case.samples, case.ragged)
     model = initial_model(task)
-    for gradients, _, applied in answers:
-        assert len(gradients) == applied == len(steps)
+    for gradients, _, updates in answers:
+        assert len(gradients) == updates == len(steps)
     for number, samples in enumerate(steps):
         wanted = expected_gradient(task, model, samples)
         for gradients, _, _ in answers:

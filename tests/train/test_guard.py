@@ -90,7 +90,7 @@ def test_skip(tmp_path: Path, harm: Harm) -> None:
     assert [one["step"] for one in read_incidents(folder)] == [4, 8, 9]
     assert done.said.count("its update was not made") == 3
     rows = read_rows(folder)
-    assert [row["applied"] for row in rows if row["kind"] == "train"][-1] == 13
+    assert [row["updates"] for row in rows if row["kind"] == "train"][-1] == 13
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None
     assert all(t.isfinite().all() for ts in newest.tensors.values() for t in ts.values())

@@ -144,8 +144,8 @@ class ByHand:
             if scaler.get_scale() < before:
                 self.skipped += 1
                 continue
-            applied = step - self.skipped
-            share = max(1 - average_decay, 9 / (10 + applied))
+            updates = step - self.skipped
+            share = max(1 - average_decay, 9 / (10 + updates))
             for target, source in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 target.data.lerp_(source.data, share)
             schedule.step()
@@ -194,7 +194,7 @@ def compare(data: str, mode: str, sections: dict[str, Any], steps: int) -> ByHan
     least = 0.9 if steps == STEPS else 0.99
     assert np.mean(losses[-5:]) < least * np.mean(losses[:5]), "nothing was learned"
     t = parts.training
-    assert int(t.rates.applied) == steps - hand.skipped
+    assert int(t.rates.updates) == steps - hand.skipped
     if t.average is not None:
         averages = zip(t.average.tensors.values(), hand.average.parameters(), strict=True)
         for ours, theirs in averages:

@@ -177,7 +177,7 @@ def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = N
 
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    figures = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "applied": 3}
+    figures = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
     text = written(
         ({"kind": "train", "step": 2, **figures}, [-1, 255]),
         ({"kind": "evaluation", "step": 2, "loss": 5e-324}, []),
@@ -189,7 +189,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
         Traced(
             "train",
             2,
-            {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "applied": "3"},
+            {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "updates": "3"},
             {"a": "f" * 16, "b": "00000000000000ff"},
         ),
         Traced("evaluation", 2, {"loss": "5e-324"}, {}),

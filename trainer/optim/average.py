@@ -35,17 +35,17 @@ class WeightAverage:
         self._average = list(self.tensors.values())
 
     def update(
-        self, step: int, skipped: torch.Tensor | None, applied: torch.Tensor, last: bool = False
+        self, step: int, skipped: torch.Tensor | None, updates: torch.Tensor, last: bool = False
     ) -> None:
         """Moves towards the weights after a step, if it is due: for all updates since it moved last.
 
-        At first the average follows faster: the decay is at most (1 + applied) / (10 + applied), as in
+        At first the average follows faster: the decay is at most (1 + updates) / (10 + updates), as in
         TensorFlow's ExponentialMovingAverage.
 
         Args:
             step: Its number; without a scaler that is the number of updates before it.
             skipped: float (), on the device: 1 if there was no update; None where that can't be.
-            applied: int64 (1,), on the device: updates before this step's.
+            updates: int64 (1,), on the device: updates before this step's.
             last: Whether it is the run's last, after which the average moves in any case.
         """
         done, decay = step + 1, self._config.decay
@@ -56,11 +56,11 @@ class WeightAverage:
             self._moved = done
         else:
             # Steps of which only the device knows whether they made an update.
-            updates = applied + (1 - skipped).to(torch.int64)
-            missed = updates - self._moved_at
-            share = torch.maximum(1 - decay**missed, 9 / (10 + applied)) * (missed > 0)
+            made = updates + (1 - skipped).to(torch.int64)
+            missed = made - self._moved_at
+            share = torch.maximum(1 - decay**missed, 9 / (10 + updates)) * (missed > 0)
             self._move(share[0])
-            self._moved_at.copy_(updates)
+            self._moved_at.copy_(made)
 
     def go_on(self, step: int) -> None:
         """Continues after so many steps, the average and `moved_at` having been restored."""

@@ -1,7 +1,7 @@
 """Optimisers, learning-rate schedules and gradient clipping.
 
 Whether fp16's scaler skipped an update is known on the device only, and asking would stall the host. So
-the count of applied updates lives there, and the learning rate is looked up by it from a table.
+the count of updates lives there, and the learning rate is looked up by it from a table.
 """
 
 import math
@@ -74,10 +74,10 @@ def _half_cosine(part: float) -> float:
 
 
 class Rates:
-    """The learning rate, on the device, looked up by the number of applied updates.
+    """The learning rate, on the device, looked up by the number of updates.
 
     Attributes:
-        applied: int64 (1,): updates so far; stands still when the scaler skips one.
+        updates: int64 (1,): updates so far; stands still when the scaler skips one.
         current: float32 (): learning rate of the update to come.
     """
 
@@ -90,7 +90,7 @@ class Rates:
             factors: Groups of parameters may learn slower: factors of the rate, see `of`.
         """
         self._table = torch.tensor([*rates, rates[-1]], dtype=torch.float32, device=device)
-        self.applied = torch.zeros(1, dtype=torch.int64, device=device)
+        self.updates = torch.zeros(1, dtype=torch.int64, device=device)
         self._current = torch.zeros(1, dtype=torch.float32, device=device)
         self.current = self._current.view(())
         self._one = torch.ones(1, dtype=torch.int64, device=device)
@@ -107,21 +107,21 @@ class Rates:
 
     def look_up(self) -> None:
         """Sets the rates for the update to come."""
-        torch.index_select(self._table, 0, self.applied, out=self._current)
+        torch.index_select(self._table, 0, self.updates, out=self._current)
         if self._factors is not None:
             torch.mul(self._factors, self._current, out=self._slower)
 
     def advance(self, skipped: torch.Tensor | None = None) -> None:
         """Counts an update, unless `skipped` (float (), on the device) is 1."""
         self._skipped = skipped
-        self.applied += self._one if skipped is None else self._one - skipped.to(torch.int64)
+        self.updates += self._one if skipped is None else self._one - skipped.to(torch.int64)
         self.look_up()
 
     def of_last_update(self) -> torch.Tensor:
         """The rate of the update that was counted last or skipped, float32 (), on the device."""
         # Computed when it is asked for, so that a step doesn't pay for it.
         index = (
-            self.applied - 1 if self._skipped is None else self.applied - 1 + self._skipped.to(torch.int64)
+            self.updates - 1 if self._skipped is None else self.updates - 1 + self._skipped.to(torch.int64)
         )
         return self._table.index_select(0, index.clamp_(min=0)).view(())
 

@@ -1,7 +1,7 @@
 """Everything that a run carries from one step to the next, as named tensors; and back.
 
 Position and randomness are arithmetic, so this is all there is: weights and buffers, the optimiser's state,
-the average, the scaler, the count of applied updates, and the sum of losses since the last row of figures.
+the average, the scaler, the count of updates, and the sum of losses since the last row of figures.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ def load_tensors(t: Training, step: int, saved: Mapping[str, Mapping[str, torch.
         odd |= {name for name in tensors.keys() & given.keys() if _type(tensors[name]) != _type(given[name])}
         if odd:
             raise ValueError(f"{kind}: {sorted(odd)[0]} isn't the same in the checkpoint and in the model")
-    if not 0 <= int(saved["optimizer"]["applied"]) <= step:
+    if not 0 <= int(saved["optimizer"]["updates"]) <= step:
         raise ValueError(f"optimizer: more updates were applied than the {step} steps that were done")
     with torch.no_grad():
         for kind, tensors in targets.items():
@@ -66,7 +66,7 @@ def _optimizer_tensors(t: Training) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter, slots in t.optimizer.state.items():
         for slot, value in slots.items():
             yield f"{names[id(parameter)]}/{slot}", value
-    yield "applied", t.rates.applied
+    yield "updates", t.rates.updates
     if t.scaler is not None:
         for name in _SCALER:
             yield f"scaler/{name}", _of_scaler(t, name)

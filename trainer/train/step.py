@@ -32,7 +32,7 @@ class Training:
         model: The model itself.
         replica: Gives the loss of a batch by the model as it is called: compiled, or within DDP.
         optimizer: Fused.
-        rates: Learning rate and count of applied updates.
+        rates: Learning rate and count of updates.
         scaler: fp16's loss scaler, or None.
         autocast: Context of a forward pass.
         average: Moving average of the weights, or None.
@@ -179,7 +179,7 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     """Figures () since the last call, on the device: loss (a sum over steps and ranks) and others."""
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
-    figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "applied": t.rates.applied[0]}
+    figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "updates": t.rates.updates[0]}
     if t.clip:
         figures["gradient_norm"] = t.norm
     if t.scaler is not None:
@@ -197,7 +197,7 @@ def leave_out_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         next(batches)
     if t.average is not None:
         skipped = torch.ones_like(t.norm) if t.scaler is not None or t.skips else None
-        t.average.update(step, skipped, t.rates.applied, step + 1 == t.share.plan.steps)
+        t.average.update(step, skipped, t.rates.updates, step + 1 == t.share.plan.steps)
 
 
 def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | None:
@@ -227,7 +227,7 @@ def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | N
         t.scaler.update()
     _clear_gradients(t)
     if t.average is not None:
-        t.average.update(step, skipped, t.rates.applied, step + 1 == t.share.plan.steps)
+        t.average.update(step, skipped, t.rates.updates, step + 1 == t.share.plan.steps)
     t.rates.advance(skipped)
     return skipped
 

@@ -24,7 +24,7 @@ _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _TRAIN = {"loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
 _TRAIN |= {"samples_per_s", "tokens_per_s", "flops_per_s", "mfu"}
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
-_NO_FIGURE = {"kind", "step", "epoch", "applied", "slow_rank", "slow_phase", "at", "text", "cause"}
+_NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
 class Checkpoint(NamedTuple):
