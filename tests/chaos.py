@@ -53,7 +53,7 @@ def kinds() -> list[dict[str, Any]]:
     parts: dict[str, list[Any]] = {
         "workers": [0, 1, 2, 4],
         "mode": ["fp32", "bf16", "fp16"],
-        "accumulation": [1, 2, 4, 8],
+        "gradient_accumulation_steps": [1, 2, 4, 8],
         "ema": [{}, {"decay": 0.9}, {"decay": 0.9, "every": 3}],
         "dropout": [0.0, 0.3],
         "augment": ["none", "flip", "affine"],
@@ -68,7 +68,7 @@ def kinds() -> list[dict[str, Any]]:
 
 def recipe_of(kind: dict[str, Any]) -> Recipe:
     """The recipe digits, short, with the parts of a kind."""
-    micro_batch_size = 32 // kind["accumulation"]
+    micro_batch_size = 32 // kind["gradient_accumulation_steps"]
     return Recipe.model_validate(
         {
             "epochs": 3,

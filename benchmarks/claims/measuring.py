@@ -139,7 +139,7 @@ class Turns:
         torch.set_num_threads(self._threads)
         training, first = self.parts.training, self._done
         self._done += steps
-        accumulation = training.share.accumulation
+        accumulation = training.share.gradient_accumulation_steps
         began = now(self.device)
         batches = self.parts.loader(range(first * accumulation, self._done * accumulation))
         for step in range(first, self._done):

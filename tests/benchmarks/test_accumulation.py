@@ -20,7 +20,7 @@ from trainer.train import step
 
 
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["accumulation"]) == 0
+    assert main(["gradient_accumulation_steps"]) == 0
     table = table_rows(capsys.readouterr().out)
     assert len(table) == 2 * len(CASES)
     for row in table:
@@ -44,7 +44,7 @@ def test_a_wrong_step_fails_the_bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Any, what: str, mutant: Any
 ) -> None:
     monkeypatch.setattr(where, what, mutant)
-    assert main(["accumulation"]) == 1
+    assert main(["gradient_accumulation_steps"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_no_update_is_nothing_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accumulation, "train_step", lambda *_: None)
-    assert main(["accumulation"]) == 3
+    assert main(["gradient_accumulation_steps"]) == 3
     assert "nothing measured" in capsys.readouterr().out
 
 

@@ -155,7 +155,7 @@ def test_starting_in_the_middle_is_the_same_order(plan: Plan, data: st.DataObjec
     share = Share(plan, data.draw(st.integers(0, 1)), 2)
     first = data.draw(st.integers(0, plan.steps))
     later, whole = share.batches(first), share.batches()
-    assert list(later) == list(whole)[first * share.accumulation :]
+    assert list(later) == list(whole)[first * share.gradient_accumulation_steps :]
 
 
 @given(plan=plans())

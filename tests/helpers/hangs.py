@@ -212,7 +212,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
 
         def filled(self: Any, batch: int, *arguments: Any) -> Any:
             share = self._source.share
-            if share.plan.shuffle and batch // share.accumulation + 1 == where.step:
+            if share.plan.shuffle and batch // share.gradient_accumulation_steps + 1 == where.step:
                 sleep_forever()
             return fill(self, batch, *arguments)
 

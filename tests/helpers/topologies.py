@@ -29,7 +29,9 @@ _MOST_CHANGES = 4
 
 def kinds() -> list[dict[str, Any]]:
     """As `chaos.kinds`, with steps that four ranks can share."""
-    return [{**kind, "accumulation": 4 << number % 2} for number, kind in enumerate(chaos.kinds())]
+    return [
+        {**kind, "gradient_accumulation_steps": 4 << number % 2} for number, kind in enumerate(chaos.kinds())
+    ]
 
 
 def recipe_of(kind: dict[str, Any]) -> Recipe:

@@ -19,7 +19,7 @@ from trainer.train.step import train_step
 class Case(NamedTuple):
     samples: int
     micro_batch_size: int
-    accumulation: int
+    gradient_accumulation_steps: int
     world: int
     last: str
     epochs: int
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         samples=micro_batches * micro_batch_size - missing,
         micro_batch_size=micro_batch_size,
-        accumulation=draw(st.integers(1, 16)),
+        gradient_accumulation_steps=draw(st.integers(1, 16)),
         world=draw(st.sampled_from((1, 2, 4))),
         last=draw(st.sampled_from(("cross", "drop", "weighted"))),
         epochs=draw(st.integers(1, 3)),
@@ -59,7 +59,7 @@ class Capture:
 def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.Tensor, int]:
     """What the trainer's own step computes, on one of the ranks."""
     data = {
-        "global_batch_size": case.micro_batch_size * case.accumulation * case.world,
+        "global_batch_size": case.micro_batch_size * case.gradient_accumulation_steps * case.world,
         "micro_batch_size": case.micro_batch_size,
         "resident": case.resident,
     }
@@ -78,7 +78,7 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
 
 def expected_steps(case: Case) -> list[list[int]]:
     """The samples of each step, by cutting lists: shares nothing with the plan but the order."""
-    size = case.micro_batch_size * case.accumulation * case.world
+    size = case.micro_batch_size * case.gradient_accumulation_steps * case.world
     orders = [
         permuted(0, np.full(case.samples, epoch), np.arange(case.samples), case.samples).tolist()
         for epoch in range(case.epochs + size // case.samples + 1)

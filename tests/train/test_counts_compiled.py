@@ -72,7 +72,7 @@ def test_nothing_is_compiled_after_the_first_step(
     parts = assemble_alone(recipe, task)
     t, world = parts.training, World(0, 1, 0, CPU, None)
     plan, rates, counts = t.share.plan, set[float](), list[int]()
-    assert plan.epoch_at(plan.steps) > 1 and t.accumulation == 2
+    assert plan.epoch_at(plan.steps) > 1 and t.gradient_accumulation_steps == 2
 
     def evaluated(_: int) -> None:
         loader, share = parts.evaluation_loader, parts.evaluation_share

@@ -104,7 +104,7 @@ def make_manifest(
         "world_size": world.size,
         "threads": threads,
         "steps": plan.steps,
-        "accumulation": plan.micro_batches // world.size,
+        "gradient_accumulation_steps": plan.micro_batches // world.size,
         "notes": notes,
         "weights": {},
         "incidents": 0,

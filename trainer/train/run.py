@@ -126,7 +126,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             f"{world_size} ranks for {plan.samples} samples: use at most {plan.samples} "
             f"rank{'s' * (plan.samples > 1)}"
         )
-    each = Share(plan, 0, world_size).accumulation
+    each = Share(plan, 0, world_size).gradient_accumulation_steps
     if recipe.parallel.reduction == "tree" and not shares_a_tree(plan.micro_batches, world_size):
         raise BadInputError(
             f"parallel.reduction=tree: {plan.micro_batches} micro-batches a step are {each} for each "

@@ -85,7 +85,9 @@ class Training:
         # A single rank knows by itself which ones a step used.
         several = self.tree is not None and self.group is not None
         self.all_used = torch.ones(len(self.parameters) * several, dtype=torch.float64, device=device)
-        self.keeps_gradients = self.cuda_graphs and (self.share.accumulation > 1 or self.group is not None)
+        self.keeps_gradients = self.cuda_graphs and (
+            self.share.gradient_accumulation_steps > 1 or self.group is not None
+        )
         for parameter in self.parameters if self.keeps_gradients else ():
             parameter.grad = torch.zeros_like(parameter)
         index = device.index if device.type == "cuda" else None
@@ -93,7 +95,10 @@ class Training:
         self.generators = [torch.default_generator]
         if index is not None:
             self.generators.append(torch.cuda.default_generators[index])
-        self.micro_batches, self.accumulation = self.share.plan.micro_batches, self.share.accumulation
+        self.micro_batches, self.gradient_accumulation_steps = (
+            self.share.plan.micro_batches,
+            self.share.gradient_accumulation_steps,
+        )
         self.units = self.task.train_data.units
         # Below 2**62, so that adding the micro-batch's number never overflows.
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
@@ -126,11 +131,11 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         step: Number of the step in the run; keys dropout.
     """
     expected = t.share.plan.step_samples(step) * t.units
-    first_key = t.first_key + step * t.micro_batches + t.share.rank * t.accumulation
+    first_key = t.first_key + step * t.micro_batches + t.share.rank * t.gradient_accumulation_steps
     units, step_loss = 0, None
     own_used: set[int] = set()
     PULSE.step = step + 1
-    for index in range(t.accumulation):
+    for index in range(t.gradient_accumulation_steps):
         mark("data")
         batch = next(batches)
         mark("host")
@@ -138,7 +143,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         for generator in t.generators:
             generator.manual_seed(first_key + index)
         mark("forward")
-        last = index == t.accumulation - 1
+        last = index == t.gradient_accumulation_steps - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.replica(batch) / expected
@@ -193,7 +198,7 @@ def leave_out_step(t: Training, batches: Iterator[Batch], step: int) -> None:
     """Passes over a step whose samples are not to be learned from; only its number is used up."""
     PULSE.step = step + 1
     mark("data")
-    for _ in range(t.accumulation):
+    for _ in range(t.gradient_accumulation_steps):
         next(batches)
     if t.average is not None:
         skipped = torch.ones_like(t.norm) if t.scaler is not None or t.skips else None

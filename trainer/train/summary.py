@@ -163,5 +163,5 @@ def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, m
     return (
         f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
         f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "
-        f"{manifest['accumulation']})\n  run folder {shown(folder)}"
+        f"{manifest['gradient_accumulation_steps']})\n  run folder {shown(folder)}"
     )

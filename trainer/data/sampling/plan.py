@@ -186,18 +186,22 @@ class Share:
             )
 
     @property
-    def accumulation(self) -> int:
+    def gradient_accumulation_steps(self) -> int:
         """Micro-batches that this rank does in each step."""
         return self.plan.micro_batches // self.world
 
     def micro_batches(self, batches: Ints) -> Ints:
         """Micro-batch numbers of this rank's batches, which are counted from 0 through the run; any shape."""
-        step, index = np.divmod(batches, self.accumulation)
-        return np.asarray(step * self.plan.micro_batches + self.rank * self.accumulation + index)
+        step, index = np.divmod(batches, self.gradient_accumulation_steps)
+        return np.asarray(
+            step * self.plan.micro_batches + self.rank * self.gradient_accumulation_steps + index
+        )
 
     def batches(self, first_step: int = 0) -> range:
         """This rank's batches from a step to the end of the run."""
-        return range(first_step * self.accumulation, self.plan.steps * self.accumulation)
+        return range(
+            first_step * self.gradient_accumulation_steps, self.plan.steps * self.gradient_accumulation_steps
+        )
 
 
 def evaluation_share(samples: int, micro_batch_size: int, rank: int, world: int) -> Share:

@@ -153,15 +153,15 @@ def seconds_to_read(recipe: Recipe, task: Task) -> float:
     return seconds
 
 
-def turn_for(setting: Loading, per_step: float, accumulation: int, seconds: float) -> Turn:
+def turn_for(setting: Loading, per_step: float, gradient_accumulation_steps: int, seconds: float) -> Turn:
     """A turn of about so many seconds: whole rounds of the workers, whose batches come in bursts.
 
     The clock starts when as many batches were taken as the ring holds: while it fills, a setting that
     prepares more ahead does more work than it delivers, and would seem the slower one.
     """
-    burst = max(1, math.ceil(setting.workers / accumulation))
+    burst = max(1, math.ceil(setting.workers / gradient_accumulation_steps))
     bursts = max(math.ceil(2 / burst), round(seconds / (per_step * burst)) if per_step else 0)
-    filled = max(burst, math.ceil(setting.workers * setting.prefetch / accumulation))
+    filled = max(burst, math.ceil(setting.workers * setting.prefetch / gradient_accumulation_steps))
     return Turn(setting, filled + 1, burst * bursts, max(_FIRST_LIMIT, 4 * seconds))
 
 
@@ -193,9 +193,11 @@ def _measured(
     began = time.monotonic()
     reasons: dict[Loading, str] = {}
     with Prober(recipe, ranks, threads, environment) as prober:
-        accumulation = max(1, recipe.data.global_batch_size // recipe.data.micro_batch_size // ranks)
-        steps_of_first = 4 * max(1, math.ceil(grid.start.workers / accumulation))
-        turn = turn_for(grid.start, 0.0, accumulation, 0.0)._replace(steps=steps_of_first)
+        gradient_accumulation_steps = max(
+            1, recipe.data.global_batch_size // recipe.data.micro_batch_size // ranks
+        )
+        steps_of_first = 4 * max(1, math.ceil(grid.start.workers / gradient_accumulation_steps))
+        turn = turn_for(grid.start, 0.0, gradient_accumulation_steps, 0.0)._replace(steps=steps_of_first)
         first = prober.time(turn, limit_of(turn))
         if isinstance(first, str):
             return Found(grid.start), [f"{RULE}: it could not be measured, {first}"]
@@ -216,7 +218,7 @@ def _measured(
 
         def measure(setting: Loading) -> float | None:
             left = end - time.monotonic()
-            turn = turn_for(setting, per_step, accumulation, seconds)
+            turn = turn_for(setting, per_step, gradient_accumulation_steps, seconds)
             if left < first.around + seconds:
                 raise TimeIsUp
             timed = prober.time(turn, limit_of(turn) if left > limit_of(turn) else left)

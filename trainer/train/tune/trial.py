@@ -46,12 +46,12 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
     tree of sums grows with the step. Two steps at least, for optimiser state appears in the first.
     """
     values = recipe.model_dump(mode="json")
-    accumulation = recipe.data.global_batch_size // (micro_batch_size * ranks)
+    gradient_accumulation_steps = recipe.data.global_batch_size // (micro_batch_size * ranks)
     if recipe.parallel.reduction != "tree":
-        accumulation = min(accumulation, 2)
+        gradient_accumulation_steps = min(gradient_accumulation_steps, 2)
     values["data"] |= {
         "micro_batch_size": micro_batch_size,
-        "global_batch_size": micro_batch_size * ranks * accumulation,
+        "global_batch_size": micro_batch_size * ranks * gradient_accumulation_steps,
     }
     steps = recipe.compile.warm_up + 1 + _TIMED
     last = "weighted" if recipe.step.last == "weighted" else "cross"
