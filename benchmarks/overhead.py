@@ -106,9 +106,9 @@ def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) 
         loss = F.cross_entropy(logits, torch.index_select(y, 0, picked), reduction="sum") / _BATCH
         loss.backward()
         if lean:
-            clip_gradients([p.grad for p in params if p.grad is not None], optim.clip)
+            clip_gradients([p.grad for p in params if p.grad is not None], optim.max_grad_norm)
         else:
-            nn.utils.clip_grad_norm_(params, optim.clip, foreach=True)
+            nn.utils.clip_grad_norm_(params, optim.max_grad_norm, foreach=True)
         optimizer.param_groups[0]["lr"] = optim.lr * (1 + math.cos(math.pi * step / steps)) / 2
         optimizer.step()
         if lean:
@@ -138,7 +138,7 @@ class TinySteps:
         self.optimizer = torch.optim.AdamW(
             parameters, lr=optim.lr, weight_decay=optim.weight_decay, fused=True
         )
-        self.clip = optim.clip
+        self.clip = optim.max_grad_norm
         self.steps = steps
         self._task, self._optim = task, optim
         self._average = [p.detach().clone() for p in parameters]
@@ -210,7 +210,7 @@ def tiny_recipe(steps: int) -> Recipe:
         "epochs": -(-steps * _BATCH // _SAMPLES),
         "max_steps": steps,
         "data": {"global_batch_size": _BATCH, "micro_batch_size": _BATCH},
-        "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "parallel": {"threads": 1},
     }

@@ -153,7 +153,7 @@ def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable
                 **{"global_batch_size": samples, "micro_batch_size": MICRO_BATCH_SIZE},
             },
             "model": {"width": _WIDTH},
-            "optim": {"clip": 1.0},
+            "optim": {"max_grad_norm": 1.0},
             "parallel": {"threads": 1, "reduction": reduction},
         }
     )

@@ -99,7 +99,7 @@ def small_recipe(mode: str, batch: int, steps: int) -> Recipe:
         "epochs": -(-steps // _BATCHES),
         "max_steps": steps,
         "data": {"global_batch_size": batch, "micro_batch_size": batch, "resident": True},  # as by hand
-        "optim": {"lr": 1e-3, "clip": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "precision": {"mode": "bf16"},
         "compile": {"mode": mode},
@@ -193,7 +193,7 @@ def by_hand(
             with torch.autocast(device.type, torch.bfloat16):
                 loss = F.cross_entropy(call(x), y)
             loss.backward()
-            nn.utils.clip_grad_norm_(params, optim.clip, foreach=True)
+            nn.utils.clip_grad_norm_(params, optim.max_grad_norm, foreach=True)
             for group in optimizer.param_groups:
                 group["lr"] = optim.lr * (1 + math.cos(math.pi * step / total)) / 2
             optimizer.step()

@@ -80,7 +80,7 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
             },
             "model": {"width": 8, "dropout": kind["dropout"], "channels_last": kind["channels_last"]},
             "precision": {"mode": kind["mode"], "initial_scale": 2.0**24, "growth_interval": 20},
-            "optim": {"name": kind["optim"], "lr": 0.01, "clip": 1.0},
+            "optim": {"name": kind["optim"], "lr": 0.01, "max_grad_norm": 1.0},
             "ema": kind["ema"],
             "regularization": {"mixup": kind["mixup"] if micro_batch_size > 1 else 0.0},
             "parallel": {"threads": 1},

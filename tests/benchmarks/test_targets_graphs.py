@@ -90,9 +90,9 @@ def trained(
 @pytest.mark.parametrize(
     "sections",
     [
-        {"optim": {"lr": 0.01, "clip": 1.0}},
+        {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
         {"optim": {"lr": 0.01}, "guard": {"nonfinite": "skip"}},
-        {"optim": {"lr": 0.01, "clip": 1.0}, "parallel": {"threads": 1, "reduction": "tree"}},
+        {"optim": {"lr": 0.01, "max_grad_norm": 1.0}, "parallel": {"threads": 1, "reduction": "tree"}},
     ],
     ids=["clip", "skip", "tree"],
 )
@@ -119,7 +119,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize("micro_batch_size", [8, 4])
 def test_ddp_has_its_own_place_for_gradients(group: dist.ProcessGroup, micro_batch_size: int) -> None:
     """So even those of a single shard are added to tensors that stay."""
-    optim = {"lr": 0.01, "clip": 1.0}
+    optim = {"lr": 0.01, "max_grad_norm": 1.0}
     alone, expected = trained(False, micro_batch_size, optim=optim)
     eager, _ = trained(False, micro_batch_size, group, optim=optim)
     t, got = trained(True, micro_batch_size, group, optim=optim)

@@ -16,7 +16,7 @@ RUN: dict[str, Any] = {
     "max_steps": 12,
     "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "affine"},
     "model": {"width": 8, "dropout": 0.3},
-    "optim": {"lr": 0.01, "clip": 1.0},
+    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
     "ema": {"decay": 0.9},
 }
 

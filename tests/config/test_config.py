@@ -70,7 +70,7 @@ def test_overrides_are_typed_and_leave_the_rest() -> None:
 
 def test_a_mapping_changes_what_it_names_and_keeps_the_rest() -> None:
     recipe = validated(Recipe, override(read_recipe("digits"), ["optim={lr: 0.5}"]), "digits")
-    assert (recipe.optim.lr, recipe.optim.clip) == (0.5, 1.0)
+    assert (recipe.optim.lr, recipe.optim.max_grad_norm) == (0.5, 1.0)
 
 
 def test_scalars_are_those_of_yaml_1_2() -> None:
@@ -102,7 +102,7 @@ SLIPS = {
     "optim.learning_rate": "",
     "optim.foo": "",
     "optim.scheduler": "optim.schedule",
-    "optim.cilp": "optim.clip",
+    "optim.max_grad_nrom": "optim.max_grad_norm",
     "data.global_batch_size": "data.global_batch_size",
     "data.microbatch": "data.micro_batch_size",
     "data.num_workers": "data.workers",

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "groupnorm and dropout": {"model": {"width": 8, "norm": "group", "dropout": 0.3}},
     "bf16": {"precision": {"mode": "bf16"}, "model": {"width": 8, "channels_last": True}},
     "fp16": {"precision": {"mode": "fp16", "initial_scale": 2.0**24, "growth_interval": 2}},
-    "muon": {"optim": {"name": "muon", "lr": 0.01, "clip": 1.0}},
+    "muon": {"optim": {"name": "muon", "lr": 0.01, "max_grad_norm": 1.0}},
     "checkpointing": {"memory": {"checkpointing": "blocks"}},
     "mixup": {"regularization": {"mixup": 0.3}},
 }
@@ -124,7 +124,7 @@ def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor
     recipe = make_recipe(
         data={"global_batch_size": 8, "micro_batch_size": 1},
         step={"last": "weighted"},
-        optim={"lr": 0.1, "clip": 0.5},
+        optim={"lr": 0.1, "max_grad_norm": 0.5},
         parallel={"threads": 1, "reduction": reduction},
     )
     training_parts = assemble(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)

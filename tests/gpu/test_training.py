@@ -31,7 +31,7 @@ DIGITS: dict[str, Any] = {
     "epochs": 2,
     "data": {"global_batch_size": 64, "micro_batch_size": 16, "augment": "affine"},
     "model": {"width": 16, "dropout": 0.1},
-    "optim": {"lr": 0.01, "clip": 1.0},
+    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
     "ema": {"decay": 0.9},
     "log": {"every": 5},
 }

@@ -16,7 +16,7 @@ DIGITS: dict[str, Any] = {
     "max_steps": 6,
     "data": {"global_batch_size": 64, "micro_batch_size": 16, "eval_batch_size": 50, "augment": "affine"},
     "model": {"width": 8},
-    "optim": {"lr": 0.01, "clip": 1.0},
+    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
     "ema": {"decay": 0.9},
 }
 

@@ -68,7 +68,7 @@ def recipe_of(hang_s: float, **sections: Any) -> Recipe:
     parallel = {"threads": 1, "hang_s": hang_s, "timeout_s": 60, **sections.pop("parallel", {})}
     data = {"name": "synthetic", "image_size": 8, "samples": 64, "classes": 4, "global_batch_size": 8}
     data |= {"micro_batch_size": 2, "workers": 0, "resident": False, **sections.pop("data", {})}
-    return small(parallel=parallel, data=data, optim={"clip": 1.0}, **sections)
+    return small(parallel=parallel, data=data, optim={"max_grad_norm": 1.0}, **sections)
 
 
 class Job:

@@ -15,7 +15,7 @@ from trainer.tasks.classification import Classification
 Harm = Literal["loss", "gradient", "leap"]
 SEED = {
     "data": {"augment": "flip"},
-    "optim": {"name": "adamw", "lr": 0.01, "clip": 1.0},
+    "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": 1.0},
     "ema": {"decay": 0.3},  # so low that it counts from the start
 }
 

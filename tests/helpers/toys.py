@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "max_steps": 5,
     "data": {"global_batch_size": 32, "micro_batch_size": 16, "augment": "flip"},
     "model": {"width": 8, "dropout": 0.5},
-    "optim": {"lr": 0.01, "clip": 1.0},
+    "optim": {"lr": 0.01, "max_grad_norm": 1.0},
 }
 LENGTH, FEATURES, CLASSES = 5, 3, 4
 

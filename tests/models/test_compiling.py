@@ -236,7 +236,9 @@ def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
 def test_gradients_stay_in_place_for_cuda_graphs() -> None:
     """A replayed graph writes its gradients to the same memory: they are added to, never taken over."""
     recipe = make_recipe(
-        epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"lr": 0.01, "clip": 1.0}
+        epochs=2,
+        data={"global_batch_size": 8, "micro_batch_size": 4},
+        optim={"lr": 0.01, "max_grad_norm": 1.0},
     )
     weights = []
     for graphs_used in (False, True):

@@ -63,7 +63,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     recipe = make_recipe(
         data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": optimizer, "lr": 0.1, "clip": clip, "warmup": 0.0},
+        optim={"name": optimizer, "lr": 0.1, "max_grad_norm": clip, "warmup": 0.0},
         ema={"decay": 0.9},
     )
     task = Overflowing(at)
@@ -128,7 +128,7 @@ def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("optim", [{"lr": 0.01}, {"name": "sgd", "lr": 0.1, "clip": 0.3}])
+@pytest.mark.parametrize("optim", [{"lr": 0.01}, {"name": "sgd", "lr": 0.1, "max_grad_norm": 0.3}])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_low_precision_follows_fp32(mode: str, optim: dict[str, Any]) -> None:
     """With clipping, too: its limit is meant for gradients without the loss scale."""

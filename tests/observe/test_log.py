@@ -27,7 +27,9 @@ from trainer.train.step import take_figures
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
-    recipe = make_recipe(epochs=5, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"clip": 1.0})
+    recipe = make_recipe(
+        epochs=5, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"max_grad_norm": 1.0}
+    )
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
     meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))
@@ -48,7 +50,7 @@ def test_rows_hold_the_mean_loss_of_their_steps() -> None:
     assert [row["step"] for row in every] == list(range(1, 26))
     assert [row["step"] for row in some] == [7, 14, 21, 25]
     losses = [row["loss"] for row in every]
-    table = schedule(make_recipe(optim={"clip": 1.0}).optim, 25)
+    table = schedule(make_recipe(optim={"max_grad_norm": 1.0}).optim, 25)
     assert [row["learning_rate"] for row in every] == pytest.approx(table), "of the row's own update"
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
         part = losses[start : row["step"]]

@@ -222,7 +222,7 @@ def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
     recipe = make_recipe(
         model={"width": 8, "norm": "group"},
         precision={"mode": "fp16", "initial_scale": 1e30},
-        optim={"name": "muon", "clip": 1.0, "warmup": 0.0},
+        optim={"name": "muon", "max_grad_norm": 1.0, "warmup": 0.0},
     )
     parts = assemble_alone(recipe, make_task(recipe))
     training = parts.training

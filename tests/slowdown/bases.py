@@ -23,7 +23,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "digits": {
         "data": {"name": "digits", "global_batch_size": 64, "micro_batch_size": 64, "augment": "affine"},
         "model": {**_RESNET, "width": 24},
-        "optim": {**_OPTIM, "clip": 1.0},
+        "optim": {**_OPTIM, "max_grad_norm": 1.0},
         "ema": {"decay": 0.99},
     },
     # A folder of JPEGs, 500 x 375, decoded as they are needed.
@@ -42,7 +42,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "shards": {
         "data": {"name": "shards", "path": "shards", "image_size": 64},
         "model": {**_RESNET, "width": 24, "blocks": [1, 1, 1]},
-        "optim": {**_OPTIM, "clip": 1.0},
+        "optim": {**_OPTIM, "max_grad_norm": 1.0},
     },
     # JPEGs as a camera makes them, 12 times the pixels.
     "camera": {

@@ -46,7 +46,7 @@ class Case(NamedTuple):
 _NARROW = "model.width=8"
 _SMALL = ("model.width=8", "data.image_size=32")
 _PAIR = "data.micro_batch_size=16"
-_ADAM = ("optim.name=adamw", "optim.clip=1.0", "ema.decay=0.99")
+_ADAM = ("optim.name=adamw", "optim.max_grad_norm=1.0", "ema.decay=0.99")
 
 FIRST: tuple[Case, ...] = (
     Case(

@@ -156,7 +156,7 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    wild = settings("optim.lr=1e30", "optim.clip=0", "max_steps=30")
+    wild = settings("optim.lr=1e30", "optim.max_grad_norm=0", "max_steps=30")
     done = trainer(tmp_path, "train", "digits", "--out", "run", *SMALLER, *wild)
     assert done.returncode == 1
     assert "isn't finite; lower optim.lr" in done.stderr and "Traceback" not in done.stderr

@@ -50,7 +50,9 @@ def samples_of(recipe: Recipe, step: int) -> list[int]:
 @pytest.mark.parametrize(("harm", "clip"), [("loss", 1.0), ("gradient", 0.0)])
 def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     folder = tmp_path / "run"
-    recipe = small(**{**SEED, "optim": {"name": "adamw", "lr": 0.01, "clip": clip}}, checkpoint={"every": 1})
+    recipe = small(
+        **{**SEED, "optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": clip}}, checkpoint={"every": 1}
+    )
     stopped = attempt(folder, recipe, before=poison([7], harm))
     assert stopped.code == 1
     assert f"step 8: the {harm} isn't finite" in stopped.line

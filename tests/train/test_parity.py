@@ -50,7 +50,7 @@ def recipe_of(task: str, mode: str, steps: int, **sections: Any) -> Recipe:
             "initial_scale": 2.0**24,
             "growth_interval": 20,
         },
-        "optim": {"name": "sgd", "lr": 0.02, "weight_decay": 1e-4, "clip": 2.0, "warmup": 0.1},
+        "optim": {"name": "sgd", "lr": 0.02, "weight_decay": 1e-4, "max_grad_norm": 2.0, "warmup": 0.1},
         "regularization": {"label_smoothing": 0.1},
     }
     for name, section in sections.items():
@@ -136,7 +136,7 @@ class ByHand:
                 step_loss += loss.item()
             losses.append(step_loss)
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()

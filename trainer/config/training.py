@@ -51,7 +51,7 @@ class OptimConfig(Section):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum (sgd; muon, usually 0.95)")
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.999), description="decay of the moments (adamw, muon)")
     eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
-    clip: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    max_grad_norm: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
     @model_validator(mode="after")
     def _parts_come_one_after_the_other(self) -> "OptimConfig":

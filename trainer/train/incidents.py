@@ -137,8 +137,8 @@ class IncidentLog:
         if finding.one_too_many:
             return DivergedError(f"{finding}; it is incident {config.most}: guard.most={config.most}")
         return DivergedError(
-            f"{finding}; lower optim.lr, set optim.clip or guard.{finding.kind}=rollback, and go on by "
-            "--resume force; incidents.jsonl in the run folder has the samples"
+            f"{finding}; lower optim.lr, set optim.max_grad_norm or guard.{finding.kind}=rollback, and go on "
+            "by --resume force; incidents.jsonl in the run folder has the samples"
         )
 
     def _add(self, finding: Finding) -> int:

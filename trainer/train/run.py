@@ -248,7 +248,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         average=prepared.average,
         statistics=StepStatistics(prepared.model, None if in_tree else world.group, found),
         share=share,
-        clip=recipe.optim.clip,
+        max_grad_norm=recipe.optim.max_grad_norm,
         group=world.group,
         ragged="units" in task.train_data.fields,
         nonfinite=prepared.nonfinite,

@@ -38,7 +38,7 @@ class Training:
         average: Moving average of the weights, or None.
         statistics: BatchNorm's.
         share: This rank's part of the plan.
-        clip: Largest gradient norm; 0: none.
+        max_grad_norm: Largest gradient norm; 0: none.
         group: Process group, or None for a single process.
         nonfinite: Looks for the first module that gives no finite numbers, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs: each replay overwrites what
@@ -66,7 +66,7 @@ class Training:
     average: WeightAverage | None
     statistics: StepStatistics
     share: Share
-    clip: float
+    max_grad_norm: float
     group: dist.ProcessGroup | None
     ragged: bool
     nonfinite: FirstNonFinite | None = None
@@ -185,7 +185,7 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
     figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "updates": t.rates.updates[0]}
-    if t.clip:
+    if t.max_grad_norm:
         figures["gradient_norm"] = t.norm
     if t.scaler is not None:
         figures["loss_scale"] = scale_of(t.scaler)
@@ -214,8 +214,8 @@ def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | N
         t.scaler.unscale_(t.optimizer)
         skipped = found_inf(t.scaler, t.optimizer)
     gradients = [p.grad for p in t.parameters if p.grad is not None]
-    if t.clip:
-        t.norm = clip_gradients(gradients, t.clip)
+    if t.max_grad_norm:
+        t.norm = clip_gradients(gradients, t.max_grad_norm)
     elif t.ring is not None:
         t.norm = gradient_norm(gradients)
     if t.ring is not None:

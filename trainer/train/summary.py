@@ -74,7 +74,7 @@ def finish(
     leave_report(folder)
     if diverged:
         raise DivergedError(
-            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.clip "
+            "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.max_grad_norm "
             "(precision.debug=true says where it began)"
         )
     display.close()
