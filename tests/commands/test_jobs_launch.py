@@ -258,7 +258,7 @@ def rendered(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -
     return read[place](capsys.readouterr().out)
 
 
-HERE = "task: mine.py\nepochs: 1\nmodel: {init_from: w.safetensors}\n"
+HERE = "task: mine.py\nepochs: 1\nmodel: {pretrained: w.safetensors}\n"
 
 
 @pytest.mark.parametrize("place", ["docker", "compose", "slurm"])
@@ -281,7 +281,7 @@ def test_what_a_recipe_names_here_is_mounted(
         "/recipe/mine.py": f"{here}/mine.py",
         "/recipe/w.safetensors": f"{here}/w.safetensors",
     }
-    words = ["model.init_from=/recipe/w.safetensors", "task=/recipe/mine.py"]
+    words = ["model.pretrained=/recipe/w.safetensors", "task=/recipe/mine.py"]
     assert [word for word in job["command"] if "=" in word] == words
 
 
@@ -292,8 +292,8 @@ def test_a_path_in_a_mounted_folder_is_given_as_it_is_there(
     Path("runs/old").mkdir(parents=True)
     Path("runs/old/model.safetensors").touch()
     Path("text.txt").touch()
-    job = rendered(["digits", "--set", "model.init_from=runs/old/model.safetensors"], "docker", capsys)
-    assert job["command"][-1] == "model.init_from=/workspace/runs/old/model.safetensors"
+    job = rendered(["digits", "--set", "model.pretrained=runs/old/model.safetensors"], "docker", capsys)
+    assert job["command"][-1] == "model.pretrained=/workspace/runs/old/model.safetensors"
     words = ["gpt-stdlib", "--set", "data.name=text", "--set", "data.path=text.txt"]
     job = rendered(words, "docker", capsys)  # a file: its folder is mounted
     assert job["command"][-1] == "data.path=/data/text.txt"
@@ -322,8 +322,8 @@ FOLDER = ["digits", "--set", "data.name=folder", "--set"]
             "--data pvc:CLAIM, and its path there, --set data.path=/data/…",
         ),
         (
-            ["digits", "--set", "model.init_from=w.safetensors", "--on", "kubeflow", *CLUSTER],
-            "model.init_from=w.safetensors: pods don't see this machine's files",
+            ["digits", "--set", "model.pretrained=w.safetensors", "--on", "kubeflow", *CLUSTER],
+            "model.pretrained=w.safetensors: pods don't see this machine's files",
         ),
         (
             ["digits", "--set", "data.cache=/scratch/copies", "--on", "docker", *ENGINE],
@@ -350,7 +350,7 @@ def test_on_slurm_without_containers_the_files_are_warned_of(tools: Tools, capsy
     words = ["r.yaml", "--on", "slurm", "--container", "venv", "--dry-run"]
     assert main(["launch", *words]) == 0
     warned = capsys.readouterr().err
-    for name in ("the recipe r.yaml", "model.init_from w.safetensors", "task mine.py"):
+    for name in ("the recipe r.yaml", "model.pretrained w.safetensors", "task mine.py"):
         assert f"{name} lies on a disk of this machine" in warned
 
 

@@ -78,7 +78,7 @@ def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
     values = {"name": "folder", "path": str(data)}
     first = attempt(weights, small(data=values))
     assert first.code == 0, first.said
-    recipe = small(data=values, model={"init_from": str(weights / "model.safetensors")})
+    recipe = small(data=values, model={"pretrained": str(weights / "model.safetensors")})
     assert attempt(folder, recipe, stop_after=1).code == 75
     assert b"hunter2" not in b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
     assert attempt(folder, recipe).code == 0
@@ -90,7 +90,7 @@ def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:
     [
         ["--set", f"data.path=https://{'u' * 60}:{SECRET}@host/x", "--set", "data.name=pack"],
         ["--set", f"data.path=s3://bucket/x?token={SECRET}", "--set", "data.name=shards"],
-        ["--set", f"model.init_from=https://me:{SECRET}@host/w.safetensors"],
+        ["--set", f"model.pretrained=https://me:{SECRET}@host/w.safetensors"],
         ["--set", f"optim.api_token={SECRET}"],
         ["--set", f"optim.lr=password={SECRET}"],
         ["--set", f"optim.lr=https://{'u' * 20}:{SECRET}{'x' * 40}@host/x"],  # cut before the @ that shows it

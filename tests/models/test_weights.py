@@ -32,7 +32,7 @@ def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> None:
     file = saved(tmp_path)
-    model = {"width": 8, "init_from": str(file), "channels_last": channels_last}
+    model = {"width": 8, "pretrained": str(file), "channels_last": channels_last}
     recipe = make_recipe(model=model, data={"micro_batch_size": 16}, ema={"decay": 0.9})
     parts = assemble_alone(recipe, make_task(recipe))
     wanted = safetensors.torch.load_file(file)
@@ -48,7 +48,7 @@ def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> N
 def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
     assert attempt(tmp_path / "one", small(max_steps=2)).code == 0
     file = tmp_path / "one" / "model.safetensors"
-    again = small(max_steps=2, model={"width": 4, "init_from": str(file)})
+    again = small(max_steps=2, model={"width": 4, "pretrained": str(file)})
     told = attempt(tmp_path / "two", again)
     assert (told.code, told.line) == (0, "") and f"starts from {file}" in told.said
 
@@ -72,14 +72,14 @@ def differing(tmp_path: Path) -> Path:
 
 
 def test_every_difference_is_named_before_any_rank_starts(tmp_path: Path) -> None:
-    recipe = make_recipe(model={"width": 8, "init_from": str(differing(tmp_path))})
+    recipe = make_recipe(model={"width": 8, "pretrained": str(differing(tmp_path))})
     with pytest.raises(BadInputError) as caught:
         check_request(recipe, make_task(recipe), 1)
     message = str(caught.value)
     assert "1 missing (stem.weight)" in message
     assert "1 unexpected (decoder.weight)" in message
     assert "2 of another shape (head.weight [7, 16] for [10, 16]" in message
-    assert """--set 'model.fresh=["decoder", "head", "stem"]'""" in message
+    assert """--set 'model.reinit=["decoder", "head", "stem"]'""" in message
 
 
 def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_what_the_message_says_is_what_helps(tmp_path: Path) -> None:
     model = build_model(ModelConfig(width=8), 1, 10)
     with pytest.raises(BadInputError) as caught:
         load_initial(model, file, ())
-    fresh = yaml.safe_load(str(caught.value).split("model.fresh=")[1].rstrip("'"))
-    assert load_initial(model, file, fresh) == load_initial(model, file, ["head"]) > 0
+    reinit = yaml.safe_load(str(caught.value).split("model.reinit=")[1].rstrip("'"))
+    assert load_initial(model, file, reinit) == load_initial(model, file, ["head"]) > 0
 
 
 def test_another_model_is_called_so(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_only_what_differs_is_to_start_anew(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as caught:
         load_initial(build_model(ModelConfig(width=8), 1, 10), tmp_path / "x.safetensors", ())
     assert '"blocks.0.conv1"' in str(caught.value)
-    assert "\x1b" not in str(caught.value).split("model.fresh")[0]
+    assert "\x1b" not in str(caught.value).split("model.reinit")[0]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_pickle_is_refused_with_the_remedy_and_never_read(
 ) -> None:
     file = tmp_path / f"weights{suffix}"
     torch.save({"stem.weight": torch.zeros(2)}, file)
-    code = main(["train", "digits", "--set", f"model.init_from={file}", "--out", str(tmp_path / "run")])
+    code = main(["train", "digits", "--set", f"model.pretrained={file}", "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err
     assert code == 2
     assert error.count("\n") == 1
@@ -195,13 +195,13 @@ def test_any_other_file_is_one_clear_line(tmp_path: Path, content: bytes | None,
 def test_a_pattern_that_matches_nothing_is_a_slip(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"nothing in the model is called 'haed.\*'"):
         load_initial(build_model(ModelConfig(width=8), 1, 10), saved(tmp_path), ["haed.*"])
-    with pytest.raises(ValueError, match=r"there is no model\.init_from"):
-        ModelConfig(fresh=("head.*",))
+    with pytest.raises(ValueError, match=r"there is no model\.pretrained"):
+        ModelConfig(reinit=("head.*",))
 
 
 def start_from(world: World, folder: str) -> str:
     file = Path(folder, f"{world.rank}.safetensors")
-    recipe = make_recipe(model={"width": 8, "init_from": str(file)}, data={"micro_batch_size": 16})
+    recipe = make_recipe(model={"width": 8, "pretrained": str(file)}, data={"micro_batch_size": 16})
     try:
         assemble(recipe, make_task(recipe), world, 0)
     except BadInputError as error:

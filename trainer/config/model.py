@@ -26,15 +26,17 @@ class ModelConfig(Section):
     norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
-    init_from: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
-    fresh: tuple[str, ...] = Field(
-        (), description='what is not taken from init_from and starts anew, by name: ["head.*"]'
+    pretrained: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
+    reinit: tuple[str, ...] = Field(
+        (), description='what is not taken from pretrained and starts anew, by name: ["head.*"]'
     )
 
     @model_validator(mode="after")
     def _fresh_belongs_to_a_file(self) -> "ModelConfig":
-        if self.fresh and self.init_from is None:
-            raise ValueError("model.fresh is set but there is no model.init_from that it could leave out of")
+        if self.reinit and self.pretrained is None:
+            raise ValueError(
+                "model.reinit is set but there is no model.pretrained that it could leave out of"
+            )
         return self
 
 

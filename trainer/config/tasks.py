@@ -138,7 +138,7 @@ class DetectionConfig(Section):
     mosaic: _Share = Field(0.0, description="share of the images that are put together with three others")
     norm: Literal["batch", "frozen", "group"] = Field(
         "batch",
-        description="in torchvision's models: batch, frozen (with model.init_from) or group normalisation",
+        description="in torchvision's models: batch, frozen (with model.pretrained) or group normalisation",
     )
 
     @model_validator(mode="after")

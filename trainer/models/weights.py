@@ -16,19 +16,19 @@ _PICKLED = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
 _SHOWN = 5
 
 
-def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
+def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
     """Copies weights from a file into a model, in place; into one on the meta device, only checks them.
 
     Args:
         model: Takes the weights, converted to its dtypes and memory format.
         file: A safetensors file whose names are those of the model's state_dict.
-        fresh: Patterns of names that are not read: they keep their initialisation.
+        reinit: Patterns of names that are not read: they keep their initialisation.
 
     Returns:
         Number of tensors that were taken over.
 
     Raises:
-        BadInputError: If the file isn't safetensors, or names or shapes differ where `fresh` doesn't allow.
+        BadInputError: If the file isn't safetensors, or names or shapes differ where `reinit` doesn't allow.
     """
     file = _regular(file)
     state = model.state_dict(keep_vars=True)
@@ -37,9 +37,9 @@ def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             modules = [name for name, _ in model.named_modules() if name]
-            matching([*state, *shapes, *modules], fresh, "model.fresh")
+            matching([*state, *shapes, *modules], reinit, "model.reinit")
             # "fc" stands for all of that module, as "fc.*" does.
-            names = _agreed(state, shapes, file, [*fresh, *(f"{pattern}.*" for pattern in fresh)])
+            names = _agreed(state, shapes, file, [*reinit, *(f"{pattern}.*" for pattern in reinit)])
             for name in names:
                 _check_format(name, state[name], slices[name].get_dtype(), file)
             for name in names if next(model.parameters()).device.type != "meta" else ():
@@ -47,17 +47,17 @@ def load_initial(model: nn.Module, file: Path, fresh: Sequence[str]) -> int:
                     state[name].copy_(_finite(opened.get_tensor(name), name, file))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise BadInputError(f"model.init_from: can't read {file} ({reason}); give another file") from error
+        raise BadInputError(f"model.pretrained: can't read {file} ({reason}); give another file") from error
     except SafetensorError as error:
-        raise BadInputError(f"model.init_from: {file} is not a safetensors file. {_remedy(file)}") from error
+        raise BadInputError(f"model.pretrained: {file} is not a safetensors file. {_remedy(file)}") from error
     return len(names)
 
 
 def _agreed(
-    state: dict[str, Any], shapes: dict[str, tuple[int, ...]], file: Path, fresh: Sequence[str]
+    state: dict[str, Any], shapes: dict[str, tuple[int, ...]], file: Path, reinit: Sequence[str]
 ) -> list[str]:
     def kept(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in fresh)
+        return not any(fnmatchcase(name, pattern) for pattern in reinit)
 
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items() if kept(name)}
     # BatchNorm's counters: files from before there were any lack them, and they don't matter here.
@@ -66,7 +66,9 @@ def _agreed(
     unexpected = [n for n in shapes if n not in state and kept(n) and not n.endswith(counters)]
     differing = [n for n in wanted if n in shapes and shapes[n] != wanted[n]]
     if not wanted:
-        raise BadInputError(f"model.fresh={list(fresh)}: nothing is left to take from {file}; leave out both")
+        raise BadInputError(
+            f"model.reinit={list(reinit)}: nothing is left to take from {file}; leave out both"
+        )
     shapes_differ = [f"{name} {list(shapes[name])} for {list(wanted[name])}" for name in differing]
     problems = [
         f"{len(names)} {what} ({_shown(names)})"
@@ -81,11 +83,11 @@ def _agreed(
         patterns = _outermost({*missing, *unexpected, *differing}, {*wanted, *unexpected})
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         remedy = (
-            f"Choose the same model, or let these start anew with --set 'model.fresh=[{quoted}]'"
+            f"Choose the same model, or let these start anew with --set 'model.reinit=[{quoted}]'"
             if len(patterns) <= _SHOWN and len(missing) + len(differing) < len(wanted) / 2
             else "It holds another model: choose the one that it was saved from"
         )
-        raise BadInputError(f"model.init_from: {file} and the model differ: {'; '.join(problems)}. {remedy}")
+        raise BadInputError(f"model.pretrained: {file} and the model differ: {'; '.join(problems)}. {remedy}")
     return [name for name in wanted if name in shapes]
 
 
@@ -110,14 +112,16 @@ def _check_format(name: str, target: torch.Tensor, given: str, file: Path) -> No
     floating = ("F64", "F32", "F16", "BF16")
     if target.is_floating_point() != (given in floating) or given == "BOOL":
         raise BadInputError(
-            f"model.init_from: {file}: {name} is {given}, but the model's is {target.dtype}; "
+            f"model.pretrained: {file}: {name} is {given}, but the model's is {target.dtype}; "
             "save it in a floating format of 16 bits or more"
         )
 
 
 def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
     if not bool(tensor.isfinite().all()):
-        raise BadInputError(f"model.init_from: {file}: {name} isn't finite; take weights that didn't diverge")
+        raise BadInputError(
+            f"model.pretrained: {file}: {name} isn't finite; take weights that didn't diverge"
+        )
     return tensor
 
 
@@ -126,12 +130,12 @@ def _regular(file: Path) -> Path:
     try:
         file = file.expanduser()
     except RuntimeError as error:
-        raise BadInputError(f"model.init_from: {file}: there is no such user; write the path out") from error
+        raise BadInputError(f"model.pretrained: {file}: there is no such user; write the path out") from error
     if file.is_dir():
         inside = file / "model.safetensors"
-        raise BadInputError(f"model.init_from: {file} is a folder; give a file in it, such as {inside}")
+        raise BadInputError(f"model.pretrained: {file} is a folder; give a file in it, such as {inside}")
     if file.exists() and not file.is_file():
-        raise BadInputError(f"model.init_from: {file} isn't a regular file; give a .safetensors file")
+        raise BadInputError(f"model.pretrained: {file} isn't a regular file; give a .safetensors file")
     return file
 
 

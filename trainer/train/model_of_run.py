@@ -38,7 +38,7 @@ _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
 _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
-    *("model.init_from=null", "model.fresh=[]"),
+    *("model.pretrained=null", "model.reinit=[]"),
 )
 
 

@@ -70,9 +70,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
-    if recipe.model.init_from is not None:
-        taken = load_initial(model, recipe.model.init_from, recipe.model.fresh)
-        notes.append(f"starts from {recipe.model.init_from} ({taken} tensors)")
+    if recipe.model.pretrained is not None:
+        taken = load_initial(model, recipe.model.pretrained, recipe.model.reinit)
+        notes.append(f"starts from {recipe.model.pretrained} ({taken} tensors)")
         # Another file under the same name on another host would give each rank a model of its own.
         weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
         check_agreement(f"initial weights {weights!r}", world)

@@ -150,8 +150,8 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "use compile.scope=model"
         )
     fp32_modules(model, recipe.precision.keep_fp32)
-    if recipe.model.init_from is not None:
-        load_initial(model, recipe.model.init_from, recipe.model.fresh)
+    if recipe.model.pretrained is not None:
+        load_initial(model, recipe.model.pretrained, recipe.model.reinit)
     if recipe.parallel.static_graph and plan.micro_batches > world_size:
         raise BadInputError(
             "parallel.static_graph doesn't go with gradient accumulation (here "

@@ -12,7 +12,7 @@ from trainer.errors import BadInputError
 # What a container mounts or brings: it can't be read from here.
 INSIDE = ("/data/", "/workspace/", "/cache/", "/opt/")
 # The keys that hold paths.
-PATHS = ("data.path", "data.cache", "model.init_from", "task")
+PATHS = ("data.path", "data.cache", "model.pretrained", "task")
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:

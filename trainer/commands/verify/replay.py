@@ -27,7 +27,7 @@ from trainer.train.run_folder import write_json
 from trainer.train.start import start
 
 # What a replay may take from elsewhere: where things lie, and how they come.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.init_from", "task"]
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.pretrained", "task"]
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
@@ -52,7 +52,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
         if name not in _ELSEWHERE:
             raise BadInputError(
                 f"--set {setting}: would change what is computed; verify takes data.path, data.cache, "
-                "data.workers, model.init_from and the like"
+                "data.workers, model.pretrained and the like"
             )
     config = override(config, settings)
     for name, value in flat(config).items():
