@@ -135,7 +135,7 @@ def ending(folder: Path) -> Ending:
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in sorted(safetensors.torch.load_file(file).items()):
             digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    keys = ("kind", "step", "loss", "gradient_norm", "learning_rate", "updates", "accuracy", "loss_scale")
+    keys = ("kind", "step", "loss", "grad_norm", "lr", "updates", "accuracy", "loss_scale")
     return Ending(digest.hexdigest(), [tuple(row.get(key) for key in keys) for row in read_rows(folder)])
 
 

@@ -75,7 +75,7 @@ def weights_of(folder: Path) -> dict[str, str]:
 
 
 def rows_of(folder: Path) -> list[Any]:
-    keys = ("kind", "step", "loss", "gradient_norm", "accuracy", "learning_rate", "updates")
+    keys = ("kind", "step", "loss", "grad_norm", "accuracy", "lr", "updates")
     return [tuple(row.get(key) for key in keys) for row in read_rows(folder)]
 
 

@@ -228,10 +228,10 @@ _ODD = {
     "deep": b'{"a":' * 100_000 + b"\n",
     "odd steps": b'{"kind": "train", "step": "5"}\n{"kind": "train", "step": -1}\n{"kind": "train"}\n'
     b'{"kind": "train", "step": 1e400}\n{"kind": "train", "step": true}\n',
-    "odd numbers": b'{"kind": "train", "step": 5, "loss": NaN, "learning_rate": 1e999, "mfu": -Infinity, '
+    "odd numbers": b'{"kind": "train", "step": 5, "loss": NaN, "lr": 1e999, "mfu": -Infinity, '
     b'"samples_per_s": ' + b"9" * 4000 + b', "time/wall": 0, "time/data": -1, "memory_bytes": "x"}\n',
     "huge numbers": b'{"kind": "train", "step": 999999999999999, "loss": 1e199, "mfu": 1e199, '
-    b'"time/wall": 1e-190, "time/data": 1e190, "gradient_norm": 5e-324, "cpu/used": -1e199}\n'
+    b'"time/wall": 1e-190, "time/data": 1e190, "grad_norm": 5e-324, "cpu/used": -1e199}\n'
     b'{"kind": "end", "step": 1, "energy/joules": 1e199, "cost/money": -1e199}\n',
     "a huge end": b'{"kind": "end", "step": 1, "time/wall": 1e199, "time/data": 1e199}\n',
     "only null": b'{"kind": "train", "step": 5, "loss": null}\n'

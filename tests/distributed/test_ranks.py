@@ -92,7 +92,7 @@ def logged_rows(world: World) -> list[Any]:
     train(
         t, parts.loader(t.share.batches()), steps, meter, 2, lambda _: False, lambda _: None, lambda _: None
     )
-    return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:

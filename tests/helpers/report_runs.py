@@ -72,9 +72,9 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
         "step": n * EVERY,
         "epoch": round(90 * t, 4),
         "loss": 6.9 * math.exp(-3 * t) + 1 + 0.1 * draw.random(),
-        "learning_rate": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
+        "lr": 0.2 * (math.cos(math.pi * t) + 1) * min(1, t * 20),
         "updates": n * EVERY,
-        "gradient_norm": 1 / (t + 0.2) + 0.3 * draw.random(),
+        "grad_norm": 1 / (t + 0.2) + 0.3 * draw.random(),
         "memory_bytes": 5e10,
         "samples_per_s": speed,
         "time/wall": wall,
@@ -163,7 +163,7 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
     infinite = {"number": 2, "step": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
     with (folder / "incidents.jsonl").open("w") as file:
         for one in (incident, infinite):
-            _write(file, {**one, "gradient_norm": 181.2, "median": 2.3, "time": "2026-11-21T12:01:01+0000"})
+            _write(file, {**one, "grad_norm": 181.2, "median": 2.3, "time": "2026-11-21T12:01:01+0000"})
     for step in (rows * 40, rows * 50):
         checkpoint = folder / "checkpoints" / f"step-{step:08d}"
         checkpoint.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def test_rows_hold_the_mean_loss_of_their_steps() -> None:
     assert [row["step"] for row in some] == [7, 14, 21, 25]
     losses = [row["loss"] for row in every]
     table = schedule(make_recipe(optim={"max_grad_norm": 1.0}).optim, 25)
-    assert [row["learning_rate"] for row in every] == pytest.approx(table), "of the row's own update"
+    assert [row["lr"] for row in every] == pytest.approx(table), "of the row's own update"
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
         part = losses[start : row["step"]]
         assert row["loss"] == pytest.approx(sum(part) / len(part), rel=1e-9)
@@ -59,7 +59,7 @@ def test_rows_hold_the_mean_loss_of_their_steps() -> None:
         assert row["epoch"] == row["step"] * 8 / 40
         assert row["samples_per_s"] > 0
         assert row["memory_bytes"] > 1 << 20
-        assert row["gradient_norm"] > 0
+        assert row["grad_norm"] > 0
 
 
 def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from trainer.config.data import is_url
 from trainer.observe.diagnosis import Facts, Verdict, diagnose, merge
 
 FOLDER = Path(__file__).parents[1] / "verdicts"
-_NOT_PLACES = ("epoch", "learning_rate", "updates", "loss", "gradient_norm", "kind", "step", "loss_scale")
+_NOT_PLACES = ("epoch", "lr", "updates", "loss", "grad_norm", "kind", "step", "loss_scale")
 
 
 class Record(NamedTuple):

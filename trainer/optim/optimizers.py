@@ -196,7 +196,7 @@ def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rat
     return torch.optim.AdamW(groups, lr=rates.current, betas=config.betas, eps=config.eps, fused=True)
 
 
-def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The joint 2-norm of gradients, float ()."""
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return norm
@@ -211,6 +211,6 @@ def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tenso
     Returns:
         The norm before, float ().
     """
-    norm = gradient_norm(gradients)
+    norm = grad_norm(gradients)
     torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp_(max=1.0))
     return norm

@@ -31,7 +31,7 @@ class Finding:
         kind: nonfinite or spike.
         policy: What is to be done.
         loss: Its loss, over all ranks.
-        gradient_norm: Before clipping; 0 where fp16's scaler takes care of it.
+        grad_norm: Before clipping; 0 where fp16's scaler takes care of it.
         median: Of the losses before it; None if it isn't a spike.
         deviation: Robust standard deviation of these; None if it isn't a spike.
         one_too_many: Whether the run stops for it because there were too many.
@@ -41,7 +41,7 @@ class Finding:
     kind: Literal["nonfinite", "spike"]
     policy: Literal["stop", "skip", "rollback"]
     loss: float
-    gradient_norm: float
+    grad_norm: float
     median: float | None = None
     deviation: float | None = None
     one_too_many: bool = False

@@ -152,7 +152,7 @@ class IncidentLog:
             "kind": finding.kind,
             "policy": finding.policy,
             "loss": _json(finding.loss),
-            "gradient_norm": _json(finding.gradient_norm),
+            "grad_norm": _json(finding.grad_norm),
             "median": finding.median,
             "deviation": finding.deviation,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

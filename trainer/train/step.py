@@ -17,7 +17,7 @@ from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import found_inf, scale_of
 from trainer.observe.phases import PULSE, mark
 from trainer.optim.average import WeightAverage
-from trainer.optim.optimizers import Rates, clip_gradients, gradient_norm
+from trainer.optim.optimizers import Rates, clip_gradients, grad_norm
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
 from trainer.train.guard import Ring
@@ -184,9 +184,9 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
     """Figures () since the last call, on the device: loss (a sum over steps and ranks) and others."""
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
-    figures = {"loss": loss, "learning_rate": t.rates.of_last_update(), "updates": t.rates.updates[0]}
+    figures = {"loss": loss, "lr": t.rates.of_last_update(), "updates": t.rates.updates[0]}
     if t.max_grad_norm:
-        figures["gradient_norm"] = t.norm
+        figures["grad_norm"] = t.norm
     if t.scaler is not None:
         figures["loss_scale"] = scale_of(t.scaler)
     if t.nonfinite is not None:
@@ -217,7 +217,7 @@ def _update(t: Training, step: int, step_loss: torch.Tensor) -> torch.Tensor | N
     if t.max_grad_norm:
         t.norm = clip_gradients(gradients, t.max_grad_norm)
     elif t.ring is not None:
-        t.norm = gradient_norm(gradients)
+        t.norm = grad_norm(gradients)
     if t.ring is not None:
         # An overflow in fp16 is the scaler's business, unless the scale is too small to be the cause.
         norm = t.norm if t.scaler is None else torch.where(scale_of(t.scaler) < 1, t.norm, 0.0)

@@ -14,7 +14,7 @@ from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.train.incidents import read_incidents
 from trainer.train.recorded import Recorded, parts_of, read_run
 
-_COMPARED = ("kind", "loss", "gradient_norm", "median", "deviation", "epochs", "samples")
+_COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 
 
 def verify_incident(options: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def verify_incident(options: argparse.Namespace) -> int:
         key = differing[0]
         say(f"{number}: came again, but {key} was {wanted.get(key)} and is {again[0].get(key)}")
         return EXIT_FAILED
-    numbers = f"loss ({wanted['loss']}) and gradient norm ({wanted['gradient_norm']})"
+    numbers = f"loss ({wanted['loss']}) and gradient norm ({wanted['grad_norm']})"
     say(f"{number}: came again, with the same samples, {numbers}")
     return EXIT_DONE
 

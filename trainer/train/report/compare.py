@@ -22,8 +22,8 @@ _FACTS = ("recipe", "commit", "lock", "image", "world_size", "threads", "host", 
 _HASHES = ("commit", "lock", "image")
 _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
     ("Training loss", "loss", "number", "loss", False),
-    ("Learning rate", "learning_rate", "number", "per update", True),
-    ("Gradient norm", "gradient_norm", "number", "global norm", True),
+    ("Learning rate", "lr", "number", "per update", True),
+    ("Gradient norm", "grad_norm", "number", "global norm", True),
     ("Samples", "samples_per_s", "count", "samples/s", True),
     ("Tokens", "tokens_per_s", "count", "tokens/s", True),
     ("Model FLOPs utilisation", "mfu", "share", " of the peak", True),
@@ -129,7 +129,7 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
 
     charts = list[str]()
     for title, figure, kind, unit, zero in _CHARTS:
-        may_log = figure in ("loss", "gradient_norm")
+        may_log = figure in ("loss", "grad_norm")
         charts.append(line_chart(title, lines(train, figure), last, kind, unit, zero, may_log, keyed=False))
         if figure == "loss":
             charts.append(

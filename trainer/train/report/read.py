@@ -21,7 +21,7 @@ _TEXTS = 100  # verdicts, incidents: so many of the first and of the last are ke
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
-_TRAIN = {"loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
+_TRAIN = {"loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
 _TRAIN |= {"samples_per_s", "tokens_per_s", "flops_per_s", "mfu"}
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}

@@ -148,7 +148,7 @@ def findings(run: Run) -> str:
             _figure(one, "step"),
             escaped(one.get("kind"), 40),
             escaped(one.get("policy"), 40),
-            *(_figure(one, name) for name in ("loss", "gradient_norm", "median")),
+            *(_figure(one, name) for name in ("loss", "grad_norm", "median")),
             _moment(one.get("time")),
         ]
         for one in run.incidents.all()

@@ -71,7 +71,7 @@ _MACHINE: tuple[_Chart, ...] = (
 # Of these no chart is shown if they were always 0.
 _RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
 _CURVES = {
-    *("loss", "learning_rate", "gradient_norm", "loss_scale", "memory_bytes", "data_wait"),
+    *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "data_wait"),
     *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "slow_excess"),
 }
 
@@ -122,8 +122,8 @@ def curves(run: Run) -> str:
         kind, unit = scale_of(name, [cell] if cell else [])
         shown.append(line_chart(title_of(name), [line(name, run.evaluation, name, 1)], last, kind, unit))
     shown += [
-        chart("Learning rate", "learning_rate", "per update", zero=True),
-        chart("Gradient norm", "gradient_norm", "global norm", zero=True, may_log=True),
+        chart("Learning rate", "lr", "per update", zero=True),
+        chart("Gradient norm", "grad_norm", "global norm", zero=True, may_log=True),
         chart("Loss scale", "loss_scale", "factor", may_log=True),
     ]
     names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
