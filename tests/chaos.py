@@ -84,7 +84,7 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
             "ema": kind["ema"],
             "regularization": {"mixup": kind["mixup"] if micro_batch_size > 1 else 0.0},
             "parallel": {"threads": 1},
-            "log": {"every": 7, "sinks": ["jsonl"]},
+            "log": {"every": 7, "to": ["jsonl"]},
             "checkpoint": {"every": kind["every"]},
         }
     )

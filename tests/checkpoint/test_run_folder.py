@@ -506,7 +506,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
 
         replace(between_steps.BetweenSteps, "step_done", fills)
 
-    recipe = small(log={"sinks": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
+    recipe = small(log={"to": ["jsonl", "tensorboard"]}, checkpoint={"every": 1})
     folder = tmp_path / "run"
     ended = attempt(folder, recipe, stop_at=12, before=full)
     assert ended.code == 75, ended.said
@@ -782,7 +782,7 @@ def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
     """Its losses and figures aren't finite, for which JSON has no word."""
     folder, other = tmp_path / "run", tmp_path / "other"
     recipe = small(
-        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "sinks": ["csv"]}, guard={"nonfinite": "off"}
+        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "to": ["csv"]}, guard={"nonfinite": "off"}
     )
     assert attempt(other, recipe).code == 1
     assert attempt(folder, recipe, stop_at=12).code == 75

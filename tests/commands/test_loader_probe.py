@@ -87,7 +87,7 @@ data: {{name: folder, path: {path}, image_size: 16, global_batch_size: 4, micro_
 eval_batch_size: 4}}
 model: {{width: 4}}
 parallel: {{threads: 1}}
-log: {{sinks: [], every: 1}}
+log: {{to: [], every: 1}}
 checkpoint: {{minutes: 0, best: false}}
 """
 # A data set that is waited for, as over a network; in the launcher and in what it forks.

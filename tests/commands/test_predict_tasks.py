@@ -20,7 +20,7 @@ _ALL = {
     "epochs": 1,
     "evaluate_every": 0,
     "parallel": {"threads": 1},
-    "log": {"sinks": []},
+    "log": {"to": []},
     "checkpoint": {"every": 0, "minutes": 0, "best": False},
 }
 

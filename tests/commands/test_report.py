@@ -404,7 +404,7 @@ def test_any_value_becomes_text_that_html_may_hold(value: Any) -> None:
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     one = write_run(tmp_path / "a" / "run", rows=6)
-    config = {"seed": 0, "optim": {"name": "sgd", "lr": 0.1}, "log": {"sinks": ["jsonl"]}, "path": None}
+    config = {"seed": 0, "optim": {"name": "sgd", "lr": 0.1}, "log": {"to": ["jsonl"]}, "path": None}
     other = write_run(
         tmp_path / "b" / "run", rows=9, config=config, host="node18", ended="2026-11-21T10:12:04+0000"
     )

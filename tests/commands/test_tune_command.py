@@ -28,7 +28,7 @@ from trainer.train.tune.micro_batch_size import Found, Probe, ProbeFailed
 
 GIB = 1 << 30
 FITS = Probe(16, True, 2 * GIB, 4 * GIB, GIB, "memory (planted)", 100.0, 3.0)
-SMALL = ["--set", "model.width=4", "--set", "device=cpu", "--set", "log.sinks=[jsonl]"]
+SMALL = ["--set", "model.width=4", "--set", "device=cpu", "--set", "log.to=[jsonl]"]
 AUTO = ["--set", "data.micro_batch_size=auto"]
 
 

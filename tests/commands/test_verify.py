@@ -459,7 +459,7 @@ def test_an_extended_run_is_replayed_as_it_was_trained(tmp_path: Path, capsys: C
 def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, capsys: Capsys) -> None:
     """log.* may change where a run goes on."""
     folder = tmp_path / "run"
-    assert attempt(folder, small(log={"sinks": ["csv"]}), stop_after=5).code == 75
+    assert attempt(folder, small(log={"to": ["csv"]}), stop_after=5).code == 75
     assert attempt(folder, small(log={"fingerprints": False}), stop_after=9).code == 75
     verify(folder, code=0, capsys=capsys)
     assert attempt(folder, small(log={"every": 7})).code == 0

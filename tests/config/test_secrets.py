@@ -46,7 +46,7 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     (here / "code" / "sitecustomize.py").write_text(FAULT)
     settings = ["data.name=folder", f"data.path={data}", "data.image_size=8", "data.workers=0", "epochs=1"]
     settings += ["data.on_corrupt=quarantine", "data.corrupt_budget=0.5", "model.width=4", "max_steps=2"]
-    settings += [f"about=AWS_SECRET_ACCESS_KEY={SECRET}", "log.sinks=[jsonl, csv, tensorboard]"]
+    settings += [f"about=AWS_SECRET_ACCESS_KEY={SECRET}", "log.to=[jsonl, csv, tensorboard]"]
     settings += ["log.every=1", "checkpoint.every=1", "parallel.threads=1", "data.global_batch_size=8"]
     settings += ["data.micro_batch_size=8", "data.eval_batch_size=8"]
     words = [word for one in settings for word in ("--set", one)]

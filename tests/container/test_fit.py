@@ -21,7 +21,7 @@ data: {name: folder, path: /data, image_size: 160, global_batch_size: 64, micro_
 eval_batch_size: 64}
 model: {width: 4}
 parallel: {threads: 1}
-log: {sinks: [jsonl]}
+log: {to: [jsonl]}
 checkpoint: {minutes: 0}
 """
 # `timeout` ends a run that hangs with code 124; a bus error would be 1 with a line that names it.

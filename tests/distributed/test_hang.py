@@ -292,7 +292,7 @@ if os.environ.get("RANK") == "1":
 
 def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INJECTED)
-    settings = "data.micro_batch_size=32 parallel.hang_s=3 parallel.threads=1 model.width=4 log.sinks=[jsonl]"
+    settings = "data.micro_batch_size=32 parallel.hang_s=3 parallel.threads=1 model.width=4 log.to=[jsonl]"
     words = "train digits --ranks 2 " + " ".join(f"--set {setting}" for setting in settings.split())
     ended = preloaded.run(
         [sys.executable, "-m", "trainer", *words.split(), "--out", str(tmp_path / "run")],

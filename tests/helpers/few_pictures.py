@@ -40,6 +40,6 @@ def recipe_of(pictures: Path, **data: Any) -> Recipe:
         "data": {"name": "folder", "path": str(pictures), **sizes, **data},
         "model": {"width": 4},
         "parallel": {"threads": 1},
-        "log": {"sinks": []},
+        "log": {"to": []},
     }
     return Recipe.model_validate(values)

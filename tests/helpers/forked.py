@@ -36,7 +36,7 @@ def small(**sections: Any) -> Recipe:
         "model": {"width": 4},
         "ema": {"decay": 0.9},
         "parallel": {"threads": 1},
-        "log": {"every": 2, "sinks": ["jsonl"]},
+        "log": {"every": 2, "to": ["jsonl"]},
         "checkpoint": {"every": 5, "minutes": 0, "best": False},
     }
     for name, section in sections.items():

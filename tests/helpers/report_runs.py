@@ -31,7 +31,7 @@ def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
     again = {**start, "started": "2026-11-21T12:02:11+0000", "step": steps // 3}
     return {
         "recipe": "resnet50",
-        "config": {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"sinks": ["jsonl"]}, "path": None},
+        "config": {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"to": ["jsonl"]}, "path": None},
         "config_hash": "a5656be2b4f4df829c2207e1fab067eb",
         "seed": 0,
         "command": "trainer train resnet50 --gpus 8",

@@ -13,7 +13,7 @@ _RECIPE = {
     "optim": {"lr": 0.006},
     "ema": {"decay": 0.95},
     "parallel": {"threads": 1},
-    "log": {"sinks": ["jsonl"]},
+    "log": {"to": ["jsonl"]},
     "checkpoint": {"every": 0, "minutes": 0, "best": False},
 }
 

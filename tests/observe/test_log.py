@@ -172,7 +172,7 @@ def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_pat
 
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
-    recipe = make_recipe(log={"sinks": list(sinks)})
+    recipe = make_recipe(log={"to": list(sinks)})
     with open_folder(tmp_path, recipe, {}) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "step": 1, "loss": 0.5})
@@ -186,7 +186,7 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
 ) -> None:
     """One event, not one for each figure; and a table isn't written anew while it has the same columns."""
     monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: 100.0)
-    recipe = make_recipe(log={"sinks": [kind]})
+    recipe = make_recipe(log={"to": [kind]})
     row: dict[str, float | int | str] = {"kind": "train", "step": 1, "epoch": 0.5}
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []

@@ -16,7 +16,7 @@ from tests.helpers.remote import write_pack
 
 _RESNET = {"name": "small_resnet", "width": 16, "blocks": [1, 1]}
 _OPTIM = {"name": "adamw", "lr": 0.001, "schedule": "cosine", "weight_decay": 0.05}
-_LOG = {"every": 5, "sinks": ["jsonl"]}
+_LOG = {"every": 5, "to": ["jsonl"]}
 # Every recipe is a few seconds long on two CPU cores; a case changes what it must.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     # Resident: the data lies in memory, there is no loader.

@@ -423,7 +423,7 @@ def test_the_embedded_recipe_stopped_goes_on_with_the_same_bits(tmp_path: Path) 
         evaluate_every=0,
         data={"name": "digits-canvas", "workers": 0},
         model={"width": 24, "blocks": [1, 1], "norm": "group"},
-        log={"every": 2, "sinks": ["jsonl"]},
+        log={"every": 2, "to": ["jsonl"]},
     )
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert attempt(whole, chosen).code == 0

@@ -69,7 +69,7 @@ def test_an_existing_file_stays_as_it_is(here: Path, capsys: pytest.CaptureFixtu
 
 def test_it_resumes_to_the_same_bits(here: Path) -> None:
     main(["new", "mine.py"])
-    more = {"epochs": 2, "log": {"every": 5, "sinks": ["jsonl"]}, "parallel": {"threads": 1}}
+    more = {"epochs": 2, "log": {"every": 5, "to": ["jsonl"]}, "parallel": {"threads": 1}}
     recipe = recipe_of(here / "mine.py", **more)
     assert forked.attempt(here / "whole", recipe).code == 0
     assert forked.attempt(here / "cut", recipe, stop_after=17).code == 75
@@ -80,7 +80,7 @@ def test_it_resumes_to_the_same_bits(here: Path) -> None:
 
 def test_a_changed_file_is_another_task(here: Path) -> None:
     main(["new", "mine.py"])
-    recipe = recipe_of(here / "mine.py", epochs=1, log={"sinks": ["jsonl"]}, parallel={"threads": 1})
+    recipe = recipe_of(here / "mine.py", epochs=1, log={"to": ["jsonl"]}, parallel={"threads": 1})
     assert forked.attempt(here / "run", recipe, stop_after=5).code == 75
     with (here / "mine.py").open("a") as file:
         file.write("# changed\n")
@@ -597,7 +597,7 @@ def test_predict_says_what_is_missing() -> None:
 
 def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
     main(["new", "mine.py"])
-    more = {"epochs": 1, "log": {"sinks": ["jsonl"]}, "parallel": {"threads": 1}}
+    more = {"epochs": 1, "log": {"to": ["jsonl"]}, "parallel": {"threads": 1}}
     assert forked.attempt(here / "run", recipe_of(here / "mine.py", **more), stop_after=5).code == 75
     (here / "elsewhere").mkdir()
     (here / "mine.py").rename(here / "elsewhere" / "yours.py")
@@ -628,7 +628,7 @@ from torch.nn import functional as F
 RECIPE = {
     "epochs": 6,
     "data": {"global_batch_size": 8, "micro_batch_size": 4},
-    "log": {"every": 1, "sinks": ["jsonl"]},
+    "log": {"every": 1, "to": ["jsonl"]},
     "parallel": {"threads": 1},
 }
 class Sparse:

@@ -165,7 +165,7 @@ class LogConfig(Section):
     """What is logged."""
 
     every: int = Field(50, ge=1, description="steps between two rows of figures")
-    sinks: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
+    to: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
     )
     price_per_hour: float = Field(

@@ -75,7 +75,7 @@ def make_manifest(
         log_every=recipe.log.every,
         changed=changed,
         config_hash=config_hash(recipe),
-        jsonl="jsonl" in recipe.log.sinks,
+        jsonl="jsonl" in recipe.log.to,
         traced=recipe.log.fingerprints,
         job=job_of(os.environ),
     )

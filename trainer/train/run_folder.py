@@ -160,13 +160,13 @@ def _open(
     with written_whole(folder / "config.yaml") as beside:
         beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
     sinks: list[Sink] = []
-    if "jsonl" in recipe.log.sinks:
+    if "jsonl" in recipe.log.to:
         rows = (folder / "metrics.jsonl").open("a")
         closing.callback(_despite_the_disk(rows.close))
         sinks.append(jsonl_sink(rows))
-    if "csv" in recipe.log.sinks:
+    if "csv" in recipe.log.to:
         sinks.append(csv_sink(folder))
-    if "tensorboard" in recipe.log.sinks:
+    if "tensorboard" in recipe.log.to:
         to_board, close_board = tensorboard_sink(folder / "tensorboard", step)
         closing.callback(_despite_the_disk(close_board))
         sinks.append(to_board)

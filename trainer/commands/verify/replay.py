@@ -66,7 +66,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
         [
             f"device={run.manifest.device.kind}",
             "log.fingerprints=true",
-            "log.sinks=[]",
+            "log.to=[]",
             "checkpoint={every: 0, minutes: 0, best: false}",
         ],
     )

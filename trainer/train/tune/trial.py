@@ -74,7 +74,7 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
         cap_own(request["room"])
     if kind == "cuda":
         set_up_allocator(recipe.memory.allocator, os.environ)
-    if "tensorboard" in recipe.log.sinks:
+    if "tensorboard" in recipe.log.to:
         import tensorboard.summary.writer  # noqa: F401
     task = make_task(recipe)
     with ExitStack() as stack:
