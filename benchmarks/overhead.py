@@ -33,10 +33,10 @@ from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.conditions import conditions
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
-from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
 from trainer.train.between_steps import BetweenSteps
@@ -180,12 +180,12 @@ def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
         to_board, close = tensorboard_sink(folder)
         stack.callback(close)
         file = stack.enter_context((folder / "metrics.jsonl").open("w"))
-        kept = stack.enter_context((folder / "trace.jsonl").open("w"))
-        trace = Trace(
-            fingerprints_of(training.model), trace_to(kept, list(training.model.state_dict()), [], 0)
+        kept = stack.enter_context((folder / "checksums.jsonl").open("w"))
+        checksums = Checksums(
+            fingerprints_of(training.model), checksums_to(kept, list(training.model.state_dict()), [], 0)
         )
         sinks = [jsonl_sink(file), to_board]
-        meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), trace)
+        meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), checksums)
         assert training.ring is not None
         explain(stack, recipe, parts, world, 1, meter)
         guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)

@@ -29,9 +29,9 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling, torch_mode
+from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
-from trainer.observe.trace import Trace, fingerprints_of, trace_to
 from trainer.train.between_steps import BetweenSteps
 from trainer.train.explain import explain
 from trainer.train.guard import Guard
@@ -120,11 +120,11 @@ def by_trainer(
     to_board, close = tensorboard_sink(folder)
     stack.callback(close)
     file = stack.enter_context((folder / "metrics.jsonl").open("w"))
-    kept = stack.enter_context((folder / "trace.jsonl").open("w"))
+    kept = stack.enter_context((folder / "checksums.jsonl").open("w"))
     names = list(training.model.state_dict())
-    trace = Trace(fingerprints_of(training.model), trace_to(kept, names, [], 0))
+    checksums = Checksums(fingerprints_of(training.model), checksums_to(kept, names, [], 0))
     sinks = [jsonl_sink(file), to_board]
-    meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), trace)
+    meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), checksums)
     explain(stack, recipe, parts, world, 1, meter)
     assert training.ring is not None
     guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)

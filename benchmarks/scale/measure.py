@@ -85,7 +85,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
 
     written = sum(
         path.stat().st_size
-        for path in (run / "metrics.jsonl", run / "trace.jsonl", *run.glob("tensorboard/*"))
+        for path in (run / "metrics.jsonl", run / "checksums.jsonl", *run.glob("tensorboard/*"))
         if path.is_file()
     )
     per_row = statistics.median(float(row["time/logging"]) for _, row in spans)

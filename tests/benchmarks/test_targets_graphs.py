@@ -22,7 +22,7 @@ from tests.helpers.toys import TokenTask, make_recipe
 from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling
-from trainer.observe.trace import read_trace
+from trainer.observe.checksums import read_checksums
 from trainer.train import explain
 from trainer.train.guard import Guard
 from trainer.train.run import assemble
@@ -207,7 +207,7 @@ def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pyte
     assert [row["step"] for row in figures] == [50, 100] and looked == list(range(1, 101))
     assert all(row.keys() >= {"loss", "time/wall", "time/gc", "samples_per_s"} for row in figures)
     assert [row["step"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
-    trace, names, bad = read_trace(tmp_path / "trace.jsonl")
+    trace, names, bad = read_checksums(tmp_path / "checksums.jsonl")
     assert not bad and [(row.step, len(row.tensors)) for row in trace] == [
         (50, len(names)),
         (100, len(names)),

@@ -108,20 +108,20 @@ def test_rows_that_were_lost_are_cut_back(tmp_path: Path, whole: Path) -> None:
     assert attempt(folder, stop_after=5).code == 75
     late = attempt(folder, stop_after=5)
     assert late.code == 2 and "is of step 5 already; give a later one" in late.line
-    with (folder / "trace.jsonl").open("a") as file:
+    with (folder / "checksums.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 6, "loss": 9.0, "tensors": []}\n{"kind": ')
     assert attempt(folder).code == 0
-    assert (folder / "trace.jsonl").read_text() == (whole / "trace.jsonl").read_text()
+    assert (folder / "checksums.jsonl").read_text() == (whole / "checksums.jsonl").read_text()
 
 
 def flip(folder: Path, step: int, tensor: str) -> None:
     """Flips a bit of what was recorded."""
-    lines = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "checksums.jsonl").read_text().splitlines()]
     place = lines[0]["tensors"].index(tensor)
     for line in lines[1:]:
         if line["step"] == step and line["kind"] == "train":
             line["tensors"][place] = f"{int(line['tensors'][place], 16) ^ 1 << 40:016x}"
-    (folder / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "checksums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.usefixtures("forked")
@@ -217,10 +217,10 @@ def test_what_cannot_be_replayed_is_one_line(
 
 def test_nothing_recorded_is_not_identical(tmp_path: Path, whole: Path, capsys: Capsys) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
-    for text in (None, "", (whole / "trace.jsonl").read_text().splitlines()[0] + "\n", "x\ny\n"):
-        (folder / "trace.jsonl").unlink(missing_ok=True)
+    for text in (None, "", (whole / "checksums.jsonl").read_text().splitlines()[0] + "\n", "x\ny\n"):
+        (folder / "checksums.jsonl").unlink(missing_ok=True)
         if text is not None:
-            (folder / "trace.jsonl").write_text(text)
+            (folder / "checksums.jsonl").write_text(text)
         assert "nothing was recorded to compare with" in verify(folder, code=2, capsys=capsys)
     (folder / "manifest.json").unlink()
     assert "can't be read (No such file or directory)" in verify(folder, code=2, capsys=capsys)
@@ -291,7 +291,7 @@ def without_tensors(lines: list[dict[str, Any]]) -> None:
         line["tensors"] = []
 
 
-METRICS, TRACE = "metrics.jsonl", "trace.jsonl"
+METRICS, TRACE = "metrics.jsonl", "checksums.jsonl"
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "loss": (
         rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)),
@@ -333,7 +333,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "metrics.jsonl can't be read (No such file",
     ),
     "garbled figures": (garbled(METRICS), "1 lines of metrics.jsonl can't be read"),
-    "garbled trace": (garbled(TRACE), "1 lines of trace.jsonl can't be read"),
+    "garbled trace": (garbled(TRACE), "1 lines of checksums.jsonl can't be read"),
     "row of the trace": (
         rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])),
         "first at step 10: row of train figures missing, now there",
@@ -343,7 +343,10 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "first at step 8: row of evaluation figures missing, now there",
     ),
     "fingerprints": (rows(TRACE, without_tensors), "first at step 2: stem.weight, "),
-    "names": (rows(TRACE, lambda lines: lines[0]["tensors"].pop()), " lines of trace.jsonl can't be read"),
+    "names": (
+        rows(TRACE, lambda lines: lines[0]["tensors"].pop()),
+        " lines of checksums.jsonl can't be read",
+    ),
     "a tensor": (rows(TRACE, fewer_tensors), "first at step 2: "),
     "weights": (lambda folder: (folder / "ema.safetensors").unlink(), "ema.safetensors is missing"),
     "hash of weights": (
@@ -363,18 +366,18 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
     "a row of the trace twice": (
         rows(TRACE, lambda lines: lines.insert(2, {**lines[2], "loss": 0.001})),
-        "trace.jsonl: the row of train figures of step 4 is there 2 times",
+        "checksums.jsonl: the row of train figures of step 4 is there 2 times",
     ),
     "a row after the end": (
         lambda folder: [
             rows(name, lambda lines: lines.append({**of_kind("train", lines)[0], "step": 99}))(folder)
             for name in (METRICS, TRACE)
         ],
-        "trace.jsonl: a row of step 99, and the run has 16",
+        "checksums.jsonl: a row of step 99, and the run has 16",
     ),
     "nested figures": (
         lambda folder: (folder / TRACE).open("a").write("[" * 100_000 + "\n"),
-        "1 lines of trace.jsonl can't be read",
+        "1 lines of checksums.jsonl can't be read",
     ),
     "nested config.yaml": (
         lambda folder: (folder / "config.yaml").write_text("[" * 100_000),

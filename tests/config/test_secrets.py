@@ -67,7 +67,9 @@ def test_a_real_run_leaks_nothing(tmp_path: Path) -> None:
     assert "--set 'about=AWS_SECRET_ACCESS_KEY=***'" in manifest["command"]
     assert "https://***@host/x" in manifest["reason"]
     assert "X-Amz-Signature=***" in (run / "quarantine.jsonl").read_text()
-    assert {"config.yaml", "trace.jsonl", "metrics.jsonl", "tensorboard"} <= {p.name for p in run.iterdir()}
+    assert {"config.yaml", "checksums.jsonl", "metrics.jsonl", "tensorboard"} <= {
+        p.name for p in run.iterdir()
+    }
 
 
 def test_a_run_whose_path_was_redacted_goes_on(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch, Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
+from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.log import Meter
-from trainer.observe.trace import Trace, fingerprints_of
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
 from trainer.train.state import load_tensors, tensors_of
@@ -49,7 +49,7 @@ def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float
     t = parts.training
     rows: list[Any] = []
     traced: list[Any] = []
-    trace = Trace(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
+    trace = Checksums(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
     meter = Meter(t.share.plan, device, [rows.append], lambda: take_figures(t), trace)
     batches = parts.loader(t.share.batches())
 

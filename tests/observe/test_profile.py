@@ -89,14 +89,14 @@ def profiled(folder: Path, steps: int = 9, **settings: Any) -> tuple[str, Net, l
     return profile.close(), model, losses
 
 
-def read_trace(folder: Path) -> list[dict[str, Any]]:
+def read_checksums(folder: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = json.loads(gzip.decompress((folder / TRACE).read_bytes()))["traceEvents"]
     return events
 
 
 def test_the_trace_holds_phases_and_modules(tmp_path: Path) -> None:
     profiled(tmp_path)
-    names = [event.get("name", "") for event in read_trace(tmp_path) if event.get("ph") == "X"]
+    names = [event.get("name", "") for event in read_checksums(tmp_path) if event.get("ph") == "X"]
     for phase in ("data", "forward", "backward", "update"):
         assert names.count(f"phase/{phase}") == 3, phase
     for module in ("stem", "slow", "blocks", "blocks.0", "blocks.1"):
@@ -109,7 +109,7 @@ def test_ranges_lie_in_one_another(tmp_path: Path) -> None:
     profiled(tmp_path)
     ours = [
         event
-        for event in read_trace(tmp_path)
+        for event in read_checksums(tmp_path)
         if event.get("ph") == "X" and event["name"].startswith(("phase/", "module/", "ProfilerStep#"))
     ]
     assert len(ours) > 20
@@ -231,7 +231,7 @@ def test_what_the_profiler_takes_is_no_phase_of_the_run(
 def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
     text, _, _ = profiled(tmp_path, modules=False)
     assert "module (" not in text
-    names = {event.get("name") for event in read_trace(tmp_path)}
+    names = {event.get("name") for event in read_checksums(tmp_path)}
     assert "phase/forward" in names
     assert "module/stem" not in names
 
@@ -245,7 +245,7 @@ def test_runs_that_are_shorter_or_longer(tmp_path: Path, steps: int, recorded: i
         assert "nothing was recorded" in text
         assert not (tmp_path / TRACE).exists()
         return
-    names = [event.get("name") for event in read_trace(tmp_path)]
+    names = [event.get("name") for event in read_checksums(tmp_path)]
     assert names.count("module/stem") == recorded
 
 

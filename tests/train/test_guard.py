@@ -124,7 +124,7 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     folder = tmp_path / "run"
     done = attempt(folder, recipe, before=poison([12], harm))
     assert done.code == 0
-    trace = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    trace = [json.loads(line) for line in (folder / "checksums.jsonl").read_text().splitlines()]
     rows = [(row["kind"], int(row["step"])) for row in trace]
     assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
     assert "back to the checkpoint before it" in done.said and "goes on after step 10" in done.said

@@ -19,12 +19,12 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.training import LogConfig
 from trainer.distributed.parallel import World
+from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
 from trainer.observe.log import Meter
 from trainer.observe.memory import memory_tracker
 from trainer.observe.phases import PULSE
 from trainer.observe.profile import Kind, Profile
-from trainer.observe.trace import Trace, fingerprints_of
 from trainer.train.explain import explain
 from trainer.train.loop import train
 from trainer.train.operations import count_operations
@@ -81,7 +81,7 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -
     with ExitStack() as stack:
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
-        trace = Trace(fingerprints_of(t.model), lambda *_: None) if seen else None
+        trace = Checksums(fingerprints_of(t.model), lambda *_: None) if seen else None
         meter = Meter(t.share.plan, CPU, [lambda _: None], lambda: take_figures(t), trace)
         done: Any = lambda _: None  # noqa: E731
         if kind is not None:

@@ -178,7 +178,7 @@ class LogConfig(Section):
         False, description="record Python's allocations, so that a leak is named with its line; slow"
     )
     fingerprints: bool = Field(
-        True, description="trace.jsonl: a fingerprint of every tensor with each row, for trainer verify"
+        True, description="checksums.jsonl: a fingerprint of every tensor with each row, for trainer verify"
     )
 
 

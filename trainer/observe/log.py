@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from trainer.config.redact import redact
+from trainer.observe.checksums import Checksums
 from trainer.observe.flops import Count
 from trainer.observe.memory import PhasePeaks, used_memory
 from trainer.observe.phases import PHASES, PULSE
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
-from trainer.observe.trace import Trace
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
@@ -87,7 +87,7 @@ class Meter:
         device: torch.device,
         sinks: list[Sink],
         take_figures: Callable[[], Mapping[str, torch.Tensor]],
-        trace: Trace | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         """Starts at step 0.
 
@@ -97,13 +97,13 @@ class Meter:
             sinks: Where the rows go.
             take_figures: Returns tensors () and starts them anew; "loss" is a sum over the steps
                 since the last call, all others are shown as they are.
-            trace: Records what proves the run, or None.
+            checksums: Records what proves the run, or None.
         """
         self._plan = plan
         self._device = device
         self.sinks = sinks
         self._take_figures = take_figures
-        self._trace = trace
+        self._checksums = checksums
         self._staged: _Staged | None = None
         self._step = 0
         self.busy_seconds = 0.0
@@ -155,7 +155,7 @@ class Meter:
         figures = self._take_figures()
         values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
         values = self._on_its_way(values)
-        prints = None if self._trace is None else self._on_its_way(self._trace.take())
+        prints = None if self._checksums is None else self._on_its_way(self._checksums.take())
         split, table, more = self._explanation(step)
         now = self._now(step)  # last: its event says that all the copies above have arrived
         steps = step - self._step - sum(self._step <= one < step for one in self.left_out)
@@ -204,9 +204,9 @@ class Meter:
             "memory_bytes": used_memory(self._device),
         }
         row["loss"] = float(row["loss"]) / staged.steps
-        if self._trace is not None and staged.prints is not None:
+        if self._checksums is not None and staged.prints is not None:
             exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}
-            self._trace.write(exact, staged.prints.tolist())
+            self._checksums.write(exact, staged.prints.tolist())
         seen = self._plan.samples_seen
         samples = seen(staged.end.step) - seen(staged.start.step)
         seconds = staged.end.seconds_since(staged.start)
@@ -235,8 +235,8 @@ class Meter:
 
     def emit(self, row: Row) -> None:
         """Hands a row to the sinks, without secrets in what of it is text."""
-        if self._trace is not None and row["kind"] == "evaluation":
-            self._trace.write(row, ())
+        if self._checksums is not None and row["kind"] == "evaluation":
+            self._checksums.write(row, ())
         # Numbers hide nothing, and a row has many.
         row = {
             **row,

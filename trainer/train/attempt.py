@@ -24,11 +24,11 @@ from trainer.host.affinity import binding_note, shares_of, unpin_main_thread, wi
 from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.memory import read_room
 from trainer.launch.signals import requested
+from trainer.observe.checksums import Checksums
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
 from trainer.observe.phases import PULSE, mark
 from trainer.observe.profile import Kind
-from trainer.observe.trace import Trace
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
 from trainer.train.between_steps import BetweenSteps, Incident, Requeue
@@ -159,8 +159,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             )
             manifest["incidents"] = len(incidents)
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.step, stored)
-        sinks, trace = (desk.sinks, desk.trace) if desk else ([], None)
-        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), trace)
+        sinks, checksums = (desk.sinks, desk.checksums) if desk else ([], None)
+        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), checksums)
         advisor = explain(stack, recipe, parts, world, local_size, meter)
         meter.go_on(progress.row, progress.seconds, progress.samples)
         log = IncidentLog(folder if desk else None, t.share.plan)
@@ -266,7 +266,7 @@ class _Desk(NamedTuple):
 
     manifest: dict[str, Any]
     sinks: list[Sink]
-    trace: Trace | None
+    checksums: Checksums | None
     display: Display
     writer: BackgroundWriter
 
@@ -292,7 +292,7 @@ def _open_desk(
             ) from error
         if aside:
             warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
-    sinks, trace = stack.enter_context(open_folder(folder, recipe, manifest, step, parts.training.model))
+    sinks, checksums = stack.enter_context(open_folder(folder, recipe, manifest, step, parts.training.model))
     display = introduce(manifest, parts, world, folder)
     stack.callback(display.close)
     sinks.append(display)
@@ -300,7 +300,7 @@ def _open_desk(
         sinks.append(parts.training.nonfinite.explain)
     writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, step or None)
     stack.callback(writer.abandon)
-    return _Desk(manifest, sinks, trace, display, writer)
+    return _Desk(manifest, sinks, checksums, display, writer)
 
 
 def _is_first() -> bool:

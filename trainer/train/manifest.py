@@ -76,7 +76,7 @@ def make_manifest(
         changed=changed,
         config_hash=config_hash(recipe),
         jsonl="jsonl" in recipe.log.to,
-        traced=recipe.log.fingerprints,
+        checksums=recipe.log.fingerprints,
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]

@@ -16,7 +16,7 @@ from trainer.config.redact import REDACTED, redact_text
 from trainer.config.section import hash_of
 from trainer.errors import BadInputError
 from trainer.host import strict_json
-from trainer.observe.trace import Traced, read_trace
+from trainer.observe.checksums import ChecksumRow, read_checksums
 from trainer.train.manifest import file_hash
 from trainer.train.resume import Attempt, Stored, flat
 
@@ -45,7 +45,7 @@ class Recorded:
     folder: Path
     manifest: Manifest
     facts: Mapping[str, Any]
-    rows: list[Traced]
+    rows: list[ChecksumRow]
     unreadable: int
 
 
@@ -73,7 +73,7 @@ def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
     try:
         facts = strict_json.parse(path.read_bytes())
         manifest = Manifest.model_validate(facts)
-        rows, _, unreadable = read_trace(folder / "trace.jsonl")
+        rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
     except OSError as error:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); give a run folder") from error
     except ValueError as error:  # pydantic's, too
@@ -82,11 +82,11 @@ def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
         ) from error
     if rows and not any("epoch" in row.figures for row in rows):
         raise BadInputError(
-            f"{folder}: an older trainer, with other fingerprints, wrote trace.jsonl; verify it with that"
+            f"{folder}: an older trainer, with other fingerprints, wrote checksums.jsonl; verify it with that"
         )
     if rows_needed and not rows:
         raise BadInputError(
-            f"{folder}: nothing was recorded to compare with (trace.jsonl); its first row comes after "
+            f"{folder}: nothing was recorded to compare with (checksums.jsonl); its first row comes after "
             "log.every steps, with log.fingerprints=true"
         )
     return Recorded(folder, manifest, facts, rows, unreadable)
@@ -120,7 +120,7 @@ def _last_row_due(run: Recorded) -> int:
     due = [
         (attempt.step, end // attempt.log_every * attempt.log_every)
         for attempt, end in zip(kept, ends, strict=True)
-        if attempt.traced
+        if attempt.checksums
     ]
     return max((end for start, end in due if start < end < run.manifest.steps), default=0)
 
@@ -136,8 +136,8 @@ def _kept(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def was_traced(run: Recorded, step: int) -> bool:
-    """Whether rows of that step should be in trace.jsonl: log.fingerprints may change on the way."""
-    return _trained(_kept(run.manifest.attempts), step).traced
+    """Whether rows of that step should be in checksums.jsonl: log.fingerprints may change on the way."""
+    return _trained(_kept(run.manifest.attempts), step).checksums
 
 
 def _trained(kept: Sequence[Attempt], step: int) -> Attempt:
@@ -198,19 +198,19 @@ def _of_weights(run: Recorded) -> Iterator[str]:
 
 
 def _of_trace(run: Recorded) -> Iterator[str]:
-    """What a replay doesn't show of trace.jsonl: it has each row once, and of the run's steps only."""
+    """What a replay doesn't show of checksums.jsonl: it has each row once, and of the run's steps only."""
     if run.unreadable:
-        yield f"{run.unreadable} lines of trace.jsonl can't be read"
+        yield f"{run.unreadable} lines of checksums.jsonl can't be read"
     for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
         if times > 1:
-            yield f"trace.jsonl: the row of {kind} figures of step {step} is there {times} times"
+            yield f"checksums.jsonl: the row of {kind} figures of step {step} is there {times} times"
         if step > run.manifest.steps:
-            yield f"trace.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
+            yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
     yield from _of_the_end(run, "summary", run.facts.get("summary"))
 
 
 def _of_metrics(run: Recorded) -> Iterator[str]:
-    """The rows of metrics.jsonl say what those of trace.jsonl do, which a replay proves."""
+    """The rows of metrics.jsonl say what those of checksums.jsonl do, which a replay proves."""
     kept = _kept(run.manifest.attempts)
     if not any(attempt.jsonl for attempt in kept):
         return
@@ -232,10 +232,10 @@ def _of_metrics(run: Recorded) -> Iterator[str]:
 def _rows_that_differ(
     run: Recorded, kept: Sequence[Attempt], rows: Mapping[tuple[str, int], Mapping[str, str | None]]
 ) -> Iterator[str]:
-    traced = {(row.kind, row.step): row for row in run.rows}
-    # A row is traced first: a run that was killed, or goes on now, may not have written its last one.
+    checksums = {(row.kind, row.step): row for row in run.rows}
+    # A row is checksums first: a run that was killed, or goes on now, may not have written its last one.
     unsure = max((row.step for row in run.rows), default=0) if run.manifest.status == "running" else None
-    for (kind, step), row in traced.items():
+    for (kind, step), row in checksums.items():
         shown = rows.get((kind, step))
         if shown is None:
             if step != unsure and _trained(kept, step).jsonl:
@@ -245,9 +245,9 @@ def _rows_that_differ(
             wanted = "None" if value in ("nan", "inf", "-inf") else value
             if str(shown.get(name)) != wanted:
                 yield f"metrics.jsonl, step {step}: {name} {shown.get(name)}, recorded {value}"
-    for kind, step in rows.keys() - traced.keys():
-        if kind in ("train", "evaluation") and _trained(kept, step).traced:
-            yield f"metrics.jsonl: the row of {kind} figures of step {step} isn't in trace.jsonl"
+    for kind, step in rows.keys() - checksums.keys():
+        if kind in ("train", "evaluation") and _trained(kept, step).checksums:
+            yield f"metrics.jsonl: the row of {kind} figures of step {step} isn't in checksums.jsonl"
 
 
 def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
 
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:
-    """Its figures, as text; none if it wasn't traced."""
+    """Its figures, as text; none if it wasn't checksums."""
     last = ("evaluation", run.manifest.steps)
     return next((row.figures for row in run.rows if (row.kind, row.step) == last), {})
 

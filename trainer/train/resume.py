@@ -59,7 +59,7 @@ class Attempt(BaseModel):
         changed: What of the configuration `--resume force` changed: "key: before, now after".
         config_hash: Of its configuration.
         jsonl: Whether it wrote rows to metrics.jsonl.
-        traced: Whether it wrote rows to trace.jsonl.
+        checksums: Whether it wrote rows to checksums.jsonl.
         job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
     """
 
@@ -73,7 +73,7 @@ class Attempt(BaseModel):
     changed: list[str]
     config_hash: str = ""
     jsonl: bool = True
-    traced: bool = True
+    checksums: bool = True
     job: dict[str, str] = {}
 
 

@@ -22,10 +22,10 @@ from trainer.host.disks import read_mount
 from trainer.host.files import sync_folder
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.signals import Stopped
+from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, read_checksums
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
-from trainer.observe.trace import Trace, fingerprints_of, read_trace, trace_to
 from trainer.train.manifest import outcome
 from trainer.train.run_lock import LOCK, lock
 
@@ -116,7 +116,7 @@ def remove_unused(folder: Path) -> None:
 @contextlib.contextmanager
 def open_folder(
     folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int = 0, model: nn.Module | None = None
-) -> Iterator[tuple[list[Sink], Trace | None]]:
+) -> Iterator[tuple[list[Sink], Checksums | None]]:
     """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
 
     Args:
@@ -132,8 +132,8 @@ def open_folder(
     with contextlib.ExitStack() as closing:
         try:
             sinks = _open(folder, recipe, manifest, step, closing)
-            traced = recipe.log.fingerprints and model is not None
-            trace = _open_trace(folder / "trace.jsonl", model, step, closing) if traced else None  # type: ignore[arg-type]
+            checksums = recipe.log.fingerprints and model is not None
+            trace = _open_trace(folder / "checksums.jsonl", model, step, closing) if checksums else None  # type: ignore[arg-type]
         except OSError as error:
             raise BadInputError(
                 f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
@@ -153,7 +153,7 @@ def _open(
 ) -> list[Sink]:
     if not step:
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for file in (folder / "metrics.jsonl", folder / "trace.jsonl", *folder.glob("*.csv")):
+    for file in (folder / "metrics.jsonl", folder / "checksums.jsonl", *folder.glob("*.csv")):
         if cut := keep_rows(file, step):
             warn(f"{file}: {cut} lines that can't be read were removed")
     write_json(folder / "manifest.json", manifest)
@@ -173,12 +173,12 @@ def _open(
     return [_despite_the_disk(sink) for sink in sinks]
 
 
-def _open_trace(path: Path, model: nn.Module, step: int, closing: contextlib.ExitStack) -> Trace:
-    _, known, _ = read_trace(path)
+def _open_trace(path: Path, model: nn.Module, step: int, closing: contextlib.ExitStack) -> Checksums:
+    _, known, _ = read_checksums(path)
     file = path.open("a")
     closing.callback(_despite_the_disk(file.close))
-    write = trace_to(file, list(model.state_dict()), known, step)
-    return Trace(fingerprints_of(model), _despite_the_disk(write))
+    write = checksums_to(file, list(model.state_dict()), known, step)
+    return Checksums(fingerprints_of(model), _despite_the_disk(write))
 
 
 def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:

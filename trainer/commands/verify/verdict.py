@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from trainer.observe.trace import Difference, Traced
+from trainer.observe.checksums import ChecksumRow, Difference
 from trainer.train.manifest import file_hash
 from trainer.train.recorded import Part, Recorded
 
@@ -70,7 +70,7 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def identical(
-    run: Recorded, rows: Sequence[Traced], until: int, parts: Sequence[Part], here: Sequence[str]
+    run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Part], here: Sequence[str]
 ) -> str:
     """What to say of a run that was replayed to the bit."""
     figures = sum(len(row.figures) for row in rows)

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.observe.trace import first_difference, read_trace
+from trainer.observe.checksums import first_difference, read_checksums
 from trainer.train.incidents import read_incidents
 from trainer.train.recorded import Recorded, contradictions, last_step, parts_of, read_run, was_traced
 
@@ -33,7 +33,7 @@ def verify(options: argparse.Namespace) -> int:
         if code != EXIT_DONE:
             return code
         again = json.loads((folder / "manifest.json").read_bytes())
-        rows, _, _ = read_trace(folder / "trace.jsonl")
+        rows, _, _ = read_checksums(folder / "checksums.jsonl")
         compared = [row for row in run.rows if row.step <= until]
         again_due = [row for row in rows if row.step <= until and was_traced(run, row.step)]
         found = first_difference(compared, again_due)

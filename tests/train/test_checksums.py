@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from trainer.observe.trace import Difference, Traced, fingerprints_of, first_difference, read_trace, trace_to
+from trainer.observe.checksums import (
+    ChecksumRow,
+    Difference,
+    checksums_to,
+    fingerprints_of,
+    first_difference,
+    read_checksums,
+)
 from trainer.rng import Purpose, key, keys
 
 SIZES = [(), (1,), (7,), (3, 1023), (3 * 8192 + 5,), (40, 30, 3, 3)]
@@ -169,34 +176,34 @@ def test_neither_threads_nor_strides_nor_nan_count() -> None:
 
 def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = None, step: int = 0) -> str:
     file = io.StringIO()
-    write = trace_to(file, ["a", "b"], known or [], step)
+    write = checksums_to(file, ["a", "b"], known or [], step)
     for row, prints in rows:
         write(row, prints)
     return file.getvalue()
 
 
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
+    file = tmp_path / "checksums.jsonl"
     figures = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
     text = written(
         ({"kind": "train", "step": 2, **figures}, [-1, 255]),
         ({"kind": "evaluation", "step": 2, "loss": 5e-324}, []),
     )
     file.write_text(text + '{"kind": "train", "win')
-    rows, names, bad = read_trace(file)
+    rows, names, bad = read_checksums(file)
     assert (names, bad) == (["a", "b"], 0), "the last line was cut off"
     assert rows == [
-        Traced(
+        ChecksumRow(
             "train",
             2,
             {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "updates": "3"},
             {"a": "f" * 16, "b": "00000000000000ff"},
         ),
-        Traced("evaluation", 2, {"loss": "5e-324"}, {}),
+        ChecksumRow("evaluation", 2, {"loss": "5e-324"}, {}),
     ]
-    assert read_trace(tmp_path / "none") == ([], [], 0)
+    assert read_checksums(tmp_path / "none") == ([], [], 0)
     file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "step": 4, "tensors": ["1"]}\n')
-    assert len(read_trace(file)[0]) == 2 and read_trace(file)[2] == 4
+    assert len(read_checksums(file)[0]) == 2 and read_checksums(file)[2] == 4
 
 
 def test_names_are_written_once_for_all_attempts(tmp_path: Path) -> None:
@@ -204,13 +211,13 @@ def test_names_are_written_once_for_all_attempts(tmp_path: Path) -> None:
     assert written((row, [1, 2]), (row, [1, 2])).count("names") == 1
     assert "names" not in written((row, [1, 2]), known=["a", "b"], step=1)
     # Another model, by --resume force: of its steps alone.
-    file = tmp_path / "trace.jsonl"
+    file = tmp_path / "checksums.jsonl"
     file.write_text(written((row, [1, 2]), known=["a"], step=1))
     assert file.read_text().startswith('{"kind": "names", "step": 1,')
 
 
-def row(step: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> Traced:
-    return Traced(kind, step, {"loss": loss}, tensors or {"a": "0", "b": "0"})
+def row(step: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> ChecksumRow:
+    return ChecksumRow(kind, step, {"loss": loss}, tensors or {"a": "0", "b": "0"})
 
 
 RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
@@ -237,5 +244,5 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
         ([*RUN[:3], row(6, a="0", b="0", c="0")], Difference(6, 4, [], ["c"], 3)),
     ],
 )
-def test_the_first_difference_is_found(again: list[Traced], found: Difference | None) -> None:
+def test_the_first_difference_is_found(again: list[ChecksumRow], found: Difference | None) -> None:
     assert first_difference(RUN, again) == found

@@ -1,7 +1,8 @@
 """What proves a run: the exact figures of each row, and a fingerprint of every tensor of the model.
 
-`trace.jsonl` holds a line with the names of the tensors, and then for each row of figures one with `kind`,
-`step`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text, too.
+`checksums.jsonl` holds a line with the names of the tensors, and then for each row of figures one with
+`kind`, `step`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
+too.
 """
 
 import itertools
@@ -27,7 +28,7 @@ _MULTIPLY = 0xBF58476D1CE4E5B9 - (1 << 64)  # of SplitMix64's finalizer, as int6
 
 
 @dataclass(frozen=True)
-class Trace:
+class Checksums:
     """How the meter records.
 
     Attributes:
@@ -104,7 +105,7 @@ def _hashes(rows: torch.Tensor, keys: torch.Tensor, upper_keys: torch.Tensor) ->
     return torch.mv(rows, keys) + torch.mv(upper, upper_keys)
 
 
-def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int) -> Callable[..., None]:
+def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int) -> Callable[..., None]:
     """Makes the function that writes rows to a file.
 
     Args:
@@ -131,7 +132,7 @@ def trace_to(file: TextIO, names: Sequence[str], known: Sequence[str], step: int
 
 
 @dataclass(frozen=True)
-class Traced:
+class ChecksumRow:
     """A row of a trace.
 
     Attributes:
@@ -147,7 +148,7 @@ class Traced:
     tensors: Mapping[str, str]
 
 
-def read_trace(file: Path) -> tuple[list[Traced], list[str], int]:
+def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
     """Reads a trace; no file is an empty one.
 
     Returns:
@@ -160,7 +161,7 @@ def read_trace(file: Path) -> tuple[list[Traced], list[str], int]:
     if not file.exists():
         return [], [], 0
     *lines, _ = file.read_bytes().split(b"\n")
-    rows, names, bad = list[Traced](), list[str](), 0
+    rows, names, bad = list[ChecksumRow](), list[str](), 0
     for line in lines:
         try:
             # Numbers as text: equal texts are equal bits, -0.0 and all.
@@ -170,7 +171,7 @@ def read_trace(file: Path) -> tuple[list[Traced], list[str], int]:
                 names = [str(name) for name in tensors]
                 continue
             prints = dict(zip(names, map(str, tensors), strict=True)) if tensors else {}
-            rows.append(Traced(kind, step, {name: str(value) for name, value in row.items()}, prints))
+            rows.append(ChecksumRow(kind, step, {name: str(value) for name, value in row.items()}, prints))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             bad += 1
     return rows, names, bad
@@ -195,7 +196,7 @@ class Difference:
     of: int = 0
 
 
-def first_difference(recorded: Iterable[Traced], replayed: Iterable[Traced]) -> Difference | None:
+def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[ChecksumRow]) -> Difference | None:
     """Compares every row with its replay, and the other way round; None if all of them are the same."""
     here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
