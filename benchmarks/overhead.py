@@ -39,9 +39,9 @@ from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
+from trainer.train.anomaly import AnomalyDetector
 from trainer.train.between_steps import BetweenSteps
 from trainer.train.explain import explain
-from trainer.train.guard import Guard
 from trainer.train.loop import train
 from trainer.train.progress import Progress
 from trainer.train.run import assemble
@@ -188,8 +188,8 @@ def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
         meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), checksums)
         assert training.ring is not None
         explain(stack, recipe, parts, world, 1, meter)
-        guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
-        between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+        detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
+        between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, detector=detector)
         start = time.perf_counter()
         train(
             parts.training,

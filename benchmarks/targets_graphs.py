@@ -5,8 +5,9 @@ CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`,
 its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
 The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
 there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
-guards, fingerprints of the weights, a row of figures every 50 steps into JSONL and TensorBoard and judged,
-and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all loops.
+anomaly detection, fingerprints of the weights, a row of figures every 50 steps into JSONL and TensorBoard and
+judged, and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all
+loops.
 """
 
 import math
@@ -32,9 +33,9 @@ from trainer.models.compiling import missing_for_compiling, torch_mode
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.log import Meter
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
+from trainer.train.anomaly import AnomalyDetector
 from trainer.train.between_steps import BetweenSteps
 from trainer.train.explain import explain
-from trainer.train.guard import Guard
 from trainer.train.loop import train
 from trainer.train.progress import Progress
 from trainer.train.run import assemble
@@ -127,8 +128,8 @@ def by_trainer(
     meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), checksums)
     explain(stack, recipe, parts, world, 1, meter)
     assert training.ring is not None
-    guard = Guard(recipe.guard, training.ring, None, 0, [], (), 0, lambda _: None)
-    between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, guard=guard)
+    detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
+    between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, detector=detector)
     batches, done = parts.loader(training.share.batches()), 0
 
     def turn() -> float:

@@ -24,7 +24,7 @@ from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import read_checksums
 from trainer.train import explain
-from trainer.train.guard import Guard
+from trainer.train.anomaly import AnomalyDetector
 from trainer.train.run import assemble
 from trainer.train.step import LossOf, Training, train_step
 
@@ -91,7 +91,7 @@ def trained(
     "sections",
     [
         {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
-        {"optim": {"lr": 0.01}, "guard": {"nonfinite": "skip"}},
+        {"optim": {"lr": 0.01}, "anomaly": {"nonfinite": "skip"}},
         {"optim": {"lr": 0.01, "max_grad_norm": 1.0}, "parallel": {"threads": 1, "reduction": "tree"}},
     ],
     ids=["clip", "skip", "tree"],
@@ -187,13 +187,13 @@ def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pyte
     """Timed are rows, fingerprints, explanations, the watching thread and what comes between steps."""
     monkeypatch.setattr(explain, "_PAUSE_S", 0.0)
     looked: list[int] = []
-    original = Guard.look
+    original = AnomalyDetector.look
 
-    def look(self: Guard, done: int, now: bool = False) -> Any:
+    def look(self: AnomalyDetector, done: int, now: bool = False) -> Any:
         looked.append(done)
         return original(self, done, now)
 
-    monkeypatch.setattr(Guard, "look", look)
+    monkeypatch.setattr(AnomalyDetector, "look", look)
     watching = threads("machine")
     with contextlib.ExitStack() as stack:
         recipe = small_recipe("none", 4, 100)

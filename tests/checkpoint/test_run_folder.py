@@ -782,7 +782,7 @@ def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
     """Its losses and figures aren't finite, for which JSON has no word."""
     folder, other = tmp_path / "run", tmp_path / "other"
     recipe = small(
-        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "to": ["csv"]}, guard={"nonfinite": "off"}
+        optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "to": ["csv"]}, anomaly={"nonfinite": "off"}
     )
     assert attempt(other, recipe).code == 1
     assert attempt(folder, recipe, stop_at=12).code == 75

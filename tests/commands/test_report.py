@@ -188,8 +188,8 @@ def test_whatever_is_shown_is_escaped(tmp_path: Path, text: str) -> None:
     ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    incident = {"number": text, "step": 3, "kind": text, "policy": text, "loss": text, "time": text}
-    (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+    anomaly = {"number": text, "step": 3, "kind": text, "policy": text, "loss": text, "time": text}
+    (folder / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n")
     quiet, _ = _report(write_run(tmp_path / "quiet", rows=3))
     other = write_run(tmp_path / "two", rows=3)
     for html, parsed in (_report(folder), _report(folder, other)):
@@ -213,8 +213,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         row = {"kind": "verdict", "step": 3, "final": 1, "cause": "x", "text": "s3://a:hunter2@b is slow"}
         file.write(json.dumps(row) + "\n")
-    incident = {"number": 1, "step": 3, "kind": "spike", "policy": "password: hunter2"}
-    (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+    anomaly = {"number": 1, "step": 3, "kind": "spike", "policy": "password: hunter2"}
+    (folder / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n")
     html, parsed = _report(folder)
     assert "hunter2" not in html
     assert "https://***@host/x" in parsed.text and "is slow" in parsed.text
@@ -254,7 +254,7 @@ def test_what_is_torn_or_odd_is_left_out(tmp_path: Path, rows: bytes | None, fac
     (tmp_path / "manifest.json").write_text(json.dumps(facts))
     if rows is not None:
         (tmp_path / "metrics.jsonl").write_bytes(rows)
-        (tmp_path / "incidents.jsonl").write_bytes(rows)
+        (tmp_path / "anomalies.jsonl").write_bytes(rows)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-00000003").write_text("no folder")
     html, _ = _report(tmp_path)

@@ -1,4 +1,4 @@
-"""Steps of a small run that go bad, so that the guard of numbers has something to find."""
+"""Steps of a small run that go bad, so that the anomaly detection has something to find."""
 
 import math
 import os

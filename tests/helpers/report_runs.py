@@ -51,7 +51,7 @@ def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
         "threads": 8,
         "steps": steps,
         "notes": ["data.workers=12: 75 % of 16 CPUs"],
-        "incidents": 2,
+        "anomalies": 2,
         "status": "finished",
         **changes,
     }
@@ -159,10 +159,10 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
         }
         money = {"energy/joules": 1.23e8, "cost/money": 812.4, "cost/per_thousand_samples": 0.0071}
         _write(file, {"kind": "end", "step": step, **end, **money})
-    incident = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
+    anomaly = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
     infinite = {"number": 2, "step": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
-    with (folder / "incidents.jsonl").open("w") as file:
-        for one in (incident, infinite):
+    with (folder / "anomalies.jsonl").open("w") as file:
+        for one in (anomaly, infinite):
             _write(file, {**one, "grad_norm": 181.2, "median": 2.3, "time": "2026-11-21T12:01:01+0000"})
     for step in (rows * 40, rows * 50):
         checkpoint = folder / "checkpoints" / f"step-{step:08d}"

@@ -611,8 +611,8 @@ def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
 def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path) -> None:
     """Nor does it make the next one with units a leap."""
     (here / "mine.py").write_text(SPARSE)
-    guard = {"spike": "stop", "spike_history": 10}
-    told = forked.attempt(here / "run", recipe_of(here / "mine.py", guard=guard))
+    keys = {"spike": "stop", "spike_history": 10}
+    told = forked.attempt(here / "run", recipe_of(here / "mine.py", anomaly=keys))
     assert (told.code, told.line) == (0, ""), told.said
     lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [row["loss"] for row in map(json.loads, lines) if row["kind"] == "train"]

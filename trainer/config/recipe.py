@@ -11,9 +11,9 @@ from trainer.config.section import Section
 from trainer.config.suggest import nearest
 from trainer.config.tasks import AudioConfig, DetectionConfig, LanguageConfig, RegularizationConfig
 from trainer.config.training import (
+    AnomalyConfig,
     AverageConfig,
     CheckpointConfig,
-    GuardConfig,
     LogConfig,
     OptimConfig,
     ParallelConfig,
@@ -67,7 +67,7 @@ class Recipe(Section):
     ema: AverageConfig = AverageConfig()
     regularization: RegularizationConfig = RegularizationConfig()
     parallel: ParallelConfig = ParallelConfig()
-    guard: GuardConfig = GuardConfig()
+    anomaly: AnomalyConfig = AnomalyConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

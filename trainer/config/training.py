@@ -143,7 +143,7 @@ class ParallelConfig(Section):
         return self
 
 
-class GuardConfig(Section):
+class AnomalyConfig(Section):
     """What happens when a step's numbers are bad."""
 
     nonfinite: Literal["stop", "skip", "rollback", "off"] = Field(
@@ -158,7 +158,7 @@ class GuardConfig(Section):
         description="a leap: robust standard deviations above the median of the losses before",
     )
     spike_history: int = Field(100, ge=10, le=10_000, description="how many earlier losses that median is of")
-    most: int = Field(20, ge=1, description="incidents of a run, after which it stops in any case")
+    most: int = Field(20, ge=1, description="anomalies of a run, after which it stops in any case")
 
 
 class LogConfig(Section):

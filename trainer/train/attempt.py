@@ -31,10 +31,10 @@ from trainer.observe.phases import PULSE, mark
 from trainer.observe.profile import Kind
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
-from trainer.train.between_steps import BetweenSteps, Incident, Requeue
+from trainer.train.anomalies import AnomalyLog, anomalies_before, left_out, read_anomalies, restore_anomalies
+from trainer.train.anomaly import AnomalyDetector
+from trainer.train.between_steps import Anomaly, BetweenSteps, Requeue
 from trainer.train.explain import explain, memory_explained, profiled
-from trainer.train.guard import Guard
-from trainer.train.incidents import IncidentLog, incidents_before, left_out, read_incidents, restore_incidents
 from trainer.train.loading import forked, settle, sizes
 from trainer.train.manifest import make_manifest
 from trainer.train.prepare import memory_to_come, too_much
@@ -130,8 +130,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         check_request(recipe, task, world.size)
         found, skipped = _newest(folder, mode, world, stored)
         at = found.step if found else 0
-        incidents = incidents_before(read_incidents(folder), at, make_plan(recipe, task))
-        refused = left_out(incidents)
+        anomalies = anomalies_before(read_anomalies(folder), at, make_plan(recipe, task))
+        refused = left_out(anomalies)
         check_agreement(f"{config_hash(recipe)} {data} from {at} without {sorted(refused)}", world)
         parts, loads = _assemble(stack, recipe, task, world, local_size, folder)
         t = parts.training
@@ -144,7 +144,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
         ]
         desk = None
         if world.rank == 0:
-            restore_incidents(folder, incidents)
+            restore_anomalies(folder, anomalies)
             manifest = make_manifest(
                 recipe,
                 recipe_name,
@@ -157,18 +157,29 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
                 progress.step,
                 stored,
             )
-            manifest["incidents"] = len(incidents)
+            manifest["anomalies"] = len(anomalies)
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.step, stored)
         sinks, checksums = (desk.sinks, desk.checksums) if desk else ([], None)
         meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), checksums)
         advisor = explain(stack, recipe, parts, world, local_size, meter)
         meter.go_on(progress.row, progress.seconds, progress.samples)
-        log = IncidentLog(folder if desk else None, t.share.plan)
-        guard = _make_guard(recipe, t, at, progress.history, refused, len(incidents), log)
+        log = AnomalyLog(folder if desk else None, t.share.plan)
+        detector = _make_detector(recipe, t, at, progress.history, refused, len(anomalies), log)
         writer, display = (desk.writer, desk.display) if desk else (None, None)
         profile = profiled(stack, kind if desk else None, folder, recipe, parts, world.device)
         between = BetweenSteps(
-            recipe, world, parts, meter, progress, writer, display, data, stop_after, guard, refused, profile
+            recipe,
+            world,
+            parts,
+            meter,
+            progress,
+            writer,
+            display,
+            data,
+            stop_after,
+            detector,
+            refused,
+            profile,
         )
         between.run_id = desk.manifest["run_id"] if desk else ""
         watch.start(progress.step + recipe.compile.warm_up if parts.compiled else 0)
@@ -176,8 +187,8 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             try:
                 with memory_explained(recipe, parts, world, folder if desk else None):
                     between.train()
-            except Incident as incident:
-                _after_incident(incident, between, log, recipe, world, desk, folder)
+            except Anomaly as anomaly:
+                _after_anomaly(anomaly, between, log, recipe, world, desk, folder)
                 return _ROLLED_BACK
         except Requeue as requeue:
             if desk:
@@ -212,25 +223,25 @@ def _assemble(
     return parts, loads
 
 
-def _make_guard(
+def _make_detector(
     recipe: Recipe,
     t: Training,
     at: int,
     history: list[float],
     refused: Collection[int],
-    incidents: int,
-    log: IncidentLog,
-) -> Guard | None:
+    anomalies: int,
+    log: AnomalyLog,
+) -> AnomalyDetector | None:
     if t.ring is None:
         return None
     group = None if t.tree is not None else t.group
-    return Guard(recipe.guard, t.ring, group, at, history, refused, incidents, log.skipped)
+    return AnomalyDetector(recipe.anomaly, t.ring, group, at, history, refused, anomalies, log.skipped)
 
 
-def _after_incident(
-    incident: Incident,
+def _after_anomaly(
+    anomaly: Anomaly,
     between: BetweenSteps,
-    log: IncidentLog,
+    log: AnomalyLog,
     recipe: Recipe,
     world: World,
     desk: "_Desk | None",
@@ -244,7 +255,7 @@ def _after_incident(
         Stopped: The same, but there is no checkpoint.
     """
     mark("checkpoint")
-    end = log.ends(incident.finding, recipe.guard)
+    end = log.ends(anomaly.finding, recipe.anomaly)
     if desk:
         desk.writer.finish()
         desk.display.close()
@@ -258,7 +269,7 @@ def _after_incident(
     if end:
         raise end
     if int(signals):
-        between.stop(int(signals), incident.done)
+        between.stop(int(signals), anomaly.done)
 
 
 class _Desk(NamedTuple):

@@ -23,8 +23,8 @@ from trainer.observe.log import Meter
 from trainer.observe.memory import after_evaluation, memory_row
 from trainer.observe.phases import mark
 from trainer.observe.profile import Profile
+from trainer.train.anomaly import AnomalyDetector, Finding
 from trainer.train.evaluate import evaluate
-from trainer.train.guard import Finding, Guard
 from trainer.train.loop import train
 from trainer.train.manifest import command
 from trainer.train.progress import Progress, to_state
@@ -36,8 +36,8 @@ class Requeue(Exception):  # noqa: N818  (the outcome of a request, not an error
     """A signal stopped this run, and it can be gone on with."""
 
 
-class Incident(Exception):  # noqa: N818  (as above)
-    """A guard found what ends this attempt."""
+class Anomaly(Exception):  # noqa: N818  (as above)
+    """Anomaly detection found what ends this attempt."""
 
     def __init__(self, finding: Finding, done: int) -> None:
         """Found after so many steps."""
@@ -63,12 +63,12 @@ class BetweenSteps:
         display: Display | None,
         data: Mapping[str, str],
         stop_after: int | None = None,
-        guard: Guard | None = None,
+        detector: AnomalyDetector | None = None,
         left_out: Collection[int] = (),
         profile: Profile | None = None,
     ) -> None:
         """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
-        self._stop_after, self._guard, self._left_out = stop_after, guard, left_out
+        self._stop_after, self._detector, self._left_out = stop_after, detector, left_out
         self._profile = profile
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
@@ -88,7 +88,7 @@ class BetweenSteps:
         Raises:
             Requeue: After a signal or where it was asked to stop, with a checkpoint to go on from.
             Stopped: After a signal, without one.
-            Incident: After bad numbers, on every rank.
+            Anomaly: After bad numbers, on every rank.
         """
         start = self._progress.step
         if start == 0:
@@ -160,7 +160,7 @@ class BetweenSteps:
         if not (due or decision is not NOTHING or self._is_best):
             return
         if due or decision.signal or decision.save or (self._keeps_best and self._is_best):
-            self._look(done, now=True)  # no checkpoint lies behind an incident that nobody knows of
+            self._look(done, now=True)  # no checkpoint lies behind an anomaly that nobody knows of
             self._save(done)
         self._is_best = False
         if decision.signal or done == self._stop_after:
@@ -173,11 +173,11 @@ class BetweenSteps:
             self._meter.emit({**row, **(more or {})})
 
     def _look(self, done: int, now: bool) -> None:
-        """Raises what the guard finds; on all ranks after the same step."""
-        if self._guard is not None and (finding := self._guard.look(done, now)):
+        """Raises what anomaly detection finds; on all ranks after the same step."""
+        if self._detector is not None and (finding := self._detector.look(done, now)):
             self._meter.stage(done)
             self._meter.deliver()
-            raise Incident(finding, done)
+            raise Anomaly(finding, done)
 
     def _set_due(self) -> None:
         seconds = self._recipe.checkpoint.minutes * 60
@@ -206,7 +206,7 @@ class BetweenSteps:
             meter.timed_samples,
             self._progress.figures,
             self._progress.best,
-            self._guard.history if self._guard is not None else [],
+            self._detector.history if self._detector is not None else [],
         )
         state = {
             **to_state(now),

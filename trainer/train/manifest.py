@@ -107,7 +107,7 @@ def make_manifest(
         "gradient_accumulation_steps": plan.micro_batches // world.size,
         "notes": notes,
         "weights": {},
-        "incidents": 0,
+        "anomalies": 0,
         "status": "running",
     }
     redacted: dict[str, Any] = redact(manifest)
@@ -115,12 +115,12 @@ def make_manifest(
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What the manifest says when an attempt is over: when, and the number of incidents."""
+    """What the manifest says when an attempt is over: when, and the number of anomalies."""
     try:
-        incidents = len((folder / "incidents.jsonl").read_bytes().splitlines())
+        anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
     except OSError:
-        incidents = 0
-    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "incidents": incidents}
+        anomalies = 0
+    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
 
 
 def file_hash(file: Path) -> str:

@@ -31,8 +31,8 @@ FREE = (
     "memory.allocator",
     "memory.empty_cache",
     "memory.history",
-    "guard.spike*",
-    "guard.most",
+    "anomaly.spike*",
+    "anomaly.most",
     "parallel.hang_s",
     "parallel.cpu_binding",
     "log.*",
@@ -163,7 +163,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         # Where somebody's file lies is free: what is in it is compared with the data.
         if key != "task" or not all(str(one.get(key)).endswith(".py") for one in (before, after))
         # Only skipping is a part of the arithmetic.
-        if key != "guard.nonfinite" or "skip" in (before.get(key), after.get(key))
+        if key != "anomaly.nonfinite" or "skip" in (before.get(key), after.get(key))
     ]
 
 

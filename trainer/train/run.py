@@ -26,8 +26,8 @@ from trainer.models.precision import autocast, check_precision, fp32_modules, ma
 from trainer.models.weights import load_initial
 from trainer.optim.optimizers import Rates, make_optimizer, parameter_groups, schedule
 from trainer.tasks import Checked, Task
+from trainer.train.anomaly import make_ring
 from trainer.train.changing import find_changing
-from trainer.train.guard import make_ring
 from trainer.train.prepare import blank_batch, prepare_model, shapes_only
 from trainer.train.step import LossOf, Training
 
@@ -253,8 +253,8 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         ragged="units" in task.train_data.fields,
         nonfinite=prepared.nonfinite,
         cuda_graphs=prepared.cuda_graphs,
-        ring=make_ring(recipe.guard, recipe.log.every, device),
-        skips=recipe.guard.nonfinite == "skip",
+        ring=make_ring(recipe.anomaly, recipe.log.every, device),
+        skips=recipe.anomaly.nonfinite == "skip",
         tree=TreeReduction(world.group, recipe.parallel.bucket_mb) if in_tree else None,
     )
     source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)

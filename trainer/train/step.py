@@ -20,7 +20,7 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import Rates, clip_gradients, grad_norm
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
-from trainer.train.guard import Ring
+from trainer.train.anomaly import Ring
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Training:
         cuda_graphs: True where forward and backward are replayed as CUDA graphs: each replay overwrites what
             the one before handed out, gradients among it.
         ragged: True where the units of a step are known only after loading (valid tokens).
-        ring: What the guards look at, or None.
+        ring: What the anomaly detection look at, or None.
         skips: True where an update whose loss or gradients aren't finite is not made.
         tree: Adds up a step's micro-batches in one order for any number of ranks, or None: backward and DDP
         do.

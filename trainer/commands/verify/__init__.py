@@ -1,6 +1,6 @@
 """`trainer verify RUN`: trains a run again, elsewhere, and compares the bits.
 
-- `verify`: the whole run; `incident`: up to an incident: does it come again?
+- `verify`: the whole run; `anomaly`: up to an anomaly: does it come again?
 - `replay`: trains it, in a folder of its own, as it was trained
 - `verdict`: says what is the same, and what differs first
 """
@@ -19,9 +19,7 @@ def add_parser(commands: Any) -> None:
     verify.add_argument(
         "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
     )
-    verify.add_argument(
-        "--incident", type=int, metavar="N", help="only up to incident N: does it come again?"
-    )
+    verify.add_argument("--anomaly", type=int, metavar="N", help="only up to anomaly N: does it come again?")
     verify.add_argument(
         "--set",
         action="append",
@@ -35,10 +33,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.incident is not None:
-        from trainer.commands.verify.incident import verify_incident
+    if options.anomaly is not None:
+        from trainer.commands.verify.anomaly import verify_anomaly
 
-        return verify_incident(options)
+        return verify_anomaly(options)
     from trainer.commands.verify.verify import verify
 
     return verify(options)

@@ -19,7 +19,7 @@ from trainer.config.redact import REDACTED, redact_text
 from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.observe.console import warn
-from trainer.train.incidents import write_incidents
+from trainer.train.anomalies import write_anomalies
 from trainer.train.recorded import Part, Recorded
 from trainer.train.resume import FREE, flat
 from trainer.train.run import data_of, make_task
@@ -35,7 +35,7 @@ def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
     folder.mkdir()
     # As if it had been stopped: the replay goes on with it, at its start.
     write_json(folder / "manifest.json", {**run.facts, "status": "stopped"})
-    write_incidents(folder, refused)
+    write_anomalies(folder, refused)
 
 
 def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:

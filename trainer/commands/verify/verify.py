@@ -11,20 +11,20 @@ from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_c
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
-from trainer.train.incidents import read_incidents
+from trainer.train.anomalies import read_anomalies
 from trainer.train.recorded import Recorded, contradictions, last_step, parts_of, read_run, was_traced
 
 
 def verify(options: argparse.Namespace) -> int:
     """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
     run = read_run(options.folder)
-    incidents = read_incidents(run.folder)
+    anomalies = read_anomalies(run.folder)
     odd = contradictions(run)
-    run = before_its_stop(run, incidents)
+    run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
     config = replay_config(run, options.set)
     parts = parts_of(run.folder, run.manifest, until, ranks_wanted(options))
-    refused = [one for one in incidents if one["policy"] == "rollback"]
+    refused = [one for one in anomalies if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, refused)
@@ -48,19 +48,19 @@ def verify(options: argparse.Namespace) -> int:
     return EXIT_FAILED
 
 
-def before_its_stop(run: Recorded, incidents: list[dict[str, Any]]) -> Recorded:
+def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
     """A run without the rows that came after the step for which it was stopped: a replay stops there, too.
 
     Raises:
         BadInputError: If there are no others.
     """
-    for number, incident in enumerate(incidents, 1):
-        if incident["policy"] == "stop":
-            rows = [row for row in run.rows if row.step < incident["step"]]
+    for number, anomaly in enumerate(anomalies, 1):
+        if anomaly["policy"] == "stop":
+            rows = [row for row in run.rows if row.step < anomaly["step"]]
             if not rows:
                 raise BadInputError(
-                    f"{run.folder}: nothing was recorded before the step {incident['step']} that stopped "
-                    f"it; look at that with --incident {number}"
+                    f"{run.folder}: nothing was recorded before the step {anomaly['step']} that stopped "
+                    f"it; look at that with --anomaly {number}"
                 )
             return replace(run, rows=rows)
     return run

@@ -17,7 +17,7 @@ from trainer.observe.charts.thin import Point, Rows
 _POINTS = 400
 _LINE = 1 << 20  # bytes of a row; a longer line is none
 _LATEST = 10**15  # steps
-_TEXTS = 100  # verdicts, incidents: so many of the first and of the last are kept
+_TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
@@ -88,7 +88,7 @@ class Run:
         verdict: The last word, or None.
         slow: By rank and phase.
         throttled: Rows by reason for which the GPU was throttled.
-        incidents: Of incidents.jsonl.
+        anomalies: Of anomalies.jsonl.
         checkpoints: Newest first.
         rows: Lines of metrics.jsonl that were rows.
         unreadable: Those that weren't.
@@ -107,7 +107,7 @@ class Run:
     verdict: dict[str, Any] | None = None
     slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
-    incidents: Some = field(default_factory=Some)
+    anomalies: Some = field(default_factory=Some)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
@@ -136,12 +136,12 @@ def read_run(folder: Path) -> Run:
         raise BadInputError(f"{path}: can't be read as a manifest ({why}); bring it back") from error
     run = Run(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
-    for line in _lines(folder / "incidents.jsonl"):
-        incident = _parsed(line)
-        if incident is None:
+    for line in _lines(folder / "anomalies.jsonl"):
+        anomaly = _parsed(line)
+        if anomaly is None:
             run.unreadable += 1
         else:
-            run.incidents.add(incident)
+            run.anomalies.add(anomaly)
     run.checkpoints = _checkpoints(folder / FOLDER)
     return run
 

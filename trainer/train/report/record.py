@@ -141,8 +141,8 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def findings(run: Run) -> str:
-    """Verdicts during the run, incidents, ranks that were slow."""
-    incidents = [
+    """Verdicts during the run, anomalies, ranks that were slow."""
+    anomalies = [
         [
             _figure(one, "number"),
             _figure(one, "step"),
@@ -151,7 +151,7 @@ def findings(run: Run) -> str:
             *(_figure(one, name) for name in ("loss", "grad_norm", "median")),
             _moment(one.get("time")),
         ]
-        for one in run.incidents.all()
+        for one in run.anomalies.all()
     ]
     ranked = sorted(run.slow.items(), key=lambda item: -item[1].total)
     slow = [
@@ -167,11 +167,11 @@ def findings(run: Run) -> str:
     ]
     body = _verdicts(run)
     heads = ["no.", "step", "kind", "policy", "loss", "gradient norm", "median loss", "time"]
-    body += _listed("Incidents", heads, incidents, (0, 1, 4, 5, 6), run.incidents)
+    body += _listed("Anomalies", heads, anomalies, (0, 1, 4, 5, 6), run.anomalies)
     heads = ["rank", "phase", "rows", "mean cost", "largest", "at step"]
     body += _listed("Slow ranks", heads, slow, (0, 2, 3, 4, 5))
-    if not run.incidents.count:
-        body += '<p class="prose">No incidents.</p>'
+    if not run.anomalies.count:
+        body += '<p class="prose">No anomalies.</p>'
     note = "A cost is a share of the wall time." if run.verdicts.count or slow else ""
     return section("Findings", body, note)
 

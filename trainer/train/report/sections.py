@@ -77,12 +77,12 @@ _CURVES = {
 
 
 def marks_of(run: Run) -> list[Mark]:
-    """Incidents and restarts, for the axes."""
+    """Anomalies and restarts, for the axes."""
     marks = list[Mark]()
-    for number_, incident in enumerate(run.incidents.all()[:_MARKS], 1):
-        step = incident.get("step")
+    for number_, anomaly in enumerate(run.anomalies.all()[:_MARKS], 1):
+        step = anomaly.get("step")
         if type(step) is int and step > 0:
-            what = f"incident {number_}: {incident.get('kind')}, {incident.get('policy')}"
+            what = f"anomaly {number_}: {anomaly.get('kind')}, {anomaly.get('policy')}"
             marks.append(Mark(step, str(number_), what, True))
     listed = run.manifest.get("attempts")
     for attempt in (listed if isinstance(listed, list) else [])[1:_MARKS]:
@@ -128,7 +128,7 @@ def curves(run: Run) -> str:
     ]
     names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
     shown += [chart(title_of(name), name, name) for name in names if name not in _CURVES]
-    notes = ["Dashed verticals mark incidents by their number, and restarts (↻)."] if marks else []
+    notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
     return section("Curves", grid(*shown), " ".join(notes))

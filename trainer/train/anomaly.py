@@ -1,7 +1,8 @@
-"""Guards: steps whose loss or gradients aren't finite, and losses that leap; found without stopping.
+"""Anomaly detection: steps whose loss or gradients aren't finite, and losses that leap; found without
+stopping.
 
 The device keeps loss and gradient norm of the last steps; they are read late, together, and always before a
-checkpoint: so that no checkpoint lies behind an incident that nobody knows of yet. Every rank reads the
+checkpoint: so that no checkpoint lies behind an anomaly that nobody knows of yet. Every rank reads the
 same numbers after the same step, and so does the same.
 """
 
@@ -14,7 +15,7 @@ from typing import Literal
 import torch
 from torch import distributed as dist
 
-from trainer.config.training import GuardConfig
+from trainer.config.training import AnomalyConfig
 from trainer.distributed.parallel import sum_over_ranks
 
 _MOST_STEPS = 100  # that are looked at together
@@ -69,25 +70,25 @@ class Ring:
         self._norms[step % self.size].copy_(norm)
 
 
-def make_ring(config: GuardConfig, log_every: int, device: torch.device) -> Ring | None:
-    """What a training with these guards fills; None if there are none."""
+def make_ring(config: AnomalyConfig, log_every: int, device: torch.device) -> Ring | None:
+    """What a training with this anomaly detection fills; None if there are none."""
     if config.nonfinite == "off" and config.spike == "off":
         return None
     return Ring(min(log_every, _MOST_STEPS), device)
 
 
-class Guard:
+class AnomalyDetector:
     """Reads the ring, late, and tells what is to be done; on every rank."""
 
     def __init__(
         self,
-        config: GuardConfig,
+        config: AnomalyConfig,
         ring: Ring,
         group: dist.ProcessGroup | None,
         start: int,
         history: Sequence[float],
         left_out: Collection[int],
-        incidents: int,
+        anomalies: int,
         skipped: Callable[[Finding], None],
     ) -> None:
         """Begins at a step.
@@ -99,13 +100,13 @@ class Guard:
             start: Steps done.
             history: Losses before it, for spikes; see `history`.
             left_out: Steps that are not trained.
-            incidents: How many there were.
+            anomalies: How many there were.
             skipped: Told of each step whose update wasn't made.
         """
         self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
         self._from = self._staged_from = start
         self.history = list(history)
-        self._incidents = incidents
+        self._anomalies = anomalies
         self._skipped = skipped
         self._staged: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -115,10 +116,10 @@ class Guard:
 
         Args:
             done: Steps done.
-            now: Whether to wait for the numbers of all of them: before what must not be behind an incident.
+            now: Whether to wait for the numbers of all of them: before what must not be behind an anomaly.
 
         Returns:
-            The first incident that ends this attempt, or None.
+            The first anomaly that ends this attempt, or None.
         """
         if not now and done % self._ring.size:
             return None
@@ -152,8 +153,8 @@ class Guard:
             if step in self._left_out:
                 continue
             if found := judge(self._config, step, losses[slot], norms[slot], self.history):
-                self._incidents += 1
-                if found.policy != "stop" and self._incidents >= self._config.most:
+                self._anomalies += 1
+                if found.policy != "stop" and self._anomalies >= self._config.most:
                     found = replace(found, policy="stop", one_too_many=True)
                 if found.policy != "skip":
                     return found
@@ -161,7 +162,7 @@ class Guard:
         return None
 
 
-def judge(config: GuardConfig, step: int, loss: float, norm: float, history: list[float]) -> Finding | None:
+def judge(config: AnomalyConfig, step: int, loss: float, norm: float, history: list[float]) -> Finding | None:
     """Judges a step by its numbers and the losses before it, to which its own is added if it is sound."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         if config.nonfinite == "off":

@@ -1,4 +1,4 @@
-"""What the guards found, in the run folder: one line of JSON for each incident."""
+"""What anomaly detection found, in the run folder: one line of JSON for each anomaly."""
 
 import json
 import math
@@ -10,59 +10,59 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.training import GuardConfig
+from trainer.config.training import AnomalyConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError, DivergedError
 from trainer.host import strict_json
 from trainer.host.files import sync_folder
 from trainer.observe.console import warn
-from trainer.train.guard import Finding
+from trainer.train.anomaly import Finding
 
-_NAME = "incidents.jsonl"
+_NAME = "anomalies.jsonl"
 
 
-def read_incidents(folder: Path) -> list[dict[str, Any]]:
-    """The incidents of a run, in their order; a last line that was cut off by a kill doesn't count.
+def read_anomalies(folder: Path) -> list[dict[str, Any]]:
+    """The anomalies of a run, in their order; a last line that was cut off by a kill doesn't count.
 
     Raises:
         BadInputError: If the file can't be read as such.
     """
     try:
         *lines, _ = (folder / _NAME).read_bytes().split(b"\n")
-        incidents = [strict_json.parse(line) for line in lines]
-        for incident in incidents:
-            if not (type(incident["step"]) is int and incident["step"] >= 1):
+        anomalies = [strict_json.parse(line) for line in lines]
+        for anomaly in anomalies:
+            if not (type(anomaly["step"]) is int and anomaly["step"] >= 1):
                 raise ValueError("a step is odd")
-            if not (incident["kind"] in ("nonfinite", "spike") and isinstance(incident["policy"], str)):
+            if not (anomaly["kind"] in ("nonfinite", "spike") and isinstance(anomaly["policy"], str)):
                 raise ValueError("a kind or policy is odd")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(
-            f"{folder / _NAME}: can't be read as a list of incidents ({error}); it decides which steps are "
+            f"{folder / _NAME}: can't be read as a list of anomalies ({error}); it decides which steps are "
             "left out: bring it back, or give another --out"
         ) from error
-    return incidents
+    return anomalies
 
 
-def left_out(incidents: list[dict[str, Any]]) -> set[int]:
+def left_out(anomalies: list[dict[str, Any]]) -> set[int]:
     """Numbers, from 0, of the steps that are not trained: those that a run was rolled back for."""
-    return {incident["step"] - 1 for incident in incidents if incident["policy"] == "rollback"}
+    return {anomaly["step"] - 1 for anomaly in anomalies if anomaly["policy"] == "rollback"}
 
 
-def incidents_before(incidents: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
+def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> list[dict[str, Any]]:
     """Those that hold for a run that goes on after so many steps, by this plan.
 
     What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
     are in its step now.
     """
-    return [one for one in incidents if one["step"] <= step or _comes_again(one, plan)]
+    return [one for one in anomalies if one["step"] <= step or _comes_again(one, plan)]
 
 
-def _comes_again(incident: dict[str, Any], plan: Plan) -> bool:
-    if incident["policy"] != "rollback" or incident["step"] > plan.steps:
+def _comes_again(anomaly: dict[str, Any], plan: Plan) -> bool:
+    if anomaly["policy"] != "rollback" or anomaly["step"] > plan.steps:
         return False
-    return incident.get("samples") in (None, _samples(plan, incident["step"] - 1)[1])
+    return anomaly.get("samples") in (None, _samples(plan, anomaly["step"] - 1)[1])
 
 
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
@@ -71,26 +71,26 @@ def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
     return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
 
 
-def restore_incidents(folder: Path, incidents: list[dict[str, Any]]) -> None:
+def restore_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
     """Leaves only these in the run folder.
 
     Raises:
         BadInputError: If they can't be written.
     """
     try:
-        write_incidents(folder, incidents)
+        write_anomalies(folder, anomalies)
     except OSError as error:
         raise BadInputError(f"{folder / _NAME} can't be written ({error.strerror}); mend that") from error
 
 
-def write_incidents(folder: Path, incidents: list[dict[str, Any]]) -> None:
-    """Replaces the list of incidents by one with new numbers; for good when it returns.
+def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
+    """Replaces the list of anomalies by one with new numbers; for good when it returns.
 
     Raises:
         OSError: If it can't be written.
     """
     path = folder / _NAME
-    text = "".join(f"{json.dumps({**one, 'number': number})}\n" for number, one in enumerate(incidents, 1))
+    text = "".join(f"{json.dumps({**one, 'number': number})}\n" for number, one in enumerate(anomalies, 1))
     if text == (path.read_text() if path.exists() else ""):
         return
     beside = path.with_suffix(".tmp")
@@ -103,8 +103,8 @@ def write_incidents(folder: Path, incidents: list[dict[str, Any]]) -> None:
 
 
 @dataclass(frozen=True)
-class IncidentLog:
-    """Writes down what the guard finds.
+class AnomalyLog:
+    """Writes down what anomaly detection finds.
 
     Attributes:
         folder: The run folder; None on ranks that write nothing.
@@ -119,34 +119,34 @@ class IncidentLog:
         try:
             number = self._add(finding)
         except OSError as error:  # the training is worth more than its record
-            warn(f"{finding}; its update was not made, and incidents.jsonl not written ({error.strerror})")
+            warn(f"{finding}; its update was not made, and anomalies.jsonl not written ({error.strerror})")
             return
         if number:
-            warn(f"{finding}; its update was not made (incident {number} in incidents.jsonl)")
+            warn(f"{finding}; its update was not made (anomaly {number} in anomalies.jsonl)")
 
-    def ends(self, finding: Finding, config: GuardConfig) -> DivergedError | None:
+    def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
         """Of a step that ends the attempt; returns why the run ends, None if it is to be rolled back."""
         try:
             number = self._add(finding)
         except OSError as error:
-            return DivergedError(f"{finding}; incidents.jsonl can't be written ({error.strerror})")
+            return DivergedError(f"{finding}; anomalies.jsonl can't be written ({error.strerror})")
         if finding.policy == "rollback":
             if number:
                 warn(f"{finding}; back to the checkpoint before it, and on without its samples")
             return None
         if finding.one_too_many:
-            return DivergedError(f"{finding}; it is incident {config.most}: guard.most={config.most}")
+            return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
         return DivergedError(
-            f"{finding}; lower optim.lr, set optim.max_grad_norm or guard.{finding.kind}=rollback, and go on "
-            "by --resume force; incidents.jsonl in the run folder has the samples"
+            f"{finding}; lower optim.lr, set optim.max_grad_norm or anomaly.{finding.kind}=rollback, and go "
+            "on by --resume force; anomalies.jsonl in the run folder has the samples"
         )
 
     def _add(self, finding: Finding) -> int:
-        """Returns the incident's number; 0 on ranks that write nothing."""
+        """Returns the anomaly's number; 0 on ranks that write nothing."""
         if self.folder is None:
             return 0
         epochs, samples = _samples(self.plan, finding.step)
-        incident = {
+        anomaly = {
             "number": 0,
             "step": finding.step + 1,
             "kind": finding.kind,
@@ -159,8 +159,8 @@ class IncidentLog:
             "epochs": epochs,
             "samples": samples,
         }
-        earlier = read_incidents(self.folder)
-        write_incidents(self.folder, [*earlier, incident])
+        earlier = read_anomalies(self.folder)
+        write_anomalies(self.folder, [*earlier, anomaly])
         return len(earlier) + 1
 
 

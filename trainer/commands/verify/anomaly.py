@@ -1,4 +1,4 @@
-"""`trainer verify RUN --incident N`: trains up to an incident again, elsewhere: does it come again?"""
+"""`trainer verify RUN --anomaly N`: trains up to an anomaly again, elsewhere: does it come again?"""
 
 import argparse
 import shutil
@@ -11,25 +11,25 @@ from trainer.checkpoint.folder import Damaged, Unreadable, read
 from trainer.checkpoint.store import listing
 from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.train.incidents import read_incidents
+from trainer.train.anomalies import read_anomalies
 from trainer.train.recorded import Recorded, parts_of, read_run
 
 _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 
 
-def verify_incident(options: argparse.Namespace) -> int:
+def verify_anomaly(options: argparse.Namespace) -> int:
     """Does what was asked for; returns the exit code: 0 if it came again with the same bits, else 1."""
     run = read_run(options.folder, rows_needed=False)
-    incidents = read_incidents(run.folder)
-    if not 1 <= options.incident <= len(incidents):
-        there = f"incidents 1 to {len(incidents)} were recorded" if incidents else "no incident was recorded"
-        raise BadInputError(f"--incident {options.incident}: {there} in {run.folder}")
-    wanted = incidents[options.incident - 1]
+    anomalies = read_anomalies(run.folder)
+    if not 1 <= options.anomaly <= len(anomalies):
+        there = f"anomalies 1 to {len(anomalies)} were recorded" if anomalies else "no anomaly was recorded"
+        raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.folder}")
+    wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
     config = _config(run, wanted, options.set)
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
-        refused = [one for one in incidents[: options.incident - 1] if one["policy"] == "rollback"]
+        refused = [one for one in anomalies[: options.anomaly - 1] if one["policy"] == "rollback"]
         begin(run, folder, refused)
         start = _checkpoint_before(run, folder, step)
         steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
@@ -37,10 +37,10 @@ def verify_incident(options: argparse.Namespace) -> int:
         parts = parts_of(run.folder, run.manifest, step, ranks_wanted(options))
         parts = [part for part in parts if part.until > start]
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
-        if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the incident comes again
+        if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again
             return code
-        again = [one for one in read_incidents(folder)[len(refused) :] if one["step"] == step]
-    number = f"incident {options.incident}, step {step}"
+        again = [one for one in read_anomalies(folder)[len(refused) :] if one["step"] == step]
+    number = f"anomaly {options.anomaly}, step {step}"
     if not again:
         say(f"{number}: did not come again")
         return EXIT_FAILED
@@ -55,16 +55,16 @@ def verify_incident(options: argparse.Namespace) -> int:
 
 
 def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """That of the run, but it ends at the incident, and says where it began."""
+    """That of the run, but it ends at the anomaly, and says where it began."""
     config = replay_config(run, settings)
-    guard = dict(config.get("guard", {}))
-    if guard.get(wanted["kind"]) != "skip":
-        guard[wanted["kind"]] = "stop"
-    guard["most"] = 1 << 30
+    anomaly = dict(config.get("anomaly", {}))
+    if anomaly.get(wanted["kind"]) != "skip":
+        anomaly[wanted["kind"]] = "stop"
+    anomaly["most"] = 1 << 30
     # The modules can be watched only where they run one by one.
     eager = config.get("compile", {}).get("mode", "none") == "none"
     precision = {**config.get("precision", {}), "debug": eager and wanted["kind"] == "nonfinite"}
-    return {**config, "guard": guard, "precision": precision}
+    return {**config, "anomaly": anomaly, "precision": precision}
 
 
 def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Promise: an incident comes again when a run is trained again, with the same bits; else that is said."""
+"""Promise: an anomaly comes again when a run is trained again, with the same bits; else that is said."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from trainer.cli import main
 from trainer.commands.verify import replay as module
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import load_recipe
-from trainer.train.incidents import read_incidents
+from trainer.train.anomalies import read_anomalies
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -34,8 +34,8 @@ def replays_with(before: Callable[[], None] | None, monkeypatch: pytest.MonkeyPa
     return said
 
 
-def run_of(folder: Path, before: Callable[[], None], **guard: Any) -> Path:
-    recipe: Recipe = small(**SEED, guard={"spike_history": 10, **guard}, checkpoint={"keep": 3})
+def run_of(folder: Path, before: Callable[[], None], **keys: Any) -> Path:
+    recipe: Recipe = small(**SEED, anomaly={"spike_history": 10, **keys}, checkpoint={"keep": 3})
     attempt(folder, recipe, before=before)
     return folder
 
@@ -47,9 +47,9 @@ def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     before = contents(run)
     replays_with(fault, monkeypatch)
     for number, step in enumerate([7] if policy == "stop" else [7, 13], 1):
-        assert main(["verify", str(run), "--incident", str(number)]) == 0
+        assert main(["verify", str(run), "--anomaly", str(number)]) == 0
         out = capsys.readouterr().out
-        assert f"incident {number}, step {step}: came again, with the same samples" in out
+        assert f"anomaly {number}, step {step}: came again, with the same samples" in out
         # From the newest checkpoint before it: every five steps and at the end, three kept.
         newest = {("stop", 7): 6, ("skip", 13): 11, ("rollback", 13): 11}.get((policy, step), 1)
         assert f"training step{'s' * (newest < step)} {newest}" in out
@@ -58,7 +58,7 @@ def test_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert f"training steps 1 to {6 if policy == 'stop' else 16} of 16" in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_at_once_has_only_its_incident(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_run_that_was_stopped_at_once_has_only_its_anomaly(tmp_path: Path, capsys: Capsys) -> None:
     run = run_of(tmp_path / "run", poison([0], "gradient"))
     assert main(["verify", str(run)]) == 2
     assert "nothing was recorded before the step 1 that stopped it" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_the_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recipe = small(optim={"name": "sgd", "lr": 1e30})
     assert attempt(tmp_path / "run", recipe).code == 1
     said = replays_with(None, monkeypatch)
-    assert main(["verify", str(tmp_path / "run"), "--incident", "1"]) == 0
+    assert main(["verify", str(tmp_path / "run"), "--anomaly", "1"]) == 0
     assert "came again" in capsys.readouterr().out
     assert "the first that wasn't finite was the" in said[-1]
 
@@ -76,9 +76,9 @@ def test_the_replay_names_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_leap_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     fault = poison([13], "leap")
     run = run_of(tmp_path / "run", fault, spike="rollback")
-    assert [one["kind"] for one in read_incidents(run)] == ["spike"]
+    assert [one["kind"] for one in read_anomalies(run)] == ["spike"]
     replays_with(fault, monkeypatch)
-    assert main(["verify", str(run), "--incident", "1"]) == 0
+    assert main(["verify", str(run), "--anomaly", "1"]) == 0
     assert "came again" in capsys.readouterr().out
     assert main(["verify", str(run)]) == 0
     assert "identical" in capsys.readouterr().out
@@ -89,17 +89,17 @@ def test_what_does_not_come_again_is_said(
 ) -> None:
     run = run_of(tmp_path / "run", poison([6], "gradient"))
     replays_with(None, monkeypatch)
-    assert main(["verify", str(run), "--incident", "1"]) == 1
-    assert "incident 1, step 7: did not come again" in capsys.readouterr().out
-    (incident,) = read_incidents(run)
-    (run / "incidents.jsonl").write_text(json.dumps({**incident, "samples": [0]}) + "\n")
+    assert main(["verify", str(run), "--anomaly", "1"]) == 1
+    assert "anomaly 1, step 7: did not come again" in capsys.readouterr().out
+    (anomaly,) = read_anomalies(run)
+    (run / "anomalies.jsonl").write_text(json.dumps({**anomaly, "samples": [0]}) + "\n")
     replays_with(poison([6], "gradient"), monkeypatch)
-    assert main(["verify", str(run), "--incident", "1"]) == 1
+    assert main(["verify", str(run), "--anomaly", "1"]) == 1
     assert "came again, but samples was [0] and is [" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", ["0", "2"])
 def test_there_must_be_one(tmp_path: Path, capsys: Capsys, number: str) -> None:
     run = run_of(tmp_path / "run", poison([6], "gradient"))
-    assert main(["verify", str(run), "--incident", number]) == 2
-    assert f"--incident {number}: incidents 1 to 1 were recorded" in capsys.readouterr().err
+    assert main(["verify", str(run), "--anomaly", number]) == 2
+    assert f"--anomaly {number}: anomalies 1 to 1 were recorded" in capsys.readouterr().err

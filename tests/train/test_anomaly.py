@@ -25,19 +25,19 @@ from tests.helpers.rows import read_rows
 from trainer.checkpoint import store
 from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
-from trainer.config.training import GuardConfig
+from trainer.config.training import AnomalyConfig
 from trainer.errors import BadInputError
 from trainer.launch import rank, signals as preempt
 from trainer.tasks.classification import Classification
-from trainer.train import incidents
+from trainer.train import anomalies
+from trainer.train.anomalies import anomalies_before, left_out, read_anomalies
+from trainer.train.anomaly import Finding, judge, median_and_deviation
 from trainer.train.attempt import train_rank
-from trainer.train.guard import Finding, judge, median_and_deviation
-from trainer.train.incidents import incidents_before, left_out, read_incidents
 from trainer.train.run import make_plan, make_task
 
 
-def guarded(**guard: Any) -> Recipe:
-    return small(**SEED, guard=guard)
+def watched(**keys: Any) -> Recipe:
+    return small(**SEED, anomaly=keys)
 
 
 def samples_of(recipe: Recipe, step: int) -> list[int]:
@@ -59,11 +59,11 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     assert "Traceback" not in stopped.said
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "diverged" and manifest["reason"].endswith(stopped.line)
-    (incident,) = read_incidents(folder)
-    assert (incident["number"], incident["step"], incident["kind"]) == (1, 8, "nonfinite")
-    assert incident["samples"] == samples_of(recipe, 7)
-    assert math.isnan(float(incident["loss"])) == (harm == "loss")
-    # Nothing that was written lies behind the incident.
+    (anomaly,) = read_anomalies(folder)
+    assert (anomaly["number"], anomaly["step"], anomaly["kind"]) == (1, 8, "nonfinite")
+    assert anomaly["samples"] == samples_of(recipe, 7)
+    assert math.isnan(float(anomaly["loss"])) == (harm == "loss")
+    # Nothing that was written lies behind the anomaly.
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None and newest.step == 7
     assert all(tensor.isfinite().all() for tensor in newest.tensors["model"].values())
@@ -71,7 +71,7 @@ def test_stop(tmp_path: Path, harm: Harm, clip: float) -> None:
     again = attempt(folder, recipe)
     assert again.code == 1 and "is diverged already" in again.said and "--resume force" in again.said
     cured = attempt(folder, recipe, "force")
-    assert cured.code == 0 and read_incidents(folder) == []
+    assert cured.code == 0 and read_anomalies(folder) == []
     whole = attempt(tmp_path / "whole", recipe)
     assert whole.code == 0 and ending(folder) == ending(tmp_path / "whole")
 
@@ -86,28 +86,28 @@ def test_stop_in_the_last_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["loss", "gradient"])
 def test_skip(tmp_path: Path, harm: Harm) -> None:
     folder = tmp_path / "run"
-    recipe = guarded(nonfinite="skip")
+    recipe = watched(nonfinite="skip")
     done = attempt(folder, recipe, before=poison([3, 7, 8], harm))
     assert done.code == 0
-    assert [one["step"] for one in read_incidents(folder)] == [4, 8, 9]
+    assert [one["step"] for one in read_anomalies(folder)] == [4, 8, 9]
     assert done.said.count("its update was not made") == 3
     rows = read_rows(folder)
     assert [row["updates"] for row in rows if row["kind"] == "train"][-1] == 13
     newest, _ = newest_good(folder / "checkpoints")
     assert newest is not None
     assert all(t.isfinite().all() for ts in newest.tensors.values() for t in ts.values())
-    # Cut between the incidents, it ends the same, and tells each once.
+    # Cut between the anomalies, it ends the same, and tells each once.
     cut = tmp_path / "cut"
     assert attempt(cut, recipe, stop_at=6, before=poison([3, 7, 8], harm)).code == 75
     assert attempt(cut, recipe, stop_at=9, before=poison([3, 7, 8], harm)).code == 75
     assert attempt(cut, recipe, before=poison([3, 7, 8], harm)).code == 0
-    assert [one["step"] for one in read_incidents(cut)] == [4, 8, 9]
+    assert [one["step"] for one in read_anomalies(cut)] == [4, 8, 9]
     assert ending(cut).weights == ending(folder).weights
 
 
 def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
     """A step with a bad loss and one with a bad gradient leave the same weights: those without it."""
-    recipe = guarded(nonfinite="skip")
+    recipe = watched(nonfinite="skip")
     harms: tuple[Harm, ...] = ("loss", "gradient")
     for harm in harms:
         assert attempt(tmp_path / harm, recipe, before=poison([5], harm)).code == 0
@@ -117,7 +117,7 @@ def test_what_is_skipped_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["gradient", "leap"])
 def test_rollback(tmp_path: Path, harm: Harm) -> None:
     kind = "spike" if harm == "leap" else "nonfinite"
-    recipe = guarded(**{kind: "rollback"}, spike_history=10)
+    recipe = watched(**{kind: "rollback"}, spike_history=10)
     # The oracle: the same, told from the start to leave the step out.
     whole = leaves_out_the_13th(tmp_path / "whole", kind)
     assert attempt(whole, recipe, before=poison([12], harm)).code == 0
@@ -130,8 +130,8 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     assert "back to the checkpoint before it" in done.said and "goes on after step 10" in done.said
     assert "without step 13" in done.said
     assert ending(folder) == ending(whole)
-    (incident,) = read_incidents(folder)
-    assert (incident["step"], incident["kind"], incident["samples"]) == (13, kind, samples_of(recipe, 12))
+    (anomaly,) = read_anomalies(folder)
+    assert (anomaly["step"], anomaly["kind"], anomaly["samples"]) == (13, kind, samples_of(recipe, 12))
     if harm == "leap":
         return
     # Stopped before, within and after it, too.
@@ -150,7 +150,7 @@ def leaves_out_the_13th(folder: Path, kind: str) -> Path:
     """A run folder of a run that was rolled back before its first step, so to say."""
     folder.mkdir()
     told = {"number": 1, "step": 13, "kind": kind, "policy": "rollback"}
-    (folder / "incidents.jsonl").write_text(json.dumps(told) + "\n")
+    (folder / "anomalies.jsonl").write_text(json.dumps(told) + "\n")
     return folder
 
 
@@ -187,13 +187,13 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
 
 
 def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
-    recipe = guarded(nonfinite="rollback")
+    recipe = watched(nonfinite="rollback")
     done = attempt(tmp_path / "run", recipe, before=slowly(0.4))
     assert done.code == 0 and "goes on after step 10" in done.said
 
 
 def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
-    recipe = guarded(nonfinite="rollback")
+    recipe = watched(nonfinite="rollback")
     folder = tmp_path / "run"
     stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
     assert stopped.code == 75 and "goes on after step 10" in stopped.said
@@ -205,18 +205,18 @@ def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
 
 
 def test_rollback_to_the_very_start(tmp_path: Path) -> None:
-    recipe = guarded(nonfinite="rollback")
+    recipe = watched(nonfinite="rollback")
     done = attempt(tmp_path / "run", recipe, before=poison([0, 1], "gradient"))
-    assert done.code == 0 and left_out(read_incidents(tmp_path / "run")) == {0, 1}
+    assert done.code == 0 and left_out(read_anomalies(tmp_path / "run")) == {0, 1}
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_too_many(tmp_path: Path, policy: str) -> None:
-    recipe = guarded(nonfinite=policy, most=2)
+    recipe = watched(nonfinite=policy, most=2)
     stopped = attempt(tmp_path / "run", recipe, before=poison([2, 6, 9], "gradient"))
-    assert stopped.code == 1 and "step 7" in stopped.line and "guard.most=2" in stopped.line
-    assert [one["policy"] for one in read_incidents(tmp_path / "run")] == [policy, "stop"]
+    assert stopped.code == 1 and "step 7" in stopped.line and "anomaly.most=2" in stopped.line
+    assert [one["policy"] for one in read_anomalies(tmp_path / "run")] == [policy, "stop"]
 
 
 @pytest.mark.parametrize(("policy", "code"), [("stop", 1), ("skip", 0), ("rollback", 1)])
@@ -226,23 +226,23 @@ def test_a_full_disk(tmp_path: Path, policy: str, code: int) -> None:
 
     def install() -> None:
         poison([6], "gradient")()
-        replace(incidents.IncidentLog, "_add", full)
+        replace(anomalies.AnomalyLog, "_add", full)
 
-    done = attempt(tmp_path / "run", guarded(nonfinite=policy), before=install)
+    done = attempt(tmp_path / "run", watched(nonfinite=policy), before=install)
     assert done.code == code and "Traceback" not in done.said
     told = done.said if policy == "skip" else done.line
     assert "step 7: the gradient isn't finite" in told and "No space left on device" in told
 
 
 def test_off(tmp_path: Path) -> None:
-    recipe = guarded(nonfinite="off")
+    recipe = watched(nonfinite="off")
     done = attempt(tmp_path / "run", recipe, before=poison([3], "gradient"))
     assert done.code == 1 and "the evaluation isn't finite" in done.line
-    assert read_incidents(tmp_path / "run") == []
+    assert read_anomalies(tmp_path / "run") == []
 
 
 def test_fp16_looks_for_its_scale_undisturbed(tmp_path: Path) -> None:
-    """An overflow is no incident while the scale can be its cause; gradients that are always bad are one."""
+    """An overflow is no anomaly while the scale can be its cause; gradients that are always bad are one."""
     scaled = {"precision": {"mode": "fp16", "initial_scale": 2.0**60}}
     assert attempt(tmp_path / "run", small(**SEED, **scaled, max_steps=12)).code == 0
     scaled = {"precision": {"mode": "fp16", "initial_scale": 4.0}}
@@ -304,14 +304,14 @@ def test_ranks_agree(tmp_path: Path, harm: Harm, policy: str, reduction: str) ->
     """One rank's micro-batch goes bad; both do the same about it."""
     recipe = small(
         **{**SEED, "data": {"augment": "flip", "micro_batch_size": 4}},
-        guard={"nonfinite": policy},
+        anomaly={"nonfinite": policy},
         parallel={"reduction": reduction},
     )
     done = two_ranks(tmp_path / "run", recipe, poison([7], harm, only_rank=1))
     assert {one.code for one in done} == {1 if policy == "stop" else 0}, done
-    (incident,) = read_incidents(tmp_path / "run")
-    assert (incident["step"], incident["policy"]) == (8, policy)
-    assert incident["samples"] == samples_of(recipe, 7)
+    (anomaly,) = read_anomalies(tmp_path / "run")
+    assert (anomaly["step"], anomaly["policy"]) == (8, policy)
+    assert anomaly["samples"] == samples_of(recipe, 7)
     if policy == "stop":
         assert all(f"step 8: the {harm} isn't finite" in one.line for one in done)
         return
@@ -327,7 +327,7 @@ def test_nobody_leaves_before_all_is_written(tmp_path: Path) -> None:
     for one in two_ranks(tmp_path / "run", recipe, slowly(1.0)):
         assert one.code == 1 and "step 13" in one.line
         assert "status diverged" in one.said
-    assert len(read_incidents(tmp_path / "run")) == 1
+    assert len(read_anomalies(tmp_path / "run")) == 1
 
 
 def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
@@ -346,12 +346,12 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
 
         replace(module, "assemble", looked_at)
 
-    done = attempt(tmp_path / "run", small(**SEED, guard={"nonfinite": "rollback"}), before=install)
+    done = attempt(tmp_path / "run", small(**SEED, anomaly={"nonfinite": "rollback"}), before=install)
     assert done.code == 0 and "goes on after step 10" in done.said, done.line
     assert seen.read_text().splitlines() == ["start 0"] * 2
 
 
-CONFIG = GuardConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)
+CONFIG = AnomalyConfig(nonfinite="stop", spike="rollback", spike_deviations=5.0, spike_history=10)
 
 
 def test_a_leap_is_judged_by_what_was_before() -> None:
@@ -396,7 +396,7 @@ def test_the_deviation_is_that_of_a_normal_distribution(values: list[float]) -> 
 def test_what_would_happen_again_is_forgotten() -> None:
     recipe = small()
     plan = make_plan(recipe, make_task(recipe))
-    incidents = [
+    anomalies = [
         {"step": 3, "policy": "skip"},
         {"step": 9, "policy": "skip"},
         {"step": 12, "policy": "rollback"},
@@ -405,14 +405,14 @@ def test_what_would_happen_again_is_forgotten() -> None:
         {"step": 17, "policy": "rollback"},  # and beyond the end of this one
         {"step": 20, "policy": "stop"},
     ]
-    assert incidents_before(incidents, 8, plan) == [incidents[0], incidents[2], incidents[3]]
+    assert anomalies_before(anomalies, 8, plan) == [anomalies[0], anomalies[2], anomalies[3]]
 
 
 @pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"step": "a", "policy": "rollback"}\n'])
 def test_an_odd_list_of_incidents_is_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "incidents.jsonl").write_text(text)
-    with pytest.raises(BadInputError, match=r"can't be read as a list of incidents"):
-        read_incidents(tmp_path)
+    (tmp_path / "anomalies.jsonl").write_text(text)
+    with pytest.raises(BadInputError, match=r"can't be read as a list of anomalies"):
+        read_anomalies(tmp_path)
 
 
 def test_a_finding_in_words() -> None:
