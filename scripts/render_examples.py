@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Renders scripts/kubernetes and scripts/slurm by the code behind `trainer launch`; --check only compares.
+"""Renders scripts/kubernetes and scripts/slurm by the code behind `trainer submit`; --check only compares.
 
 The image in them is a placeholder that no registry has: put your own reference there, with its digest, which
 stands in the variable TRAINER_IMAGE_DIGEST as well (a run's manifest says by it which image it ran in).
@@ -19,7 +19,7 @@ from trainer.commands.submit.places import render
 from trainer.commands.submit.spec import JobSpec, Place, Site
 
 _HEAD = """\
-# Rendered by scripts/render_examples.py; `trainer launch … --dry-run` renders your own.
+# Rendered by scripts/render_examples.py; `trainer submit … --dry-run` renders your own.
 # The image is a placeholder: put the reference of yours there, and its digest in TRAINER_IMAGE_DIGEST.
 """
 FOLDER = Path(__file__).resolve().parent / "kubernetes"

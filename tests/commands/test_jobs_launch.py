@@ -1,4 +1,4 @@
-"""Promise: `trainer launch` says what is wrong before anything is submitted, and what it submitted."""
+"""Promise: `trainer submit` says what is wrong before anything is submitted, and what it submitted."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
 def refused(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """The one line on stderr of a launch that doesn't happen."""
     try:
-        assert main(["launch", *words]) == code
+        assert main(["submit", *words]) == code
     except SystemExit as error:
         assert error.code == code
     said = capsys.readouterr()
@@ -138,11 +138,11 @@ def test_gpus_that_this_machine_lacks(tools: Tools, capsys: pytest.CaptureFixtur
     tools.add("docker")
     words = ["digits", "--on", "compose", *ENGINE, *SMALL, "--gpus-per-node"]
     assert "that is 4 GPUs, and nvidia-smi shows 2" in refused([*words, "2", "--nodes", "2"], capsys)
-    assert main(["launch", *words, "2", "--dry-run"]) == 0
+    assert main(["submit", *words, "2", "--dry-run"]) == 0
 
 
 def test_a_dry_run_prints_and_does_nothing(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "digits", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
+    assert main(["submit", "digits", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert set(job_files.documents(said.out)) == {"NetworkPolicy", "Job"}
@@ -153,13 +153,13 @@ def test_a_dry_run_prints_and_does_nothing(tools: Tools, capsys: pytest.CaptureF
 def test_a_micro_batch_may_be_chosen_there(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
     words = ["--nodes", "3", "--set", "data.micro_batch_size=auto", "--dry-run"]
-    assert main(["launch", "digits", "--on", "kubernetes", *CLUSTER, *words]) == 0
+    assert main(["submit", "digits", "--on", "kubernetes", *CLUSTER, *words]) == 0
     assert "data.micro_batch_size=auto" in capsys.readouterr().out
 
 
 def test_a_tag_is_warned_of(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
-    assert main(["launch", "digits", "--on", "docker", "--image", "trainer:x", "--dry-run"]) == 0
+    assert main(["submit", "digits", "--on", "docker", "--image", "trainer:x", "--dry-run"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "trainer: warning: --image trainer:x is not a digest: the tag may be another image"
@@ -169,7 +169,7 @@ def test_a_tag_is_warned_of(tools: Tools, capsys: pytest.CaptureFixture[str]) ->
 def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("docker")
     words = ["digits", "--on", "docker", *ENGINE, "--name", "mine", "--env", "TOKEN=a b$c", "--set", "seed=3"]
-    assert main(["launch", *words]) == 0
+    assert main(["submit", *words]) == 0
     removed, ran = tools.calls()
     assert removed == ["docker", "rm", "mine"]
     file = Path("runs/.jobs/mine.sh")
@@ -191,7 +191,7 @@ def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[s
 def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("docker")
     assert (
-        main(["launch", "digits", "--on", "compose", *ENGINE, "--nodes", "2", "--name", "mine", *SMALL]) == 0
+        main(["submit", "digits", "--on", "compose", *ENGINE, "--nodes", "2", "--name", "mine", *SMALL]) == 0
     )
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["docker", "compose", "--file", file, "up", "--detach"]]
@@ -203,7 +203,7 @@ def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[s
 def test_kubectl_is_given_the_file(place: str, tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("kubectl", "echo job.batch/mine created")
     words = ["--on", place, *CLUSTER, "--name", "mine", "--namespace", "lab", "--nodes", "2", *SMALL]
-    assert main(["launch", "digits", *words]) == 0
+    assert main(["submit", "digits", *words]) == 0
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["kubectl", "apply", "--filename", file]]
     assert capsys.readouterr().out.splitlines() == [
@@ -234,7 +234,7 @@ def test_what_a_tool_refuses_is_one_line(tools: Tools, capsys: pytest.CaptureFix
 def test_a_recipe_of_ones_own_comes_along(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
     Path("mine.yaml").write_text("epochs: 3 # of them\n")
-    assert main(["launch", "mine.yaml", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
+    assert main(["submit", "mine.yaml", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
     objects = job_files.documents(capsys.readouterr().out)
     assert objects["ConfigMap"]["data"] == {"mine.yaml": "epochs: 3 # of them\n"}
     assert (
@@ -246,14 +246,14 @@ def test_a_recipe_in_the_container_is_only_warned_of(
     tools: Tools, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del tools
-    assert main(["launch", "/data/r.yaml", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
+    assert main(["submit", "/data/r.yaml", "--on", "kubernetes", *CLUSTER, "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "trainer: warning: /data/r.yaml can't be read here" in said.err
     assert "ConfigMap" not in said.out
 
 
 def rendered(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["launch", *words, "--on", place, *ENGINE, "--dry-run"]) == 0
+    assert main(["submit", *words, "--on", place, *ENGINE, "--dry-run"]) == 0
     read = {"docker": job_files.read_docker, "compose": job_files.read_compose, "slurm": job_files.read_slurm}
     return read[place](capsys.readouterr().out)
 
@@ -348,7 +348,7 @@ def test_on_slurm_without_containers_the_files_are_warned_of(tools: Tools, capsy
     del tools
     Path("r.yaml").write_text(HERE)
     words = ["r.yaml", "--on", "slurm", "--container", "venv", "--dry-run"]
-    assert main(["launch", *words]) == 0
+    assert main(["submit", *words]) == 0
     warned = capsys.readouterr().err
     for name in ("the recipe r.yaml", "model.pretrained w.safetensors", "task mine.py"):
         assert f"{name} lies on a disk of this machine" in warned
@@ -374,7 +374,7 @@ def test_a_sweep_submits_one_image_and_says_how_to_compare(
         "--sweep",
         "sweep.yaml",
     ]
-    assert main(["launch", *words]) == 0
+    assert main(["submit", *words]) == 0
     ran = [call for call in tools.calls() if call[1] == "run"]
     assert [call[call.index("--name") + 1] for call in ran] == ["lr-0", "lr-1", "lr-2", "lr-3"]
     assert all(DIGEST in call for call in ran)
@@ -396,7 +396,7 @@ def test_a_sweep_may_list_its_runs(tools: Tools, capsys: pytest.CaptureFixture[s
         'runs: [{optim.lr: 0.1}, {about: "it\'s: [x]", data: {micro_batch_size: 16}}]'
     )
     words = ["digits", "--on", "kubernetes", *CLUSTER, "--name", "x", "--sweep", "sweep.yaml", "--dry-run"]
-    assert main(["launch", *words]) == 0
+    assert main(["submit", *words]) == 0
     jobs = [one for one in yaml.safe_load_all(capsys.readouterr().out) if one["kind"] == "Job"]
     args = [one["spec"]["template"]["spec"]["containers"][0]["args"] for one in jobs]
     assert [word[-4:] for word in args] == [
@@ -408,7 +408,7 @@ def test_a_sweep_may_list_its_runs(tools: Tools, capsys: pytest.CaptureFixture[s
 def test_a_sweep_on_slurm_is_one_array(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("sbatch", "echo Submitted batch job 7")
     Path("sweep.yaml").write_text(SWEEP)
-    assert main(["launch", "digits", "--on", "slurm", *ENGINE, "--name", "lr", "--sweep", "sweep.yaml"]) == 0
+    assert main(["submit", "digits", "--on", "slurm", *ENGINE, "--name", "lr", "--sweep", "sweep.yaml"]) == 0
     assert tools.calls() == [["sbatch", "runs/.jobs/lr.sbatch"]]
     text = Path("runs/.jobs/lr.sbatch").read_text()
     assert "#SBATCH --array=0-3" in text

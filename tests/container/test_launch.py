@@ -1,4 +1,4 @@
-"""P4, P8: what `trainer launch` gives to an engine trains, stops with a checkpoint, and goes on."""
+"""P4, P8: what `trainer submit` gives to an engine trains, stops with a checkpoint, and goes on."""
 
 import os
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def start(spec: JobSpec, words: list[str]) -> None:
 
 
 def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec: JobSpec) -> None:
-    words = ["launch", spec.recipe, "--on", "docker", "--image", spec.image, "--name", NAME]
+    words = ["submit", spec.recipe, "--on", "docker", "--image", spec.image, "--name", NAME]
     words += ["--user", spec.user, "--cpus-per-node", "2", "--memory", "6"]
     assert main([*words, *(word for setting in LONG for word in ("--set", setting))]) == 0
     wait_for(lambda: has_begun(NAME), "a row")

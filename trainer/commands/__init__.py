@@ -10,5 +10,5 @@ and returns the exit code; what two commands need belongs to a room.
 - `export`, `predict`: its model elsewhere, and what that says of files
 - `data`: pack, index, verify, describe and tokenize data sets
 - `doctor`, `bench`: what is wrong with the box, and what it can do
-- `submit`: `trainer launch`, a run on an engine or a cluster
+- `submit`: `trainer submit`, a run on an engine or a cluster
 """

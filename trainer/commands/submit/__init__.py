@@ -1,4 +1,4 @@
-"""`trainer launch RECIPE`: a job for an engine or a cluster.
+"""`trainer submit RECIPE`: a job for an engine or a cluster.
 
 - `launching`: from the options to jobs, each a `spec`, checked before anything is submitted (`partition`)
 - `docker`, `compose`, `slurm`, `kubernetes`, `kubeflow`: the file for each place, of `container` and `pods`
@@ -18,7 +18,7 @@ KUBEFLOW = ("v2", "v1")
 def add_parser(commands: Any) -> None:
     """Adds `launch` to the commands."""
     launch = commands.add_parser(
-        "launch",
+        "submit",
         help="run a recipe on an engine or a cluster, or print the file for it; exit code 1: not submitted",
         allow_abbrev=False,
     )

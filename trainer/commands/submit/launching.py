@@ -1,4 +1,4 @@
-"""From the options of `trainer launch` to jobs that are checked before anything is submitted."""
+"""From the options of `trainer submit` to jobs that are checked before anything is submitted."""
 
 import argparse
 import itertools
@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 def launch_job(options: argparse.Namespace) -> int:
-    """Runs `trainer launch`; 1 if what submits it refused."""
+    """Runs `trainer submit`; 1 if what submits it refused."""
     place = cast(Place, options.place)
     given = {name: value for name, value in vars(options).items() if value is not None}
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})

@@ -71,7 +71,7 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
     runs = folder_of("slurm", "runs", spec.runs)
     lines = [
         "#!/bin/bash",
-        "# Rendered by `trainer launch --on slurm`.",
+        "# Rendered by `trainer submit --on slurm`.",
         *_resources(specs, site, runs, name),
         "",
         "set -u",
