@@ -5,7 +5,7 @@ two seconds, and comes when a command runs. A command reads its options, asks th
 and returns the exit code; what two commands need belongs to a room.
 
 - `train`, `tune`: train a recipe; find its micro-batch first
-- `new`, `recipes`: begin a task of one's own; what there is to train
+- `new`, `recipes`: begin a custom task; what there is to train
 - `checkpoints`, `report`, `verify`: what a run left, what it did, whether it comes out the same again
 - `export`, `predict`: its model elsewhere, and what that says of files
 - `data`: pack, index, verify, describe and tokenize data sets

@@ -1,4 +1,4 @@
-"""`trainer new`: begins a file with a task of one's own."""
+"""`trainer new`: begins a file with a custom task."""
 
 import argparse
 import importlib.resources
@@ -10,7 +10,7 @@ from trainer.errors import EXIT_DONE, BadInputError
 
 def add_parser(commands: Any) -> None:
     """Adds `new` to the commands."""
-    parser = commands.add_parser("new", help="begin a file with a task of one's own", allow_abbrev=False)
+    parser = commands.add_parser("new", help="begin a file with a custom task", allow_abbrev=False)
     parser.add_argument("file", type=Path, metavar="FILE.py", help="what to write; it trains as it is")
     parser.set_defaults(run=new)
 

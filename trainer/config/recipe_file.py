@@ -11,7 +11,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.redact import redact_text
 from trainer.config.section import describe, validated
 from trainer.config.suggest import nearest
-from trainer.config.task_file import own_recipe
+from trainer.config.task_file import custom_task_recipe
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 
@@ -37,7 +37,7 @@ def read_recipe(name: str) -> dict[str, Any]:
         return parse_recipe(text, name)
     path = Path(name)
     if path.suffix == ".py":
-        return own_recipe(path)
+        return custom_task_recipe(path)
     if path.suffix not in (".yaml", ".yml"):
         known = recipe_names()
         raise BadInputError(

@@ -1,4 +1,4 @@
-"""A file with a task of one's own: what can be read from it without running it."""
+"""A file with a custom task: what can be read from it without running it."""
 
 import ast
 import hashlib
@@ -11,7 +11,7 @@ from trainer.errors import BadInputError
 MODULE = "trainer_own_task"
 
 
-def own_recipe(path: Path) -> dict[str, Any]:
+def custom_task_recipe(path: Path) -> dict[str, Any]:
     """The configuration that a task file holds: its RECIPE, a dict of plain values, read but not run.
 
     Raises:

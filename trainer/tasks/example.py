@@ -1,4 +1,4 @@
-"""A task of one's own: two spirals told apart. Put your data, model and loss in their place.
+"""A custom task: two spirals told apart. Put your data, model and loss in their place.
 
 `trainer train FILE.py` trains it as it is; `--help-config` shows every key that RECIPE and --set may change.
 """

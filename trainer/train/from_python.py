@@ -18,7 +18,7 @@ from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.weights import load_initial
 from trainer.tasks import Task
-from trainer.tasks.own import OwnTask
+from trainer.tasks.custom import CustomTask
 from trainer.train.attempt import train_rank
 from trainer.train.resume import RUNS, Mode
 from trainer.train.run import check_files, check_request, make_task
@@ -84,7 +84,7 @@ def fit(
         name = type(own).__name__
         values = {"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}
         recipe = validated(Recipe, override(values, words), name)
-        opened = OwnTask(own, name)
+        opened = CustomTask(own, name)
         with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
             opened.source_hash = text_hash(inspect.getsource(type(own)))
     with _random_state_kept():

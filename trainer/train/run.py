@@ -57,7 +57,7 @@ def make_task(recipe: Recipe) -> Task:
         return Detection(data, model, recipe.detection, seed)
     if recipe.task == "own":
         raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
-    from trainer.tasks.own import own_task
+    from trainer.tasks.custom import own_task
 
     return own_task(Path(recipe.task))
 

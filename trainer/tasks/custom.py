@@ -1,4 +1,4 @@
-"""A task of one's own: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
+"""A custom task: a class with a few methods, in a file or in a notebook (see `trainer new`)."""
 
 import contextlib
 import importlib.util
@@ -34,7 +34,7 @@ _TRIED = 4  # samples
 _SUMMARISED = 32  # samples whose rows `summarise` is tried on
 
 
-class OwnTask:
+class CustomTask:
     """A task from somebody's class.
 
     Batches come to `loss` and `measure` without padding, so that these needn't know of weights.
@@ -282,7 +282,7 @@ class OwnTask:
         return BadInputError(f"{self._source}: {method} gave {given}; it gives {_GIVEN[method]}")
 
 
-def own_task(path: Path) -> OwnTask:
+def own_task(path: Path) -> CustomTask:
     """Runs somebody's file and makes the task that it defines: the one class in it with a method `loss`.
 
     Raises:
@@ -318,7 +318,7 @@ def own_task(path: Path) -> OwnTask:
         raise BadInputError(
             f"{path}: {found[0].__name__}() raised {type(error).__name__}: {error}"
         ) from error
-    task = OwnTask(own, str(path))
+    task = CustomTask(own, str(path))
     task.source_hash = source_hash(path)
     return task
 

@@ -1,4 +1,4 @@
-"""Promise: one's own task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
+"""Promise: a custom task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
 
 import json
 import os
@@ -27,8 +27,8 @@ from trainer.config.task_file import MODULE
 from trainer.data.loader import Batch
 from trainer.data.workers import check_known_there
 from trainer.errors import BadInputError
+from trainer.tasks.custom import CustomTask
 from trainer.tasks.example import Spirals
-from trainer.tasks.own import OwnTask
 from trainer.train import start
 from trainer.train.resume import differences
 
@@ -194,7 +194,7 @@ def test_settings_from_python_are_paths_and_numpys_numbers_too() -> None:
 
 
 def test_a_data_set_of_the_file_itself_goes_only_to_forked_workers() -> None:
-    inner: Any = OwnTask(Small(), "small").train_data
+    inner: Any = CustomTask(Small(), "small").train_data
     of_the_file = type("Mine", (type(inner),), {"__module__": MODULE})({"x": np.zeros((8, 2))})
     check_known_there(of_the_file, "fork")
     check_known_there(inner, "spawn")
@@ -220,7 +220,7 @@ class Small:
 
 
 def test_a_right_one_passes() -> None:
-    OwnTask(Small(), "small").check()
+    CustomTask(Small(), "small").check()
 
 
 def mean(_: Small, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -257,11 +257,11 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
 def test_what_is_wrong_is_said(method: str, instead: Callable[..., Any] | None, message: str) -> None:
     wrong = type("Wrong", (Small,), {method: instead})
     with pytest.raises(BadInputError, match=re.escape(message)):
-        OwnTask(wrong(), "wrong").check()
+        CustomTask(wrong(), "wrong").check()
 
 
 def check(**methods: Any) -> None:
-    OwnTask(type("Mine", (Small,), methods)(), "mine").check()
+    CustomTask(type("Mine", (Small,), methods)(), "mine").check()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -421,7 +421,7 @@ def test_a_trial_leaves_no_trace() -> None:
     ],
 )
 def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -> None:
-    assert OwnTask(type("Mine", (Small,), attributes)(), "mine").lower_is_better is lower
+    assert CustomTask(type("Mine", (Small,), attributes)(), "mine").lower_is_better is lower
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -
 )
 def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(message)):
-        OwnTask(type("Mine", (Small,), attributes)(), "mine")
+        CustomTask(type("Mine", (Small,), attributes)(), "mine")
 
 
 def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
@@ -494,7 +494,7 @@ def test_figures_of_summarise_are_plain_numbers() -> None:
     mine = type(
         "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
     )
-    figures = OwnTask(mine(), "mine").summarise({})
+    figures = CustomTask(mine(), "mine").summarise({})
     assert {name: type(value) for name, value in figures.items()} == {"auc": float, "t": float}
 
 
@@ -587,7 +587,7 @@ def test_what_has_no_shape_yet_is_refused(model: Callable[[Any], nn.Module], her
 
 def test_predict_says_what_is_missing() -> None:
     run: Any = SimpleNamespace(
-        recipe=SimpleNamespace(task="mine.py"), task=OwnTask(Small(), "mine.py"), folder="run"
+        recipe=SimpleNamespace(task="mine.py"), task=CustomTask(Small(), "mine.py"), folder="run"
     )
     with pytest.raises(
         BadInputError, match=r"class in mine.py has no method predict\(model, options\).*add it"
@@ -725,7 +725,7 @@ def test_padding_never_comes_to_the_methods() -> None:
         def summarise(self, rows: Any) -> dict[str, float]:
             return {"sum": float(rows["first"].sum())}
 
-    task, model = OwnTask(Counting(), "counting"), nn.Linear(2, 1)
+    task, model = CustomTask(Counting(), "counting"), nn.Linear(2, 1)
     fields = {"x": torch.arange(8.0).reshape(4, 2), "y": torch.zeros(4, 1)}
     half = Batch(fields, torch.tensor([1.0, 1, 0, 0]), None, 2)
     short = {name: value[:2] for name, value in fields.items()}
