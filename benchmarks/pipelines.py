@@ -23,7 +23,7 @@ from trainer.data.formats.pieces import INDEX, in_pieces
 from trainer.data.formats.records import Records
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
-from trainer.observe.phases import mark
+from trainer.observe.phases import enter_phase
 from trainer.tasks.augment import Normalisation, flip
 
 BATCH, SIDE = 64, 224
@@ -190,8 +190,8 @@ def meter_us(_: Path, steps: int = 200_000) -> float:
         began = time.process_time_ns()
         for _ in repeat(0, steps):
             if marked:
-                mark("data")
-                mark("host")
+                enter_phase("data")
+                enter_phase("host")
         return (time.process_time_ns() - began) / 1e3 / steps
 
     rounds = [(loop(False), loop(True)) for _ in range(5)]

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from tests.helpers.report_runs import manifest, train_row, write_run
 from trainer.cli import main
 from trainer.errors import BadInputError
-from trainer.observe import phases as pulse
+from trainer.observe import phases
 from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import Cell, Rows, thinned
@@ -615,4 +615,4 @@ def test_the_colours_can_be_told_apart_by_all(palette: dict[str, str]) -> None:
 
 
 def test_every_phase_of_a_run_has_its_words() -> None:
-    assert {*pulse.PHASES, "unexplained"} == set(PHASES)
+    assert {*phases.PHASES, "unexplained"} == set(PHASES)

@@ -23,7 +23,7 @@ from trainer.distributed.hang import Seen, Verdict, Watch, judge
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import exit_record, rank
-from trainer.observe import phases as pulse
+from trainer.observe import phases
 
 ROOT = Path(__file__).parents[2]
 # What all its tests wait for is started once: in one process, also where tests run in several.
@@ -115,7 +115,7 @@ def test_every_phase_is_tried() -> None:
     assert {where.phase for where in HANGS.values()} == set(PHASES)
 
 
-@pytest.mark.parametrize("phase", pulse.PHASES)
+@pytest.mark.parametrize("phase", phases.PHASES)
 def test_each_phase_comes_with_what_to_check(phase: str) -> None:
     verdict = judge([Seen(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
     assert verdict is not None
@@ -209,14 +209,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
         raise LeftError(verdict.line)
 
     watch = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
-    pulse.PULSE.step = 7
+    phases.PHASE_TIMER.step = 7
     monkeypatch.setattr(Watch, "_leave", leaves)
     monkeypatch.setattr("trainer.distributed.hang.time", clock)
     watch._stopped = clock  # type: ignore[assignment]
     try:
         watch._watch()
     finally:
-        pulse.PULSE.reset()
+        phases.PHASE_TIMER.reset()
 
 
 def nothing() -> None:
@@ -232,17 +232,18 @@ def test_a_rank_without_progress_is_left_in_time(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("phase", "progress"), [("forward", lambda: pulse.mark("forward")), ("checkpoint", pulse.beat)]
+    ("phase", "progress"),
+    [("forward", lambda: phases.enter_phase("forward")), ("checkpoint", phases.heartbeat)],
 )
 def test_slow_progress_is_no_hang(
-    monkeypatch: pytest.MonkeyPatch, phase: pulse.Phase, progress: Callable[[], None]
+    monkeypatch: pytest.MonkeyPatch, phase: phases.Phase, progress: Callable[[], None]
 ) -> None:
     """Each mark, and while a checkpoint is written each piece of it."""
     now_and_then = [*[nothing] * 18, progress] * 5
-    watched(monkeypatch, Clock(lambda: pulse.mark(phase), *now_and_then))
+    watched(monkeypatch, Clock(lambda: phases.enter_phase(phase), *now_and_then))
     if phase == "checkpoint":  # a writer in the background excuses nobody else
         with pytest.raises(LeftError):
-            watched(monkeypatch, Clock(lambda: pulse.mark("forward"), *now_and_then))
+            watched(monkeypatch, Clock(lambda: phases.enter_phase("forward"), *now_and_then))
 
 
 def test_a_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +375,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
     watched._compiling_until = 3
     limits = {}
     for step, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
-        pulse.PULSE.step, pulse.PULSE.phase = step, phase  # type: ignore[assignment]
+        phases.PHASE_TIMER.step, phases.PHASE_TIMER.phase = step, phase  # type: ignore[assignment]
         limits[step, phase] = watched._limit()
     assert limits == {
         (3, "forward"): 300,
@@ -382,7 +383,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
         (4, "forward"): 30,
         (16, "end"): 300,
     }
-    pulse.PULSE.reset()
+    phases.PHASE_TIMER.reset()
     assert Watch(watched._world, ParallelConfig(hang_s=300, timeout_s=200))._limit() == 1000
 
 

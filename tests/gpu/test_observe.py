@@ -12,7 +12,7 @@ from torch import nn
 from trainer.observe.machine import Machine
 from trainer.observe.memory import MIB, PhasePeaks, memory_figures, memory_tracker, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
-from trainer.observe.phases import mark
+from trainer.observe.phases import enter_phase
 from trainer.observe.profile import TRACE, Profile
 
 pytestmark = [
@@ -76,11 +76,11 @@ def test_a_profile_has_kernels_and_the_devices_time(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(inplace=True), nn.Conv2d(64, 64, 3)).to(GPU)
     profile = Profile(tmp_path, model, GPU, skip=2, warm_up=1, active=3)
     for step in range(8):
-        mark("forward")
+        enter_phase("forward")
         loss = model(torch.randn(16, 3, 64, 64, device=GPU)).mean()
-        mark("backward")
+        enter_phase("backward")
         loss.backward()
-        mark("host")
+        enter_phase("host")
         profile.step_done(step + 1)
     text = profile.close()
     rows = {row.split("  ")[0]: row.split() for row in text.splitlines()}

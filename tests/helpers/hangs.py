@@ -29,7 +29,7 @@ from trainer.distributed.hang import Watch
 from trainer.errors import EXIT_HANG
 from trainer.launch import exit_record, rank
 from trainer.observe.log import Meter
-from trainer.observe.phases import PULSE
+from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
 from trainer.train import between_steps, loop, step as step_file
 from trainer.train.attempt import train_rank
@@ -245,7 +245,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
     word: Any = Watch._word
 
     def noted(self: Watch) -> Any:
-        said.append(PULSE.step)
+        said.append(PHASE_TIMER.step)
         return word(self)
 
     replace(Watch, "_word", noted)

@@ -17,8 +17,8 @@ from torch import nn
 from tests.helpers.clock import Clock
 from trainer.cli import make_parser
 from trainer.config.recipe_file import load_recipe
-from trainer.observe import phases as pulse, profile as profile_module
-from trainer.observe.phases import PULSE, Phase, mark
+from trainer.observe import phases, profile as profile_module
+from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
 from trainer.train import start as starting
 
@@ -50,10 +50,10 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def fresh_pulse() -> Iterator[None]:
-    PULSE.reset()
-    PULSE.on_device = None
+    PHASE_TIMER.reset()
+    PHASE_TIMER.on_device = None
     yield
-    PULSE.on_device = None
+    PHASE_TIMER.on_device = None
 
 
 def train(model: nn.Module, profile: Profile | None, steps: int) -> list[float]:
@@ -61,17 +61,17 @@ def train(model: nn.Module, profile: Profile | None, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        mark("data")
+        enter_phase("data")
         x = torch.randn(2, 1, 12, 12)
-        mark("forward")
+        enter_phase("forward")
         loss = model(x).square().mean()
-        mark("backward")
+        enter_phase("backward")
         loss.backward()
-        mark("update")
+        enter_phase("update")
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        mark("host")
+        enter_phase("host")
         if profile is not None:
             profile.step_done(step + 1)
     return losses
@@ -197,9 +197,9 @@ def test_on_a_gpu_kernels_count_where_they_were_started() -> None:
 
 def test_the_run_stays_as_it_is(tmp_path: Path) -> None:
     heard: list[Phase] = []
-    PULSE.on_device = heard.append
+    PHASE_TIMER.on_device = heard.append
     _, model, losses = profiled(tmp_path)
-    assert PULSE.on_device == heard.append
+    assert PHASE_TIMER.on_device == heard.append
     assert len(heard) == 9 * 5  # and it heard every mark
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     plain = make_net()
@@ -212,20 +212,20 @@ def test_what_the_profiler_takes_is_no_phase_of_the_run(
 ) -> None:
     """To begin, to read it all and to write the trace: a second each, on a clock that nothing else moves."""
     clock = Clock()
-    for module in (pulse, profile_module):
+    for module in (phases, profile_module):
         monkeypatch.setattr(module, "time", clock.time)
-    monkeypatch.setattr(pulse, "_now", clock.nanoseconds)
+    monkeypatch.setattr(phases, "_now", clock.nanoseconds)
 
     def dear(function: Any) -> Any:
         return lambda self: (clock.move(1.0), function(self))[1]
 
     for name in ("_start", "_stop"):
         monkeypatch.setattr(Profile, name, dear(getattr(Profile, name)))
-    PULSE.reset()
+    PHASE_TIMER.reset()
     profile = Profile(tmp_path, model := make_net(), CPU, skip=2, warm_up=1, active=3)
     train(model, profile, 9)
-    assert {phase: ns / 1e9 for phase, ns in PULSE.read().items() if ns} == {"start": 2.0}
-    assert PULSE.count == 9 * 5  # and no mark is made that other ranks don't make
+    assert {phase: ns / 1e9 for phase, ns in PHASE_TIMER.read().items() if ns} == {"start": 2.0}
+    assert PHASE_TIMER.count == 9 * 5  # and no mark is made that other ranks don't make
 
 
 def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_compiled_model_gets_no_hooks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "recorded"), [(1, 0), (5, 2), (30, 3)])
 def test_runs_that_are_shorter_or_longer(tmp_path: Path, steps: int, recorded: int) -> None:
     text, model, _ = profiled(tmp_path, steps)
-    assert PULSE.on_device is None
+    assert PHASE_TIMER.on_device is None
     assert not any(module._forward_hooks for module in model.modules())
     if not recorded:
         assert "nothing was recorded" in text

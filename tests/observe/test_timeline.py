@@ -13,11 +13,11 @@ from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, gather_rows
-from trainer.observe import advice, log, phases as pulse, timeline
+from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
 from trainer.observe.log import Meter
-from trainer.observe.phases import PHASES, PULSE, Phase, mark
+from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
 from trainer.train.loop import train
 from trainer.train.operations import count_operations
@@ -53,7 +53,7 @@ def rows_of(
     parts = assemble_alone(recipe, task)
     t = parts.training
     rows: list[Any] = []
-    PULSE.reset()
+    PHASE_TIMER.reset()
     meter = Meter(t.share.plan, CPU, [rows.append], lambda: take_figures(t))
     meter.count = count
 
@@ -69,12 +69,12 @@ def rows_of(
         return step(*arguments, **named)
 
     def evaluate(_: int) -> None:
-        mark("evaluation")
+        enter_phase("evaluation")
         nap("evaluation")
-        mark("logging")
+        enter_phase("logging")
 
     def step_done(_: int) -> None:
-        mark("checkpoint")
+        enter_phase("checkpoint")
         nap("checkpoint")
 
     t.optimizer.step = update  # type: ignore[method-assign]
@@ -91,8 +91,8 @@ TIMES = {"data": 2, "forward": 2, "backward": 2, "update": 1, "evaluation": 1, "
 def test_time_is_found_where_it_was_spent(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the nanosecond: the clock moves in one phase alone, and by a tick in each update."""
     clock = Clock()
-    monkeypatch.setattr(pulse, "_now", clock.nanoseconds)
-    for module in (pulse, timeline, log):
+    monkeypatch.setattr(phases, "_now", clock.nanoseconds)
+    for module in (phases, timeline, log):
         monkeypatch.setattr(module, "time", clock.time)
     model = {phase: NAP} if phase in ("forward", "backward") else {}
 
@@ -140,7 +140,7 @@ def on_a_device(host: dict[str, float], device: dict[str, float], steps: int = 1
     clock = Box()
     marks = DeviceTimeline(clock.event)
     for step in range(1, steps + 1):
-        PULSE.step = step
+        PHASE_TIMER.step = step
         for phase in ("data", "host", "forward", "backward", "update", "logging"):
             marks(phase)
             clock.now += host.get(phase, 10e-6)
@@ -177,7 +177,7 @@ def test_steps_that_are_not_over_yet_are_read_later() -> None:
     clock = Box()
     marks = DeviceTimeline(clock.event, every=1)
     for step in (1, 2):
-        PULSE.step = step
+        PHASE_TIMER.step = step
         for phase in ("data", "forward", "logging"):
             marks(phase)
             clock.launch(1.0 if phase == "forward" else 0.0)
@@ -189,7 +189,7 @@ def test_steps_that_are_not_over_yet_are_read_later() -> None:
 
 
 def test_what_a_device_says_replaces_what_the_host_says() -> None:
-    PULSE.reset()
+    PHASE_TIMER.reset()
     start = reading(0)._replace(wall=0.0)
     host = {**start.host, "backward": start.host["backward"] + 0.5, "evaluation": 2.0}
     end = start._replace(wall=10.0, host=host, step=8)

@@ -176,7 +176,7 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
             return commit(*arguments)
 
         def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
-            if number and sys.modules["trainer.observe.phases"].PULSE.step == at + 1 and model.training:
+            if number and sys.modules["trainer.observe.phases"].PHASE_TIMER.step == at + 1 and model.training:
                 os.kill(os.getpid(), number)
             return harmed(self, model, batch)
 
@@ -337,11 +337,11 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
     def install() -> None:
         poison([12], "gradient")()
         module = sys.modules["trainer.train.attempt"]
-        assemble, pulse = module.__dict__["assemble"], sys.modules["trainer.observe.phases"].PULSE
+        assemble, timer = module.__dict__["assemble"], sys.modules["trainer.observe.phases"].PHASE_TIMER
 
         def looked_at(*arguments: Any) -> Any:
             with seen.open("a") as file:
-                print(pulse.phase, pulse.step, file=file)
+                print(timer.phase, timer.step, file=file)
             return assemble(*arguments)
 
         replace(module, "assemble", looked_at)

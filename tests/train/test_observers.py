@@ -23,7 +23,7 @@ from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
 from trainer.observe.log import Meter
 from trainer.observe.memory import memory_tracker
-from trainer.observe.phases import PULSE
+from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Kind, Profile
 from trainer.train.explain import explain
 from trainer.train.loop import train
@@ -73,7 +73,7 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -
     seen = kind is not None
     precision = recipe.precision.model_copy(update={"debug": seen})
     recipe = recipe.model_copy(update={"precision": precision, "log": LogConfig(tracemalloc=kind == "nvtx")})
-    PULSE.reset()
+    PHASE_TIMER.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
     parts = assemble_alone(recipe, task)

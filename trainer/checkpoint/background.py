@@ -10,7 +10,7 @@ import torch
 
 from trainer.checkpoint import store
 from trainer.checkpoint.folder import Contents, contents
-from trainer.observe.phases import beat
+from trainer.observe.phases import heartbeat
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -121,7 +121,7 @@ class BackgroundWriter:
         self._abandoned.set()
 
     def _is_abandoned(self) -> bool:
-        beat()  # it is asked for each tensor: a disk that is slow does not hang
+        heartbeat()  # it is asked for each tensor: a disk that is slow does not hang
         return self._abandoned.is_set()
 
     def _write(self, step: int, files: Contents, best: int | None) -> None:

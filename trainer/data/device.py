@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from trainer.observe.phases import PULSE, mark
+from trainer.observe.phases import PHASE_TIMER, enter_phase
 
 Units = TypeVar("Units")
 
@@ -56,8 +56,8 @@ def copied_ahead(
         if ready is not None:
             copy, units, done = ready
             current = torch.cuda.current_stream(device)
-            if PULSE.phase == "data":  # and not in an evaluation
-                mark("copy")
+            if PHASE_TIMER.phase == "data":  # and not in an evaluation
+                enter_phase("copy")
             current.wait_event(done)
             copy.record_stream(current)
             yield copy, units

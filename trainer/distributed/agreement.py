@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed as dist
 
-from trainer.observe.phases import communicating, mark
+from trainer.observe.phases import communicating, enter_phase
 
 _SECONDS_BETWEEN = 1.0
 # Steps this long aren't slowed down by waiting for the collective; and a stop then comes a step sooner.
@@ -82,7 +82,7 @@ class Agreement:
         assert self._under_way is not None
         before = communicating()
         self._under_way.wait()
-        mark(before)
+        enter_phase(before)
         self._under_way = None
         signal, save, per_step = self._wish.tolist()
         self._long_steps = per_step > _LONG_STEP_SECONDS

@@ -27,7 +27,7 @@ from trainer.distributed.flight_recorder import dump, parse
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import rank
-from trainer.observe.phases import PULSE
+from trainer.observe.phases import PHASE_TIMER
 
 _LOOKS = 20  # in the time without progress that is allowed
 _LONGEST_INTERVAL = 5.0  # seconds
@@ -185,7 +185,7 @@ class Watch:
 
     def __init__(self, world: World, config: ParallelConfig) -> None:
         """Starts no thread yet: loader workers are forked first."""
-        PULSE.reset()
+        PHASE_TIMER.reset()
         # Before the collectives' own time is over, also for a silent rank, which takes half as much more.
         self._seconds, self._timeout = min(config.hang_s, config.timeout_s / 2), config.timeout_s
         self._interval = min(self._seconds / _LOOKS, _LONGEST_INTERVAL)
@@ -238,7 +238,10 @@ class Watch:
             # A job that was suspended as a whole made no progress either, and doesn't hang.
             now = time.monotonic()
             step, last = min(now - last, 4 * self._interval), now
-            here = (PULSE.count, PULSE.beats if PULSE.phase in ("checkpoint", "end") else 0)
+            here = (
+                PHASE_TIMER.count,
+                PHASE_TIMER.heartbeats if PHASE_TIMER.phase in ("checkpoint", "end") else 0,
+            )
             self._idle = self._idle + step if here == position else 0.0
             position, limit = here, self._limit()
             unanswered = unanswered + step if heard == self._heard_times and self._listens() else 0.0
@@ -253,7 +256,7 @@ class Watch:
 
     def _verdict(self, limit: float, unanswered: float) -> Verdict | None:
         own = self._seen()
-        if self._world.size == 1 or PULSE.phase == "end":  # then nobody waits for anybody
+        if self._world.size == 1 or PHASE_TIMER.phase == "end":  # then nobody waits for anybody
             return judge([own], limit, limit)
         if unanswered >= limit:  # the store is with rank 0, or with torchrun on its host
             first = replace(self._first, silence=limit)
@@ -269,10 +272,10 @@ class Watch:
 
     def _limit(self) -> float:
         """Seconds without progress that are allowed now."""
-        if PULSE.phase != "end" and PULSE.step > self._compiling_until:
+        if PHASE_TIMER.phase != "end" and PHASE_TIMER.step > self._compiling_until:
             return self._seconds
         patient = _PATIENCE * self._seconds
-        return min(patient, 0.75 * self._timeout) if PULSE.phase == "communication" else patient
+        return min(patient, 0.75 * self._timeout) if PHASE_TIMER.phase == "communication" else patient
 
     def _listens(self) -> bool:
         return self._idle >= self._seconds / 2
@@ -353,9 +356,9 @@ class Watch:
         self._recorded = dump() or ""
 
     def _seen(self) -> Seen:
-        phase = self._left or PULSE.phase
+        phase = self._left or PHASE_TIMER.phase
         host = platform.node()
-        return Seen(self._world.rank, PULSE.count, PULSE.step, phase, self._idle, host=host)
+        return Seen(self._world.rank, PHASE_TIMER.count, PHASE_TIMER.step, phase, self._idle, host=host)
 
     def _word(self) -> str:
         self._number += 1

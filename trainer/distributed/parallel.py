@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
-from trainer.observe.phases import communicating, mark
+from trainer.observe.phases import communicating, enter_phase
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def sum_hook(
 
     The loss is already divided by the step's total over all ranks, so that a sum is what's right.
     """
-    mark("communication")
+    enter_phase("communication")
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     _launched(bucket)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
@@ -135,7 +135,7 @@ def bf16_sum_hook(
     torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
     """
     buffer = bucket.buffer()
-    mark("communication")
+    enter_phase("communication")
     work = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True)
     _launched(bucket)
     restored: torch.futures.Future[torch.Tensor] = work.get_future().then(
@@ -146,7 +146,7 @@ def bf16_sum_hook(
 
 def _launched(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
     # What is left of backward after the last bucket is to wait for the others.
-    mark("communication" if bucket.is_last() else "backward")
+    enter_phase("communication" if bucket.is_last() else "backward")
 
 
 def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _lay_out_buckets(replica: DistributedDataParallel) -> None:
     replica.reducer._rebuild_buckets()
     for parameter in parameters:
         parameter.grad = None
-    mark("start")
+    enter_phase("start")
 
 
 def check_reduced(model: nn.Module, rank: int) -> None:
@@ -296,5 +296,5 @@ def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> tor
     if group is not None:
         before = communicating()
         dist.all_reduce(tensor, group=group)
-        mark(before)
+        enter_phase(before)
     return tensor

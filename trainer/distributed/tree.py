@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from trainer.observe.phases import communicating, mark
+from trainer.observe.phases import communicating, enter_phase
 
 
 class Sums(NamedTuple):
@@ -126,6 +126,6 @@ def _over_ranks(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         slices.add(Sums([of_rank], nothing))
     ((own,), _) = slices.total()
     dist.all_gather_into_tensor(flat, own, group=group)
-    mark(before)
+    enter_phase(before)
     parts = flat[:size].split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.observe.phases import Phase, communicating, mark
+from trainer.observe.phases import Phase, communicating, enter_phase
 
 
 def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
@@ -77,7 +77,7 @@ def _communicating() -> Phase | None:
 
 def _communicated(before: Phase | None) -> None:
     if before is not None:
-        mark(before)
+        enter_phase(before)
 
 
 class _GatherOverRanks(torch.autograd.Function):

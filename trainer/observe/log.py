@@ -15,7 +15,7 @@ from trainer.config.redact import redact
 from trainer.observe.checksums import Checksums
 from trainer.observe.flops import Count
 from trainer.observe.memory import PhasePeaks, used_memory
-from trainer.observe.phases import PHASES, PULSE
+from trainer.observe.phases import PHASE_TIMER, PHASES
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 
 Row = Mapping[str, float | int | str]
@@ -120,7 +120,7 @@ class Meter:
             peaks = PhasePeaks(device)
             self._timeline = DeviceTimeline(peaks=peaks)
             self.sources.append(peaks.take)
-        PULSE.on_device = self._timeline
+        PHASE_TIMER.on_device = self._timeline
         self._reading = reading(0)
         self.start_clock(0)
 

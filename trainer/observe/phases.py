@@ -26,20 +26,20 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-class Pulse:
+class PhaseTimer:
     """How far a rank is.
 
     Attributes:
         phase: What it does.
         step: The step that it does, or did last, counted from 1.
         count: Marks so far.
-        beats: Signs of progress that other ranks don't give, while a checkpoint is written.
+        heartbeats: Signs of progress that other ranks don't give, while a checkpoint is written.
         since: When the phase began, as `time.perf_counter_ns` has it.
         spent: Nanoseconds of the host in each phase, without those since then.
         on_device: Told of each mark, to leave it in the device's stream as well; None on a CPU.
     """
 
-    __slots__ = ("beats", "count", "on_device", "phase", "since", "spent", "step")
+    __slots__ = ("count", "heartbeats", "on_device", "phase", "since", "spent", "step")
 
     def __init__(self) -> None:
         self.on_device: Callable[[Phase], None] | None = None
@@ -48,7 +48,7 @@ class Pulse:
     def reset(self) -> None:
         """Starts anew: before the ranks do the first thing together."""
         self.phase: Phase = "start"
-        self.step = self.count = self.beats = 0
+        self.step = self.count = self.heartbeats = 0
         self.since = time.perf_counter_ns()
         self.spent: dict[Phase, int] = dict.fromkeys(PHASES, 0)
 
@@ -61,27 +61,27 @@ class Pulse:
 
 
 _now = time.perf_counter_ns
-PULSE = Pulse()  # one per process, as there is one training
+PHASE_TIMER = PhaseTimer()  # one per process, as there is one training
 
 
-def mark(phase: Phase) -> None:
+def enter_phase(phase: Phase) -> None:
     """Says what this rank does from here on."""
-    pulse, now = PULSE, _now()
-    pulse.spent[pulse.phase] += now - pulse.since
-    pulse.since = now
-    pulse.phase = phase
-    pulse.count += 1
-    if pulse.on_device is not None:
-        pulse.on_device(phase)
+    timer, now = PHASE_TIMER, _now()
+    timer.spent[timer.phase] += now - timer.since
+    timer.since = now
+    timer.phase = phase
+    timer.count += 1
+    if timer.on_device is not None:
+        timer.on_device(phase)
 
 
 def communicating() -> Phase:
     """Says that this rank is about to wait for the others; returns what to mark after that."""
-    before = PULSE.phase
-    mark("communication")
+    before = PHASE_TIMER.phase
+    enter_phase("communication")
     return before
 
 
-def beat() -> None:
+def heartbeat() -> None:
     """A sign of progress from the thread that writes a checkpoint."""
-    PULSE.beats += 1
+    PHASE_TIMER.heartbeats += 1

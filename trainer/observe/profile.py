@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from trainer.observe.phases import PULSE, Phase
+from trainer.observe.phases import PHASE_TIMER, Phase
 
 Kind = Literal["torch", "nvtx"]
 
@@ -152,13 +152,13 @@ def _not_counted() -> Iterator[None]:
 
     Without a mark: the other ranks make none here.
     """
-    PULSE.read()
+    PHASE_TIMER.read()
     try:
         yield
     finally:
         now = time.perf_counter_ns()
-        PULSE.spent["start"] += now - PULSE.since
-        PULSE.since = now
+        PHASE_TIMER.spent["start"] += now - PHASE_TIMER.since
+        PHASE_TIMER.since = now
 
 
 class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
@@ -179,12 +179,12 @@ class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
                     module.register_forward_pre_hook(partial(self._enter, _MODULE + name)),
                     module.register_forward_hook(self._leave),
                 ]
-        self._others, PULSE.on_device = PULSE.on_device, self._mark
-        self._open(PULSE.phase)
+        self._others, PHASE_TIMER.on_device = PHASE_TIMER.on_device, self._mark
+        self._open(PHASE_TIMER.phase)
         return self
 
     def __exit__(self, *_: object) -> None:
-        PULSE.on_device = self._others
+        PHASE_TIMER.on_device = self._others
         self._shut()
         for handle in self._handles:
             handle.remove()
@@ -194,7 +194,7 @@ class _Ranges(contextlib.AbstractContextManager["_Ranges"]):
         """Closes the phase's range for a moment."""
         self._shut()
         yield
-        self._open(PULSE.phase)
+        self._open(PHASE_TIMER.phase)
 
     def _mark(self, phase: Phase) -> None:
         if self._others is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trainer.observe.memory import PhasePeaks
-from trainer.observe.phases import PHASES, PULSE, Phase
+from trainer.observe.phases import PHASE_TIMER, PHASES, Phase
 
 SAMPLED_EVERY = 4  # steps; about 3 us for each event, so below 10 us a step
 _RING = 4096
@@ -74,14 +74,14 @@ class DeviceTimeline:
         self._closed: deque[tuple[list[tuple[Phase, Event]], bool]] = deque()
 
     def __call__(self, phase: Phase) -> None:
-        """A mark: to be set as `PULSE.on_device`."""
-        if not self._open and (PULSE.step % self._every or phase != "data"):
+        """A mark: to be set as `PHASE_TIMER.on_device`."""
+        if not self._open and (PHASE_TIMER.step % self._every or phase != "data"):
             return
         if len(self._open) + sum(len(events) for events, _ in self._closed) >= _RING:
             self._free.extend(event for _, event in self._open)
             self._open = []
             return  # rows are far apart: what is there already is enough
-        if self._peaks is not None and PULSE.step % _PEAKS_EVERY == 0:
+        if self._peaks is not None and PHASE_TIMER.step % _PEAKS_EVERY == 0:
             (self._peaks.leave if phase in OF_HOST else self._peaks.enter)(phase)
         event = self._free.pop() if self._free else self._make()
         event.record()
@@ -115,7 +115,7 @@ class Reading(NamedTuple):
 
 def reading(step: int) -> Reading:
     """Now, after so many steps."""
-    host = {phase: spent / 1e9 for phase, spent in PULSE.read().items()}
+    host = {phase: spent / 1e9 for phase, spent in PHASE_TIMER.read().items()}
     return Reading(time.perf_counter(), host, step)
 
 

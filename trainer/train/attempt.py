@@ -27,7 +27,7 @@ from trainer.launch.signals import requested
 from trainer.observe.checksums import Checksums
 from trainer.observe.console import Display, warn
 from trainer.observe.log import Meter, Sink
-from trainer.observe.phases import PULSE, mark
+from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.observe.profile import Kind
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
@@ -100,8 +100,8 @@ def train_rank(
             code = _train(request, world, stored, watch)
             if code != _ROLLED_BACK:
                 return code
-            PULSE.step = 0  # it may take as long as the first time
-            mark("start")
+            PHASE_TIMER.step = 0  # it may take as long as the first time
+            enter_phase("start")
             stored = read_stored(folder)
 
 
@@ -254,7 +254,7 @@ def _after_anomaly(
         Requeue: If it is to be rolled back, and a signal asks for a stop: the next attempt does that.
         Stopped: The same, but there is no checkpoint.
     """
-    mark("checkpoint")
+    enter_phase("checkpoint")
     end = log.ends(anomaly.finding, recipe.anomaly)
     if desk:
         desk.writer.finish()

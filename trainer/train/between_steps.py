@@ -21,7 +21,7 @@ from trainer.launch.signals import Stopped, requested
 from trainer.observe.console import Display
 from trainer.observe.log import Meter
 from trainer.observe.memory import after_evaluation, memory_row
-from trainer.observe.phases import mark
+from trainer.observe.phases import enter_phase
 from trainer.observe.profile import Profile
 from trainer.train.anomaly import AnomalyDetector, Finding
 from trainer.train.evaluate import evaluate
@@ -108,10 +108,10 @@ class BetweenSteps:
             self._recipe.compile.warm_up,
             self._left_out,
         )
-        mark("end")
+        enter_phase("end")
 
     def _evaluate(self, done: int) -> None:
-        mark("evaluation")
+        enter_phase("evaluation")
         t, parts = self._training, self._parts
         with nullcontext() if t.average is None else t.average.in_place():
             figures = evaluate(
@@ -122,7 +122,7 @@ class BetweenSteps:
                 self._world,
                 self._recipe.precision,
             )
-        mark("logging")
+        enter_phase("logging")
         self._meter.deliver()
         if freed := after_evaluation(self._recipe.memory, self._world.device):
             self._tell_memory(done, "evaluation", freed)
@@ -187,7 +187,7 @@ class BetweenSteps:
 
     def _save(self, done: int) -> None:
         """Every rank has a part in it: the losses since the last row are each rank's own."""
-        mark("checkpoint")
+        enter_phase("checkpoint")
         t, meter = self._training, self._meter
         self._set_due()
         losses = t.loss.clone().view(1)  # with a tree it is everyone's
@@ -230,7 +230,7 @@ class BetweenSteps:
             Requeue: There is a checkpoint to go on from.
             Stopped: There is none.
         """
-        mark("checkpoint")
+        enter_phase("checkpoint")
         newest = self._writer.newest() if self._writer is not None else None
         kept = torch.tensor([0 if newest is None else newest + 1])
         sum_over_ranks(kept, self._world.control or self._world.group)

@@ -11,7 +11,7 @@ from trainer.data.sampling.plan import Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.models.precision import autocast
-from trainer.observe.phases import mark
+from trainer.observe.phases import enter_phase
 from trainer.tasks import Summarising, Task
 
 
@@ -45,7 +45,7 @@ def evaluate(
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
     with torch.inference_mode(), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
-            mark("evaluation")
+            enter_phase("evaluation")
             units[int(number)] = batch.units
             for name, value in task.measure(model, batch).items():
                 if name not in tables:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from trainer.data.loader import Batch
 from trainer.observe.log import Meter
-from trainer.observe.phases import mark
+from trainer.observe.phases import enter_phase
 from trainer.train.step import Training, leave_out_step, train_step
 
 
@@ -40,7 +40,7 @@ def train(
             leave_out_step(training, batches, step)
         else:
             train_step(training, batches, step)
-        mark("logging")
+        enter_phase("logging")
         done = step + 1
         if done <= steps.start + warm_up:
             meter.start_clock(done)

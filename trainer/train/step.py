@@ -15,7 +15,7 @@ from trainer.distributed.tree import TreeReduction
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.precision import found_inf, scale_of
-from trainer.observe.phases import PULSE, mark
+from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import Rates, clip_gradients, grad_norm
 from trainer.rng import Purpose, key
@@ -134,21 +134,21 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
     first_key = t.first_key + step * t.micro_batches + t.share.rank * t.gradient_accumulation_steps
     units, step_loss = 0, None
     own_used: set[int] = set()
-    PULSE.step = step + 1
+    PHASE_TIMER.step = step + 1
     for index in range(t.gradient_accumulation_steps):
-        mark("data")
+        enter_phase("data")
         batch = next(batches)
-        mark("host")
+        enter_phase("host")
         units += batch.units
         for generator in t.generators:
             generator.manual_seed(first_key + index)
-        mark("forward")
+        enter_phase("forward")
         last = index == t.gradient_accumulation_steps - 1
         with nullcontext() if last else unsynchronised(t.replica):
             with t.autocast:
                 loss = t.replica(batch) / expected
             statistics = t.statistics.of_micro_batch()
-            mark("backward")
+            enter_phase("backward")
             scaled = loss if t.scaler is None else t.scaler.scale(loss)
             loss = loss.detach()
             # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
@@ -167,7 +167,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
             t.tree.add_micro_batch(gradients, figures)
     if t.tree is None and t.group is not None:
         check_reduced(t.replica, t.share.rank)
-    mark("update")
+    enter_phase("update")
     if t.tree is not None:
         step_loss = _sum_by_tree(t, t.tree, own_used)
     assert step_loss is not None
@@ -196,8 +196,8 @@ def take_figures(t: Training) -> dict[str, torch.Tensor]:
 
 def leave_out_step(t: Training, batches: Iterator[Batch], step: int) -> None:
     """Passes over a step whose samples are not to be learned from; only its number is used up."""
-    PULSE.step = step + 1
-    mark("data")
+    PHASE_TIMER.step = step + 1
+    enter_phase("data")
     for _ in range(t.gradient_accumulation_steps):
         next(batches)
     if t.average is not None:
