@@ -16,7 +16,7 @@ from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.topologies import topologies
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
-from trainer.distributed import agreement
+from trainer.distributed import consensus
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_tree
 from trainer.errors import BadInputError
@@ -399,7 +399,7 @@ def test_other_ranks_go_on_to_the_same_bits(ranks: Ranks, kind: str) -> None:
 @pytest.mark.slow
 def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few histories; `make chaos` does a hundred."""
-    monkeypatch.setattr(agreement, "_SECONDS_BETWEEN", agreement._SECONDS_BETWEEN)  # it is set there
+    monkeypatch.setattr(consensus, "_SECONDS_BETWEEN", consensus._SECONDS_BETWEEN)  # it is set there
     tally = Tally()
     told = topologies(3, 1, tally)
     assert tally.failures == []

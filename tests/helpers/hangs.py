@@ -25,7 +25,7 @@ from tests.helpers.forked import replace, small
 from tests.helpers.ports import free_port
 from trainer.config.recipe import Recipe
 from trainer.data import loader
-from trainer.distributed.hang import Watch
+from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
 from trainer.launch import exit_record, rank
 from trainer.observe.log import Meter
@@ -242,13 +242,13 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
     thing, name = places[where.phase]
     original = getattr(thing, name)
     said: list[int] = []
-    word: Any = Watch._word
+    word: Any = Watchdog._word
 
-    def noted(self: Watch) -> Any:
+    def noted(self: Watchdog) -> Any:
         said.append(PHASE_TIMER.step)
         return word(self)
 
-    replace(Watch, "_word", noted)
+    replace(Watchdog, "_word", noted)
 
     def stuck(*arguments: Any, **named: Any) -> Any:
         if step() == where.step:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.distributed import agreement
+from trainer.distributed import consensus
 from trainer.launch import signals as preempt
 from trainer.train import between_steps
 
@@ -32,7 +32,7 @@ def pid_of_rank(folder: Path, rank: str) -> int:
 
 def hold(folder: str, step: int, rank: str) -> None:
     """Makes this process wait, if it is that rank; called while it starts."""
-    agreement._SECONDS_BETWEEN = 0.0  # ranks ask each other after every step, however quick they are
+    consensus._SECONDS_BETWEEN = 0.0  # ranks ask each other after every step, however quick they are
     if os.environ.get("RANK") != rank:
         return
     original = between_steps.BetweenSteps.step_done

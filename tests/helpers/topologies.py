@@ -21,7 +21,7 @@ import torch
 from tests import chaos
 from tests.helpers.ports import free_port
 from trainer.config.recipe import Recipe
-from trainer.distributed import agreement
+from trainer.distributed import consensus
 from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
 
 _MOST_CHANGES = 4
@@ -83,7 +83,7 @@ def _start(recipe: Recipe, folder: Path, phase: mmap.mmap, size: int) -> list[Ba
 def topologies(count: int, seed: int, tally: chaos.Tally) -> str:
     """Judges so many histories, all different; returns a line about them."""
     random_, changes = random.Random(seed), Counter[str]()
-    agreement._SECONDS_BETWEEN = 0.02  # a run here is over in a second
+    consensus._SECONDS_BETWEEN = 0.02  # a run here is over in a second
     # torch imports half of itself when the first optimiser is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     recipes = [recipe_of(kind) for kind in kinds()]

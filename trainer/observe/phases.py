@@ -1,6 +1,6 @@
 """What this rank is doing right now, and how long it has done what: marks that the training leaves.
 
-`distributed.hang` looks at them to find out who hangs, `observe.timeline` adds up where the time went. A
+`distributed.watchdog` looks at them to find out who hangs, `observe.timeline` adds up where the time went. A
 mark costs 0.3 us. All ranks make the same marks in the same order, before and after whatever they do
 together: so of ranks that wait for each other, the one with the fewest hangs.
 """

@@ -17,8 +17,8 @@ from trainer.checkpoint.store import newest_good, remove_leftovers, set_foreign_
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.data.fit import Loading, bytes_needed
-from trainer.distributed.hang import Watch, watching
 from trainer.distributed.parallel import World, check_agreement, joined_world, least_over_ranks
+from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import binding_note, shares_of, unpin_main_thread, within
 from trainer.host.limits import Limits, read_limits, threads_per_rank
@@ -95,9 +95,9 @@ def train_rank(
     request = _Request(recipe, recipe_name, folder, mode, stop_after, task, data, profile)
     if kind == "cuda":
         set_up_allocator(recipe.memory.allocator, os.environ)
-    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watch:
+    with joined_world(kind, recipe.parallel.timeout_s) as world, watching(world, recipe.parallel) as watchdog:
         while True:
-            code = _train(request, world, stored, watch)
+            code = _train(request, world, stored, watchdog)
             if code != _ROLLED_BACK:
                 return code
             PHASE_TIMER.step = 0  # it may take as long as the first time
@@ -118,7 +118,7 @@ class _Request(NamedTuple):
     profile: Kind | None
 
 
-def _train(request: _Request, world: World, stored: Stored | None, watch: Watch) -> int:
+def _train(request: _Request, world: World, stored: Stored | None, watchdog: Watchdog) -> int:
     """Trains from the newest checkpoint to the end, a stop, or a rollback; returns which."""
     recipe, recipe_name, folder, mode, stop_after, task, data, kind = request
     with contextlib.ExitStack() as stack:
@@ -182,7 +182,7 @@ def _train(request: _Request, world: World, stored: Stored | None, watch: Watch)
             profile,
         )
         between.run_id = desk.manifest["run_id"] if desk else ""
-        watch.start(progress.step + recipe.compile.warm_up if parts.compiled else 0)
+        watchdog.start(progress.step + recipe.compile.warm_up if parts.compiled else 0)
         try:
             try:
                 with memory_explained(recipe, parts, world, folder if desk else None):

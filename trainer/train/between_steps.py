@@ -14,7 +14,7 @@ from trainer.checkpoint.background import BackgroundWriter, stage
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.data.sampling.plan import Plan
-from trainer.distributed.agreement import NOTHING, Agreement
+from trainer.distributed.consensus import NOTHING, StopConsensus
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.launch.signals import Stopped, requested
@@ -73,7 +73,7 @@ class BetweenSteps:
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
         self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
         self._training, self._plan = parts.training, parts.training.share.plan
-        self._agreement = Agreement(world.control or world.group, progress.step)
+        self._consensus = StopConsensus(world.control or world.group, progress.step)
         self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
         self._steps = self._plan.steps
         self._began = time.monotonic()
@@ -150,7 +150,7 @@ class BetweenSteps:
                 self._tell_memory(done, "start")
         self._look(done, now=done == self._steps)
         overdue = time.monotonic() > self._due_at
-        decision = self._agreement.after(done, requested() or 0, overdue)
+        decision = self._consensus.after(done, requested() or 0, overdue)
         due = done == self._stop_after or (self._every > 0 and done % self._every == 0)
         if done == self._steps:
             # What the run can be extended from, or finished from if its weights can't be written.

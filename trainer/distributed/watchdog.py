@@ -166,21 +166,21 @@ def _ranks(states: Sequence[Seen]) -> list[int]:
 
 
 @contextlib.contextmanager
-def watching(world: World, config: ParallelConfig) -> Iterator["Watch"]:
-    """A watch over what happens inside; `Watch.start` begins it.
+def watching(world: World, config: ParallelConfig) -> Iterator["Watchdog"]:
+    """A watchdog over what happens inside; `Watchdog.start` begins it.
 
     All ranks enter it before they first do something together, so that each knows of every other.
     """
-    watch = Watch(world, config)
+    watchdog = Watchdog(world, config)
     try:
-        yield watch
+        yield watchdog
     except BaseException:
-        watch.stop("failed")
+        watchdog.stop("failed")
         raise
-    watch.stop("done")
+    watchdog.stop("done")
 
 
-class Watch:
+class Watchdog:
     """This rank's part in finding who hangs."""
 
     def __init__(self, world: World, config: ParallelConfig) -> None:

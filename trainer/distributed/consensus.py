@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 NOTHING = Decision(0, False)
 
 
-class Agreement:
+class StopConsensus:
     """The ranks' side of it; alone there is nobody to ask."""
 
     def __init__(self, group: dist.ProcessGroup | None, step: int) -> None:

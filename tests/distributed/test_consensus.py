@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tests.helpers.world import Ranks
-from trainer.distributed.agreement import Agreement
+from trainer.distributed.consensus import StopConsensus
 from trainer.distributed.parallel import World
 
 
@@ -23,21 +23,21 @@ class Clock:
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    with mock.patch("trainer.distributed.agreement.time", told := Clock()):
+    with mock.patch("trainer.distributed.consensus.time", told := Clock()):
         yield told
 
 
 def run_with_a_signal(world: World, rank: int, at: int, seconds: tuple[float, ...]) -> Any:
     """Steps until all stop; the rank gets its signal in one of them, ranks differ in speed."""
     with clock() as time:
-        agreement = Agreement(world.group, 0)
+        consensus = StopConsensus(world.group, 0)
         asked = 0
         for step in range(1, 100_000):
             time.now += seconds[world.rank % len(seconds)]
             signal = 15 if world.rank == rank and step >= at else 0
-            before = agreement._under_way
-            decision = agreement.after(step, signal, save=False)
-            asked += agreement._under_way is not before
+            before = consensus._under_way
+            decision = consensus.after(step, signal, save=False)
+            asked += consensus._under_way is not before
             if decision.signal:
                 return step, decision.signal, asked
     return None
@@ -67,12 +67,12 @@ def test_it_is_asked_about_once_a_second(ranks: Ranks) -> None:
 
 def saves(world: World) -> list[int]:
     with clock() as time:
-        agreement = Agreement(world.group, 0)
+        consensus = StopConsensus(world.group, 0)
         seen: list[int] = []
         for step in range(1, 41):
             time.now += 0.11
             due = world.rank == 0 and step >= 10 * (len(seen) + 1)
-            if agreement.after(step, 0, due).save:
+            if consensus.after(step, 0, due).save:
                 seen.append(step)
         return seen
 

@@ -19,8 +19,8 @@ from tests.helpers import forked, preloaded
 from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recipe_of, slow
 from trainer.checkpoint import store
 from trainer.config.training import ParallelConfig
-from trainer.distributed.hang import Seen, Verdict, Watch, judge
 from trainer.distributed.parallel import World
+from trainer.distributed.watchdog import Seen, Verdict, Watchdog, judge
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import exit_record, rank
 from trainer.observe import phases
@@ -182,7 +182,7 @@ def test_slow_is_no_hang(endings: dict[str, Ending], name: str) -> None:
 
 
 class Clock:
-    """Time in which a watch looks: as it is told, and no faster; `happens` comes before each look."""
+    """Time in which a watchdog looks: as it is told, and no faster; `happens` comes before each look."""
 
     def __init__(self, *happens: Callable[[], object], seconds: float = 1.0) -> None:
         self.now, self._happens, self._seconds = 0.0, iter(happens), seconds
@@ -199,22 +199,22 @@ class Clock:
 
 
 class LeftError(Exception):
-    """The watch ended the job."""
+    """The watchdog ended the job."""
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """The watch over a rank that is alone in step 7, of which it may say nothing for 20 s."""
+    """The watchdog over a rank that is alone in step 7, of which it may say nothing for 20 s."""
 
-    def leaves(_: Watch, verdict: Verdict) -> None:
+    def leaves(_: Watchdog, verdict: Verdict) -> None:
         raise LeftError(verdict.line)
 
-    watch = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
+    watchdog = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=20, timeout_s=200))
     phases.PHASE_TIMER.step = 7
-    monkeypatch.setattr(Watch, "_leave", leaves)
-    monkeypatch.setattr("trainer.distributed.hang.time", clock)
-    watch._stopped = clock  # type: ignore[assignment]
+    monkeypatch.setattr(Watchdog, "_leave", leaves)
+    monkeypatch.setattr("trainer.distributed.watchdog.time", clock)
+    watchdog._stopped = clock  # type: ignore[assignment]
     try:
-        watch._watch()
+        watchdog._watch()
     finally:
         phases.PHASE_TIMER.reset()
 
@@ -247,7 +247,7 @@ def test_slow_progress_is_no_hang(
 
 
 def test_a_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It made no progress for long, but nor did the clock of its watch: that counts as four looks."""
+    """It made no progress for long, but nor did the clock of its watchdog: that counts as four looks."""
     clock = Clock(*[nothing] * 4)
 
     def suspended() -> None:
@@ -258,9 +258,9 @@ def test_a_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_watch_where_it_is_off() -> None:
-    watch = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=0))
-    watch.start()
-    assert watch._threads == []
+    watchdog = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=0))
+    watchdog.start()
+    assert watchdog._threads == []
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_hosts_are_told_where_there_are_several() -> None:
 
 
 def test_a_step_that_compiles_has_more_time() -> None:
-    watched = Watch(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=30, timeout_s=200))
+    watched = Watchdog(World(0, 1, 0, torch.device("cpu"), None), ParallelConfig(hang_s=30, timeout_s=200))
     watched._compiling_until = 3
     limits = {}
     for step, phase in ((3, "forward"), (3, "communication"), (4, "forward"), (16, "end")):
@@ -384,7 +384,7 @@ def test_a_step_that_compiles_has_more_time() -> None:
         (16, "end"): 300,
     }
     phases.PHASE_TIMER.reset()
-    assert Watch(watched._world, ParallelConfig(hang_s=300, timeout_s=200))._limit() == 1000
+    assert Watchdog(watched._world, ParallelConfig(hang_s=300, timeout_s=200))._limit() == 1000
 
 
 def test_without_the_launcher_the_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:
