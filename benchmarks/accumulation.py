@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.against import LibraryFailed, NotMeasured, blamed, chosen, titled
 from trainer.config.recipe import Recipe
-from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
@@ -188,10 +188,10 @@ class _TokenTask:
         x, y = case.data()
         arrays: dict[str, Any] = {"x": x.numpy(), "y": y.numpy()}
         if case.tokens_vary:
-            arrays[UNITS] = (y >= 0).sum(1).numpy()
+            arrays[NUM_ITEMS] = (y >= 0).sum(1).numpy()
         data = ArrayDataset(arrays)
         if not case.tokens_vary:
-            data.units = _LENGTH
+            data.num_items = _LENGTH
         self.train_data: Dataset = data
         self.evaluation_data: Dataset = data
 

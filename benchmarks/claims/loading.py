@@ -179,7 +179,7 @@ class AsFloats:
 
     def __init__(self, inner: data.Dataset) -> None:
         self._inner = inner
-        self.units, self.uniforms, self.arrays = inner.units, inner.uniforms, inner.arrays
+        self.num_items, self.uniforms, self.arrays = inner.num_items, inner.uniforms, inner.arrays
         self.in_process = inner.in_process
         image = inner.fields["image"]
         self.fields: Mapping[str, data.Field] = {

@@ -29,7 +29,7 @@ def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row[5]) <= 1e-12
 
 
-def forget_the_true_units(_: Any, __: int, ___: int) -> torch.Tensor:
+def forget_the_true_num_items(_: Any, __: int, ___: int) -> torch.Tensor:
     return torch.ones((), dtype=torch.float64)
 
 
@@ -37,7 +37,7 @@ def forget_the_true_units(_: Any, __: int, ___: int) -> torch.Tensor:
     ("where", "what", "mutant"),
     [
         (plan.Plan, "step_samples", lambda self, _: self.global_batch_size),
-        (step, "_divide_by_true_units", forget_the_true_units),
+        (step, "_divide_by_true_units", forget_the_true_num_items),
     ],
 )
 def test_a_wrong_step_fails_the_bench(
@@ -63,12 +63,12 @@ def trained(case: Case, sizes: list[int], scales: list[float], mean_of_means: bo
     batches = iter(case.loader())
     for size, scale in zip(sizes, scales, strict=True):
         step = [next(batches) for _ in range(size)]
-        units = sum(int((y != -100).sum()) for _, y in step)
+        num_items = sum(int((y != -100).sum()) for _, y in step)
         for x, y in step:
             if mean_of_means:
                 loss = recorded.loss(recorded.model, x, y) / size
             else:
-                loss = recorded.loss(recorded.model, x, y, "sum") / units
+                loss = recorded.loss(recorded.model, x, y, "sum") / num_items
             (loss * scale).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -149,7 +149,7 @@ def test_units_count_what_has_weight() -> None:
     what = source(Numbers(5))
     for batch in RingLoader(what, CPU, 0, LoaderConfig())(what.share.batches()):
         assert batch.weight is not None
-        assert batch.units == int((batch.fields["units"] * batch.weight).sum())
+        assert batch.num_items == int((batch.fields["num_items"] * batch.weight).sum())
 
 
 def test_a_batch_in_use_is_not_overwritten() -> None:

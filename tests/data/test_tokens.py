@@ -40,7 +40,7 @@ def test_each_token_is_a_target_once(
     dataset = TokenDataset(token_file(tmp_path, tokens, dtype), length, dtype)
     read = rows(dataset)
     assert read.dtype == dtype
-    assert dataset.units == length
+    assert dataset.num_items == length
     assert read[:, 1:].ravel().tolist() == tokens[1 : len(dataset) * length + 1].tolist()
     assert read[:, 0].tolist() == tokens[: len(dataset) * length : length].tolist()
     assert count - 1 - len(dataset) * length < length, "no whole sample is left out"

@@ -23,8 +23,8 @@ class Numbers:
     def __init__(self, samples: int, fail_at: int = -1) -> None:
         self.samples = samples
         self.fail_at = fail_at
-        self.fields = {"x": Field((3,), np.dtype(np.float32)), "units": Field((), np.dtype(np.int64))}
-        self.units = 9
+        self.fields = {"x": Field((3,), np.dtype(np.float32)), "num_items": Field((), np.dtype(np.int64))}
+        self.num_items = 9
         self.uniforms = 2
         self.arrays: Arrays | None = None
         self.in_process = False
@@ -41,7 +41,7 @@ class Numbers:
         assert random is not None
         out["x"][:, 0] = samples
         out["x"][:, 1:] = random[:, :2]
-        out["units"][...] = samples % 9 + 1
+        out["num_items"][...] = samples % 9 + 1
 
 
 def source(dataset: Any, last: Any = "weighted", micro_batch_size: int = 4, uniforms: int = 3) -> Source:
@@ -52,7 +52,7 @@ def source(dataset: Any, last: Any = "weighted", micro_batch_size: int = 4, unif
 def frozen(batch: Batch) -> list[bytes]:
     tensors = [*batch.fields.values(), batch.weight, batch.uniform]
     return [b"" if t is None else t.contiguous().numpy().tobytes() for t in tensors] + [
-        bytes(str(batch.units), "ascii")
+        bytes(str(batch.num_items), "ascii")
     ]
 
 

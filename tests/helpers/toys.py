@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.config.recipe import Recipe
-from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.train.run import Parts, assemble
@@ -60,13 +60,13 @@ class TokenTask:
             "y": label,
         }
         if ragged:
-            arrays[UNITS] = lengths
+            arrays[NUM_ITEMS] = lengths
         self.dtype = dtype
         self.blocks, self.dropout = blocks, dropout
         self.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
         data = ArrayDataset(arrays)
         if not ragged:
-            data.units = LENGTH
+            data.num_items = LENGTH
         self.train_data: Dataset = data
         self.evaluation_data: Dataset = data
 

@@ -512,29 +512,29 @@ def test_float64_arrays_are_named_or_go_with_a_float64_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "message"),
+    ("num_items", "message"),
     [
-        (np.zeros(10, np.int64), "'units' that are 0 for every sample"),
+        (np.zeros(10, np.int64), "'num_items' that are 0 for every sample"),
         (np.full(10, -1), "aren't one whole number"),
         (np.ones(10), "aren't one whole number"),
     ],
 )
-def test_units_are_counts(units: Any, message: str) -> None:
+def test_units_are_counts(num_items: Any, message: str) -> None:
     x = np.ones((10, 2), np.float32)
-    part = {"x": x, "y": x[:, :1], "units": units}
+    part = {"x": x, "y": x[:, :1], "num_items": num_items}
     with pytest.raises(BadInputError, match=message):
         check(data=lambda _: (part, part))
 
 
 def test_a_loss_that_is_nan_without_units_is_refused() -> None:
     x = np.ones((10, 2), np.float32)
-    part = {"x": x, "y": x[:, :1], "units": np.array([1] * 6 + [0] * 4)}
+    part = {"x": x, "y": x[:, :1], "num_items": np.array([1] * 6 + [0] * 4)}
 
     def nan(_: Small, model: nn.Module, batch: Any) -> Any:
-        valid = batch.fields["units"] > 0
+        valid = batch.fields["num_items"] > 0
         return F.mse_loss(model(batch.fields["x"][valid]), batch.fields["y"][valid]) * valid.sum()
 
-    with pytest.raises(BadInputError, match="loss gave nan for samples of 0 units"):
+    with pytest.raises(BadInputError, match="loss gave nan for samples of 0 items"):
         check(data=lambda _: (part, part), loss=nan)
 
 
@@ -609,7 +609,7 @@ def test_a_file_that_was_moved_is_the_same_task(here: Path) -> None:
 
 
 def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path) -> None:
-    """Nor does it make the next one with units a leap."""
+    """Nor does it make the next one with items a leap."""
     (here / "mine.py").write_text(SPARSE)
     keys = {"spike": "stop", "spike_history": 10}
     told = forked.attempt(here / "run", recipe_of(here / "mine.py", anomaly=keys))
@@ -635,11 +635,11 @@ class Sparse:
     def data(self):
         random = np.random.default_rng(0)
         x = random.normal(size=(64, 5, 3)).astype(np.float32)
-        units = np.zeros(64, np.int64)
-        units[:3] = 5
+        items = np.zeros(64, np.int64)
+        items[:3] = 5
         y = random.integers(0, 4, (64, 5))
-        y[np.arange(5) >= units[:, None]] = -100
-        return (both := {"x": x, "y": y, "units": units}), both
+        y[np.arange(5) >= items[:, None]] = -100
+        return (both := {"x": x, "y": y, "num_items": items}), both
     def model(self):
         return nn.Linear(3, 4)
     def loss(self, model, batch):

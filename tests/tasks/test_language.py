@@ -21,7 +21,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
 from trainer.config.tasks import GPTConfig, LanguageConfig
 from trainer.config.training import OptimConfig
-from trainer.data.dataset import UNITS, ArrayDataset
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset
 from trainer.data.formats import documents
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, decode, encode
@@ -176,7 +176,7 @@ def test_every_token_is_a_target_once_and_sees_its_own_document(
     dataset = way(Text(tokens, 1 << 16, END, "bytes"), length)
     arrays = dataset.arrays
     assert arrays is not None
-    valid = np.arange(length) < arrays[UNITS][:, None]
+    valid = np.arange(length) < arrays[NUM_ITEMS][:, None]
     assert sorted(arrays[TARGETS][valid].tolist()) == sorted(tokens.tolist())
     assert not arrays[TARGETS][~valid].any()
     segments = arrays[SEGMENT] if way is packed else valid.astype(int)
@@ -192,7 +192,7 @@ def test_every_token_is_a_target_once_and_sees_its_own_document(
                 before = tokens[follows[0] - 1] if follows[0] else END
                 assert given_[here][0] == before
     if way is packed:
-        fullest = np.sort(arrays[UNITS])
+        fullest = np.sort(arrays[NUM_ITEMS])
         assert len(fullest) < 2 or fullest[0] + fullest[1] > length, "no two samples that would fit in one"
 
 
@@ -362,9 +362,9 @@ def test_both_loaders_tell_the_longest_sample() -> None:
     resident, ring = ResidentLoader(each, CPU), RingLoader(each, CPU, 0, LoaderConfig())
     for one, other in zip(resident(range(4)), ring(range(4)), strict=True):
         assert one.weight is not None
-        longest = int((one.fields[UNITS] * one.weight).max())
+        longest = int((one.fields[NUM_ITEMS] * one.weight).max())
         assert one.longest == other.longest == longest
-        assert one.units == other.units
+        assert one.num_items == other.num_items
 
 
 def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
@@ -381,17 +381,17 @@ def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
     widths = {task.inputs(batch)[0].shape[1] for batch in loader(range(20))}  # type: ignore[attr-defined]
     assert widths <= {16, 32, 48, 64}
     parts = assemble_alone(recipe, task)
-    units = places = 0
+    num_items = places = 0
     micro_batches = len(task.train_data) // 4
     for batch in parts.loader(range(micro_batches)):
-        units += batch.units
+        num_items += batch.num_items
         places += task.inputs(batch)[0].numel()  # type: ignore[attr-defined]
     share = task.describe()["padding"]
-    assert share == pytest.approx(1 - units / places, abs=1e-6)
+    assert share == pytest.approx(1 - num_items / places, abs=1e-6)
     (note,) = parts.notes
     assert f"{share:.1%} of the places are padding" in note
     assert task.train_data.arrays is not None
-    full = 1 - np.asarray(task.train_data.arrays[UNITS]).mean() / 64
+    full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
     assert share < full / 2, "similar lengths together"
     assert f"({full:.1%} if every sample were padded to 64)" in note
 
@@ -415,7 +415,7 @@ def test_a_stream_in_memory(count: int, length: int, stride: int, whole: bool) -
     out = {name: np.full((len(data), *f.shape), 7, f.dtype) for name, f in data.fields.items()}
     data.read(np.arange(len(data)), None, out)
     if whole:
-        valid = np.arange(length) < out[UNITS][:, None]
+        valid = np.arange(length) < out[NUM_ITEMS][:, None]
         assert out[TOKENS][:, 1:][valid].tolist() == list(range(1, count))
         return
     firsts = range(0, count - length, stride)

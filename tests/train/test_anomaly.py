@@ -367,7 +367,7 @@ def test_a_leap_is_judged_by_what_was_before() -> None:
     assert judge(CONFIG, 32, -9.0, 1.0, history) is None, "a loss that falls is no leap"
     median = median_and_deviation(history)
     assert all(judge(CONFIG, 33 + step, 0.0, 0.0, history) is None for step in range(9))
-    assert median_and_deviation(history) == median, "a step without valid units is nothing to compare with"
+    assert median_and_deviation(history) == median, "a step without valid items is nothing to compare with"
 
 
 def test_there_is_no_leap_without_a_history() -> None:

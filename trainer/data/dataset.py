@@ -12,7 +12,7 @@ from trainer.rng import Float32, Ints
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
-UNITS = "units"
+NUM_ITEMS = "num_items"
 
 _HASHED_BYTES = 16 << 20  # of each field: 10 ms
 
@@ -28,9 +28,9 @@ class Dataset(Protocol):
     """Samples that can be read at random.
 
     Attributes:
-        fields: What a sample consists of. A field named "units" (int64, shape ()) says how many units
+        fields: What a sample consists of. A field named "num_items" (int64, shape ()) says how many items
             the loss of the sample is a sum over, where that differs between samples (valid tokens).
-        units: Units of a sample, or their upper bound where there is a "units" field.
+        num_items: Items of a sample, or their upper bound where there is a "num_items" field.
         uniforms: Random numbers that `read` wants for each sample in training.
         arrays: The whole data set, (samples, *shape) for each field, where it is held in memory; it may
             then live on the device.
@@ -43,7 +43,7 @@ class Dataset(Protocol):
     """
 
     fields: Mapping[str, Field]
-    units: int
+    num_items: int
     uniforms: int
     arrays: Arrays | None
     in_process: bool
@@ -81,7 +81,7 @@ class ArrayDataset:
         self.uniforms = 0
         self.in_process = True
         self.buckets: tuple[int, ...] = ()
-        self.units = max(1, int(arrays[UNITS].max())) if UNITS in arrays else 1
+        self.num_items = max(1, int(arrays[NUM_ITEMS].max())) if NUM_ITEMS in arrays else 1
         self.fields: Mapping[str, Field] = {n: Field(a.shape[1:], a.dtype) for n, a in arrays.items()}
 
     def __len__(self) -> int:

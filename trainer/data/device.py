@@ -8,14 +8,14 @@ import torch
 
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 
-Units = TypeVar("Units")
+NumItems = TypeVar("NumItems")
 
 _BATCHES_AHEAD = 4
 
 
 def copied_ahead(
-    slots: Iterator[tuple[torch.Tensor, Units]], device: torch.device, staged: bool
-) -> Iterator[tuple[torch.Tensor, Units]]:
+    slots: Iterator[tuple[torch.Tensor, NumItems]], device: torch.device, staged: bool
+) -> Iterator[tuple[torch.Tensor, NumItems]]:
     """Copies slots to a CUDA device while the batch before is being computed.
 
     Before the next slot is asked for, the copy of the last but one has completed: from then on its slot
@@ -23,25 +23,25 @@ def copied_ahead(
     two batches ago, and nearly always over.
 
     Args:
-        slots: uint8 host tensors (slot_bytes,) and the units of the batch in it.
+        slots: uint8 host tensors (slot_bytes,) and the items of the batch in it.
         device: A CUDA device.
         staged: True where the slots are not page-locked: they pass through two page-locked buffers.
 
     Yields:
-        The slot on the device, safe to use on the current stream, and its units.
+        The slot on the device, safe to use on the current stream, and its items.
     """
     side = torch.cuda.Stream(device)
     under_way: deque[torch.cuda.Event] = deque()
     in_use: deque[torch.cuda.Event] = deque()
     buffers: list[torch.Tensor] = []
-    ready: tuple[torch.Tensor, Units, torch.cuda.Event] | None = None
+    ready: tuple[torch.Tensor, NumItems, torch.cuda.Event] | None = None
     while True:
         while len(under_way) > 1:
             under_way.popleft().synchronize()
         source = next(slots, None)
         ahead = None
         if source is not None:
-            slot, units = source
+            slot, num_items = source
             if staged:
                 buffers.append(
                     buffers.pop(0) if len(buffers) > 1 else torch.empty_like(slot, pin_memory=True)
@@ -52,15 +52,15 @@ def copied_ahead(
                 done = torch.cuda.Event()
                 done.record(side)
             under_way.append(done)
-            ahead = (copy, units, done)
+            ahead = (copy, num_items, done)
         if ready is not None:
-            copy, units, done = ready
+            copy, num_items, done = ready
             current = torch.cuda.current_stream(device)
             if PHASE_TIMER.phase == "data":  # and not in an evaluation
                 enter_phase("copy")
             current.wait_event(done)
             copy.record_stream(current)
-            yield copy, units
+            yield copy, num_items
             used = torch.cuda.Event()
             used.record(current)
             in_use.append(used)

@@ -51,19 +51,19 @@ class Batch(NamedTuple):
         weight: float32 (micro_batch_size,), 0 for padding; None where nothing is padded.
         uniform: float32 (micro_batch_size, n) in [0, 1), keyed by sample and epoch, for the augmentation;
             None where none was asked for.
-        units: What the loss of this micro-batch is a sum over: samples, or valid tokens.
-        longest: Units of the sample that has most; known to the host, as `units` is. 0: not known.
+        num_items: What the loss of this micro-batch is a sum over: samples, or valid tokens.
+        longest: Items of the sample that has most; known to the host, as `num_items` is. 0: not known.
     """
 
     fields: Mapping[str, torch.Tensor]
     weight: torch.Tensor | None
     uniform: torch.Tensor | None
-    units: int
+    num_items: int
     longest: int = 0
 
 
-class Units(NamedTuple):
-    """Units of a micro-batch, and of the sample of it that has most."""
+class NumItems(NamedTuple):
+    """Items of a micro-batch, and of the sample of it that has most."""
 
     all: int
     longest: int
@@ -104,9 +104,9 @@ class Source:
             for index, number in enumerate(numbers):
                 yield number, sample[index], {name: array[index] for name, array in extras.items()}
 
-    def batch(self, fields: dict[str, torch.Tensor], units: "Units") -> Batch:
+    def batch(self, fields: dict[str, torch.Tensor], num_items: "NumItems") -> Batch:
         """Sorts what travelled together into a batch."""
-        return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), *units)
+        return Batch(fields, fields.pop(_WEIGHT, None), fields.pop(_UNIFORM, None), *num_items)
 
 
 class ResidentLoader:
@@ -117,7 +117,7 @@ class ResidentLoader:
         assert source.dataset.arrays is not None
         self._source = source
         self._device = device
-        self._units = source.dataset.arrays.get(data.UNITS)
+        self._num_items = source.dataset.arrays.get(data.NUM_ITEMS)
         self._tensors = {
             name: torch.from_numpy(array).to(device) for name, array in source.dataset.arrays.items()
         }
@@ -128,14 +128,14 @@ class ResidentLoader:
         for numbers in source.chunks(batches):
             sample, extras = source.extras(np.arange(numbers.start, numbers.stop))
             rows = {name: self._rows(array) for name, array in extras.items()}
-            units = self._count(sample, extras)
+            num_items = self._count(sample, extras)
             for index, picked in enumerate(self._rows(sample)):
                 fields = {
                     name: torch.index_select(tensor, 0, picked) for name, tensor in self._tensors.items()
                 }
                 for name, row in rows.items():
                     fields[name] = row[index]
-                yield source.batch(fields, units[index])
+                yield source.batch(fields, num_items[index])
 
     def _rows(self, array: npt.NDArray[Any]) -> Sequence[torch.Tensor]:
         tensor = torch.from_numpy(array)
@@ -143,11 +143,11 @@ class ResidentLoader:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True).unbind(0)
 
-    def _count(self, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> list[Units]:
-        units: npt.NDArray[Any] = np.full(sample.shape, self._source.dataset.units)
-        if self._units is not None:
-            units = self._units[sample]
-        return [_units(row) for row in units * extras.get(_WEIGHT, np.float32(1))]
+    def _count(self, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> list[NumItems]:
+        num_items: npt.NDArray[Any] = np.full(sample.shape, self._source.dataset.num_items)
+        if self._num_items is not None:
+            num_items = self._num_items[sample]
+        return [_num_items(row) for row in num_items * extras.get(_WEIGHT, np.float32(1))]
 
     def take_work(self) -> dict[str, float]:
         """Nothing was filled: the data is there."""
@@ -164,7 +164,7 @@ class _Filled(NamedTuple):
     """
 
     number: int
-    units: Units
+    num_items: NumItems
     replaced: Sequence[Bad] = ()
     failed: str = ""
     work: Work = NO_WORK
@@ -198,13 +198,13 @@ class _Filler(TorchDataset[_Filled]):
         try:
             replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), out)
         except BadInputError as error:
-            return _Filled(batch, Units(0, 0), failed=str(error))
-        if data.UNITS not in out and _WEIGHT not in extras:
-            most = self._source.dataset.units
-            return _Filled(batch, Units(most * len(sample), most), replaced or ())
+            return _Filled(batch, NumItems(0, 0), failed=str(error))
+        if data.NUM_ITEMS not in out and _WEIGHT not in extras:
+            most = self._source.dataset.num_items
+            return _Filled(batch, NumItems(most * len(sample), most), replaced or ())
         weight = extras.get(_WEIGHT, np.float32(1))
-        units = out.get(data.UNITS, np.full(len(sample), self._source.dataset.units))
-        return _Filled(batch, _units(units * weight), replaced or ())
+        num_items = out.get(data.NUM_ITEMS, np.full(len(sample), self._source.dataset.num_items))
+        return _Filled(batch, _num_items(num_items * weight), replaced or ())
 
 
 class RingLoader:
@@ -273,26 +273,26 @@ class RingLoader:
         results = iter(self._loader) if self._loader else self._filler.in_process(batches)
         filled = map(self._checked, results)
         if self._device.type != "cuda":
-            for number, units in filled:
-                yield self._source.batch(self._ring.unpack(self._ring.slot(number)), units)
+            for number, num_items in filled:
+                yield self._source.batch(self._ring.unpack(self._ring.slot(number)), num_items)
             return
         self._pinned = self._pinned or self._ring.pin()
-        slots = ((self._ring.slot(number), units) for number, units in filled)
-        for slot, units in copied_ahead(slots, self._device, staged=not self._pinned):
-            yield self._source.batch(self._ring.unpack(slot), units)
+        slots = ((self._ring.slot(number), num_items) for number, num_items in filled)
+        for slot, num_items in copied_ahead(slots, self._device, staged=not self._pinned):
+            yield self._source.batch(self._ring.unpack(slot), num_items)
 
     def take_work(self) -> dict[str, float]:
         """What filling was spent on since the last call, `loader/*`; empty if nothing was filled."""
         work, self._work = self._work, NO_WORK
         return work.figures(self._workers)
 
-    def _checked(self, filled: _Filled) -> tuple[int, Units]:
+    def _checked(self, filled: _Filled) -> tuple[int, NumItems]:
         if filled.failed:
             raise BadInputError(filled.failed)
         if filled.replaced:
             self._quarantine.add(filled.replaced)
         self._work = self._work.plus(filled.work)
-        return filled.number, filled.units
+        return filled.number, filled.num_items
 
     def close(self) -> None:
         """Ends the workers and gives the memory back."""
@@ -308,8 +308,8 @@ class RingLoader:
         self._ring.close()
 
 
-def _units(each: npt.NDArray[Any]) -> Units:
-    return Units(int(each.sum()), int(each.max()))
+def _num_items(each: npt.NDArray[Any]) -> NumItems:
+    return NumItems(int(each.sum()), int(each.max()))
 
 
 Loader = ResidentLoader | RingLoader

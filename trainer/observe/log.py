@@ -75,7 +75,7 @@ class Meter:
         gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
         pause_s: Seconds for which a row explains nothing after one that did, where they come so often; the
             next that does tells of all the time between.
-        units: Units (tokens) of a sample.
+        num_items: Items (tokens) of a sample.
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
         sources: Give figures of their own for each row, such as what the machine does.
@@ -109,7 +109,7 @@ class Meter:
         self.busy_seconds = 0.0
         self.timed_samples = 0
         self.left_out: Collection[int] = ()
-        self.units = 1
+        self.num_items = 1
         self.pause_s = 0.0
         self.gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.count: Count | None = None
@@ -225,8 +225,8 @@ class Meter:
 
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}
-        if self.units > 1:
-            speed["tokens_per_s"] = samples_per_s * self.units
+        if self.num_items > 1:
+            speed["tokens_per_s"] = samples_per_s * self.num_items
         if self.count is not None and self.count.per_sample:
             speed["flops_per_s"] = samples_per_s * self.count.per_sample
             if self.peak:

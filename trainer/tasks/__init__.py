@@ -1,7 +1,7 @@
 """What is learned. A task says what the model is, what its loss is, and what is measured.
 
 A domain each: classification, detection, language, audio, one's own; and their augmentation. Imports `data`,
-`models` and what is below them; knows neither ranks nor the loop. A loss is a sum over a batch's units, never
+`models` and what is below them; knows neither ranks nor the loop. A loss is a sum over a batch's items, never
 a mean, so that any split into micro-batches gives the same gradients.
 """
 
@@ -42,14 +42,14 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of a micro-batch: a sum over its units (never a mean), weighted; float ()."""
+        """The loss of a micro-batch: a sum over its items (never a mean), weighted; float ()."""
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """What is measured on a micro-batch of n samples.
 
         Returns:
-            By name, weighted sums over the samples, each (), which are divided by the units of the whole
+            By name, weighted sums over the samples, each (), which are divided by the items of the whole
             set; or a row for each sample, (n, ...), which `summarise` sees all of.
         """
         ...

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.config.task_file import MODULE, read_source, source_hash
-from trainer.data.dataset import UNITS, ArrayDataset, Dataset, spread
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
@@ -29,7 +29,7 @@ _WANTED = {
     "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
 }
 _GIVEN = {**_WANTED, "summarise": "figures by name, each a number"}
-_OF_DATASETS = ("fields", "units", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
+_OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
 _SUMMARISED = 32  # samples whose rows `summarise` is tried on
 
@@ -131,10 +131,10 @@ class CustomTask:
         with torch.no_grad():
             if stays_when_doubled(*(partial(self._value, model, batch) for batch in (once, twice))):
                 raise self._wrong("loss", 'a mean (reduction="sum" instead: the trainer divides)')
-            units = (self.train_data.arrays or {}).get(UNITS)
-            empty = () if units is None else np.flatnonzero(units == 0)[:_TRIED]
+            num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
+            empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
             if len(empty) and not np.isfinite(value := self._value(model, self._few(np.asarray(empty)))):
-                raise self._wrong("loss", f"{value} for samples of 0 units, which add nothing")
+                raise self._wrong("loss", f"{value} for samples of 0 items, which add nothing")
 
     def _check_measure(self, model: nn.Module) -> None:
         data = self.evaluation_data
@@ -242,8 +242,8 @@ class CustomTask:
         uniforms = 0 if evaluation else data.uniforms + self.uniforms
         uniform = torch.full((len(samples), uniforms), 0.5) if uniforms else None
         fields = {name: torch.from_numpy(array) for name, array in out.items()}
-        units = int(out[UNITS].sum()) if UNITS in out else data.units * len(samples)
-        return Batch(fields, None, uniform, units)
+        num_items = int(out[NUM_ITEMS].sum()) if NUM_ITEMS in out else data.num_items * len(samples)
+        return Batch(fields, None, uniform, num_items)
 
     def _dataset(self, part: Any) -> Dataset:
         if not isinstance(part, Mapping):
@@ -256,11 +256,13 @@ class CustomTask:
             raise self._wrong("data", f"arrays of different lengths or empty ones ({lengths})")
         if odd := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
             raise self._wrong("data", f"'{odd[0]}' of dtype {arrays[odd[0]].dtype}, which is no number")
-        units = arrays.get(UNITS)
-        if units is not None and (units.dtype.kind == "f" or units.ndim != 1 or units.min() < 0):
-            raise self._wrong("data", f"'{UNITS}' that aren't one whole number from 0 on for each sample")
-        if units is not None and not units.any():
-            raise self._wrong("data", f"'{UNITS}' that are 0 for every sample, so that nothing counts")
+        num_items = arrays.get(NUM_ITEMS)
+        if num_items is not None and (
+            num_items.dtype.kind == "f" or num_items.ndim != 1 or num_items.min() < 0
+        ):
+            raise self._wrong("data", f"'{NUM_ITEMS}' that aren't one whole number from 0 on for each sample")
+        if num_items is not None and not num_items.any():
+            raise self._wrong("data", f"'{NUM_ITEMS}' that are 0 for every sample, so that nothing counts")
         return ArrayDataset(arrays)
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -348,12 +350,12 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
     """The batch without samples of weight 0; as it is, and True, where there is nothing else in it.
 
     Padding comes last. How much there is of it the host knows without asking the device, but where samples
-    differ in their units.
+    differ in their items.
     """
     if batch.weight is None:
         return batch, False
-    ragged = UNITS in dataset.fields
-    count = int((batch.weight > 0).sum()) if ragged else batch.units // dataset.units
+    ragged = NUM_ITEMS in dataset.fields
+    count = int((batch.weight > 0).sum()) if ragged else batch.num_items // dataset.num_items
     if count in (0, len(batch.weight)):
         return batch._replace(weight=None), not count
     fields = {name: value[:count] for name, value in batch.fields.items()}

@@ -15,7 +15,7 @@ from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
-from trainer.data.dataset import UNITS, ArrayDataset, Dataset
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
 from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
@@ -119,7 +119,7 @@ class Language:
             places = self._given(batch)[0].shape[1]
             slots = torch.full((len(batch.fields[TOKENS]),), places, device=loss.device)
             figures["places"] = slots
-            figures["tokens"] = batch.fields[UNITS]
+            figures["tokens"] = batch.fields[NUM_ITEMS]
         return figures
 
     def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
@@ -135,8 +135,8 @@ class Language:
             length = _cut(batch.longest, self._config)
             tokens, targets = (fields[name][:, :length].to(torch.int64) for name in (TOKENS, TARGETS))
         valid = None
-        if UNITS in fields:
-            valid = torch.arange(tokens.shape[1], device=tokens.device) < fields[UNITS][:, None]
+        if NUM_ITEMS in fields:
+            valid = torch.arange(tokens.shape[1], device=tokens.device) < fields[NUM_ITEMS][:, None]
         if batch.weight is not None:
             real = (batch.weight > 0)[:, None]
             valid = real if valid is None else valid & real
@@ -153,7 +153,7 @@ class Language:
             return packed(text, length)
         dataset = padded(text, length)
         assert dataset.arrays is not None
-        lengths = np.asarray(dataset.arrays[UNITS])
+        lengths = np.asarray(dataset.arrays[NUM_ITEMS])
         cuts = sorted({_cut(length, config) for length in range(1, config.sequence_length + 1)})
         last = np.searchsorted(lengths, cuts, "right")
         dataset.buckets = tuple(int(n) for n in np.diff(last, prepend=0) if n)
@@ -185,16 +185,16 @@ class Language:
         arrays, length = self.train_data.arrays, self._config.sequence_length
         if self._config.text == "stream" or arrays is None:
             return 0.0
-        units = np.asarray(arrays[UNITS])
-        places = len(units) * length
+        num_items = np.asarray(arrays[NUM_ITEMS])
+        places = len(num_items) * length
         if isinstance(self.train_data, ArrayDataset) and self.train_data.buckets:
-            size = min(data.micro_batch_size, len(units))
+            size = min(data.micro_batch_size, len(num_items))
             buckets = self.train_data.buckets
-            plan = Plan(len(units), size, size, 1, "cross", seed, buckets=buckets)
-            of_batches = units[plan.read(np.arange(len(units) // size)).sample]
-            units = of_batches
+            plan = Plan(len(num_items), size, size, 1, "cross", seed, buckets=buckets)
+            of_batches = num_items[plan.read(np.arange(len(num_items) // size)).sample]
+            num_items = of_batches
             places = sum(_cut(int(longest), self._config) * size for longest in of_batches.max(1))
-        return round(1 - float(units.sum()) / places, 6)
+        return round(1 - float(num_items.sum()) / places, 6)
 
     def _notes(self, name: str) -> tuple[str, ...]:
         text: tuple[str, ...] = ()
@@ -204,7 +204,7 @@ class Language:
             return text
         arrays = self.train_data.arrays
         assert arrays is not None
-        full = 1 - float(arrays[UNITS].sum()) / (len(self.train_data) * self._config.sequence_length)
+        full = 1 - float(arrays[NUM_ITEMS].sum()) / (len(self.train_data) * self._config.sequence_length)
         line = f"text {self._config.text}: {self.padding:.1%} of the places are padding"
         if self._config.text == "padded":
             line += f" ({full:.1%} if every sample were padded to {self._config.sequence_length})"

@@ -34,19 +34,19 @@ def evaluate(
         precision: For autocast.
 
     Returns:
-        Means over the units of the data set: samples, or valid tokens.
+        Means over the items of the data set: samples, or valid tokens.
     """
     training = model.training
     model.eval()
     micro_batches = share.plan.steps * share.plan.micro_batches
     tables: dict[str, torch.Tensor] = {}
-    units = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
+    num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
     with torch.inference_mode(), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
             enter_phase("evaluation")
-            units[int(number)] = batch.units
+            num_items[int(number)] = batch.num_items
             for name, value in task.measure(model, batch).items():
                 if name not in tables:
                     kind = torch.uint8 if value.dtype == torch.bool else value.dtype  # gloo adds no bool
@@ -58,7 +58,7 @@ def evaluate(
         raise BadInputError("the evaluation data set is empty")
     # Without the rows that fill up the last round: how many these are depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
-    count = float(sum_over_ranks(units, world.group)[:real].sum())
+    count = float(sum_over_ranks(num_items, world.group)[:real].sum())
     figures, rows = {}, {}
     for name, table in tables.items():
         together = sum_over_ranks(table, world.group)[:real]

@@ -33,7 +33,7 @@ def explain(
 ) -> Advisor | None:
     """Gives a meter its sources of figures, until the stack is closed; on rank 0 also who judges them."""
     t = parts.training
-    meter.units, meter.pause_s = t.units, _PAUSE_S
+    meter.num_items, meter.pause_s = t.num_items, _PAUSE_S
     if world.group is not None:
         meter.gather = partial(gather_rows, world)
     if world.rank:

@@ -202,7 +202,7 @@ def read_samples(dataset: Dataset, samples: Ints) -> Batch:
     }
     dataset.read(samples, None, out)
     fields = {name: torch.from_numpy(array) for name, array in out.items()}
-    return Batch(fields, None, None, dataset.units * len(samples))
+    return Batch(fields, None, None, dataset.num_items * len(samples))
 
 
 def some_samples(dataset: Dataset, count: int) -> Ints:

@@ -250,7 +250,7 @@ def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Pat
         share=share,
         max_grad_norm=recipe.optim.max_grad_norm,
         group=world.group,
-        ragged="units" in task.train_data.fields,
+        ragged="num_items" in task.train_data.fields,
         nonfinite=prepared.nonfinite,
         cuda_graphs=prepared.cuda_graphs,
         ring=make_ring(recipe.anomaly, recipe.log.every, device),

@@ -43,13 +43,13 @@ class Training:
         nonfinite: Looks for the first module that gives no finite numbers, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs: each replay overwrites what
             the one before handed out, gradients among it.
-        ragged: True where the units of a step are known only after loading (valid tokens).
+        ragged: True where the items of a step are known only after loading (valid tokens).
         ring: What the anomaly detection look at, or None.
         skips: True where an update whose loss or gradients aren't finite is not made.
         tree: Adds up a step's micro-batches in one order for any number of ranks, or None: backward and DDP
         do.
         loss: float64 (): sum of the losses of this rank's steps since it was last set to 0, each divided
-            by its step's units; with a tree those of all ranks.
+            by its step's items; with a tree those of all ranks.
         norm: float (): gradient norm of the last step, before clipping.
         keeps_gradients: True where gradients are added to tensors that stay where they are, because a graph
             is replayed again before they are used (several micro-batches), or DDP has its own place for them.
@@ -99,7 +99,7 @@ class Training:
             self.share.plan.micro_batches,
             self.share.gradient_accumulation_steps,
         )
-        self.units = self.task.train_data.units
+        self.num_items = self.task.train_data.num_items
         # Below 2**62, so that adding the micro-batch's number never overflows.
         self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
 
@@ -130,16 +130,16 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         batches: This rank's batches; as many are taken as the step has micro-batches for it.
         step: Number of the step in the run; keys dropout.
     """
-    expected = t.share.plan.step_samples(step) * t.units
+    expected = t.share.plan.step_samples(step) * t.num_items
     first_key = t.first_key + step * t.micro_batches + t.share.rank * t.gradient_accumulation_steps
-    units, step_loss = 0, None
+    num_items, step_loss = 0, None
     own_used: set[int] = set()
     PHASE_TIMER.step = step + 1
     for index in range(t.gradient_accumulation_steps):
         enter_phase("data")
         batch = next(batches)
         enter_phase("host")
-        units += batch.units
+        num_items += batch.num_items
         for generator in t.generators:
             generator.manual_seed(first_key + index)
         enter_phase("forward")
@@ -172,7 +172,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         step_loss = _sum_by_tree(t, t.tree, own_used)
     assert step_loss is not None
     if t.ragged:
-        step_loss = step_loss * _divide_by_true_units(t, expected, units)
+        step_loss = step_loss * _divide_by_true_num_items(t, expected, num_items)
     t.loss += step_loss
     skipped = _update(t, step, step_loss)
     t.statistics.end_step(skipped)
@@ -287,11 +287,11 @@ def _clear_gradients(t: Training) -> None:
             parameter.grad = None
 
 
-def _divide_by_true_units(t: Training, expected: int, units: int) -> torch.Tensor:
+def _divide_by_true_num_items(t: Training, expected: int, num_items: int) -> torch.Tensor:
     """Corrects the gradients; returns the factor, float64 ()."""
     # Valid tokens of the step are known when its last micro-batch has been loaded, on every rank its own.
     # Until here the losses were divided by the most there can be.
-    true = torch.full((), float(units), dtype=torch.float64, device=t.loss.device)
+    true = torch.full((), float(num_items), dtype=torch.float64, device=t.loss.device)
     sum_over_ranks(true, t.group)
     correction = expected / true.clamp_(min=1)  # no valid token at all: no gradient, not a NaN
     gradients = [p.grad for p in t.parameters if p.grad is not None]

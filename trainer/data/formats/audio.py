@@ -67,7 +67,7 @@ class AudioFolder:
         self._root = os.fsencode(root)
         self.records = in_folder(root, SUFFIXES) if files is None else files
         self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
-        self.units = 1
+        self.num_items = 1
         self.uniforms = 1 if random_crop else 0
         self.arrays: Arrays | None = None
         self.in_process = False

@@ -120,7 +120,7 @@ class BoxedImages:
         self.pictures, self._size, self._most, self._augment = pictures, size, most, augment
         self._on_corrupt = on_corrupt
         self.uniforms = augment.uniforms if augment else 0
-        self.units = 1
+        self.num_items = 1
         self.arrays: Arrays | None = None
         self.in_process = pictures.in_memory and not self.uniforms
         self.fields: Mapping[str, Field] = {

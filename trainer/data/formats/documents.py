@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.dataset import UNITS, ArrayDataset, Arrays, Field, spread
+from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Arrays, Field, spread
 from trainer.data.formats.text import Text, Tokens
 from trainer.data.formats.tokens import TOKENS
 from trainer.errors import BadInputError
@@ -33,7 +33,7 @@ class StreamDataset:
         length: Tokens that a sample predicts.
         stride: From the start of a sample to that of the next; None: `length`, so that every token but the
             first is a target once and a rest shorter than `length` isn't.
-        whole: Whether the rest becomes a sample too, padded and with a field `units`.
+        whole: Whether the rest becomes a sample too, padded and with a field `num_items`.
 
     Raises:
         BadInputError: If there is no sample in it.
@@ -49,12 +49,12 @@ class StreamDataset:
                 f"language.sequence_length={length} and the one after it; lower it"
             )
         self.arrays: Arrays | None = None
-        self.uniforms, self.in_process, self.units = 0, True, length
+        self.uniforms, self.in_process, self.num_items = 0, True, length
         fields = {TOKENS: Field((length + 1,), tokens.dtype)}
         self._samples = (targets - length) // step + 1 if targets >= length else 0
         if whole:
             self._samples = -(-targets // length)
-            fields[UNITS] = Field((), np.dtype(np.int64))
+            fields[NUM_ITEMS] = Field((), np.dtype(np.int64))
             rest = self._samples * length - targets
             tokens = np.concatenate((tokens, np.zeros(rest, tokens.dtype)))
         self.fields: Mapping[str, Field] = fields
@@ -74,8 +74,8 @@ class StreamDataset:
         """Copies tokens; see `Dataset.read`."""
         first = samples * self._step
         np.take(self._tokens, first[:, None] + np.arange(self._length + 1), out=out[TOKENS], mode="clip")
-        if UNITS in self.fields:
-            out[UNITS][...] = np.minimum(self._targets - first, self._length)
+        if NUM_ITEMS in self.fields:
+            out[NUM_ITEMS][...] = np.minimum(self._targets - first, self._length)
 
 
 class Pieces(NamedTuple):
@@ -114,8 +114,8 @@ def pieces_of(text: Text, length: int) -> Pieces:
 def padded(text: Text, length: int) -> ArrayDataset:
     """A piece of a document in each sample, in the order of their lengths.
 
-    The fields are `tokens` and `targets` (length,), of the text's type, and `units`, the number of targets;
-    what is behind these is padding.
+    The fields are `tokens` and `targets` (length,), of the text's type, and `num_items`, the number of
+    targets; what is behind these is padding.
     """
     pieces = pieces_of(text, length)
     order = np.argsort(pieces.targets, kind="stable")
@@ -134,7 +134,7 @@ def packed(text: Text, length: int) -> ArrayDataset:
     sample, start = _best_fit(pieces.targets[order], length)
     ordered = Pieces(*(part[order] for part in pieces))
     arrays = dict(_filled(text, length, ordered, sample, start))
-    segment = np.zeros((len(arrays[UNITS]), length), np.int16 if length < 1 << 15 else np.int32)
+    segment = np.zeros((len(arrays[NUM_ITEMS]), length), np.int16 if length < 1 << 15 else np.int32)
     number = np.zeros(len(segment), np.int64)
     for row, begin, count in zip(sample.tolist(), start.tolist(), ordered.targets.tolist(), strict=True):
         number[row] += 1
@@ -154,8 +154,8 @@ def _filled(text: Text, length: int, pieces: Pieces, sample: Ints, start: Ints) 
     for first, size, row, begin in places:
         tokens[row, begin : begin + size] = given[first : first + size]
         targets[row, begin : begin + size] = text.tokens[first : first + size]
-    units = np.bincount(sample, pieces.targets, count).astype(np.int64)
-    return {TOKENS: tokens, TARGETS: targets, UNITS: units}
+    num_items = np.bincount(sample, pieces.targets, count).astype(np.int64)
+    return {TOKENS: tokens, TARGETS: targets, NUM_ITEMS: num_items}
 
 
 def _check_room(needed: int) -> None:

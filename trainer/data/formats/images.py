@@ -39,7 +39,7 @@ class ImageDataset:
         self._decode = decode.cut_out, decode.resize
         self.records, self._size, self._on_corrupt = records, size, on_corrupt
         self.uniforms = 4 if random_crop else 0
-        self.units = 1
+        self.num_items = 1
         self.arrays: Arrays | None = None
         self.in_process = False
         self.fields: Mapping[str, Field] = {

@@ -101,7 +101,7 @@ class TokenDataset:
         self.vocabulary = None if about is None else about.vocabulary
         self._samples = (tokens - 1) // length
         self._bytes = facts.st_size
-        self.units = length
+        self.num_items = length
         self.uniforms = 0
         self.arrays: Arrays | None = None
         self.in_process = True
