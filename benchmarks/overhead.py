@@ -3,7 +3,7 @@
 Claim: at most 20 us per step on one CPU thread, with default logging, for a model whose step takes about
 100 us. Both loops do the same: a shuffled batch of a resident data set, loss, clipping, AdamW with a
 cosine schedule, moving average. Rounds are interleaved, so that whatever else the machine does falls on
-both; the figure is the median of the paired differences, with the interval that holds the true median
+both; the metric is the median of the paired differences, with the interval that holds the true median
 with 95 % probability. Libraries that are timed beside it get the same steps, in the loop that their
 documentation shows (`benchmarks.against`).
 """
@@ -35,7 +35,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.conditions import conditions
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
@@ -45,7 +45,7 @@ from trainer.train.explain import explain
 from trainer.train.loop import train
 from trainer.train.progress import Progress
 from trainer.train.run import assemble
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 Series = npt.NDArray[np.float64]
 
@@ -185,17 +185,19 @@ def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
             fingerprints_of(training.model), checksums_to(kept, list(training.model.state_dict()), [], 0)
         )
         sinks = [jsonl_sink(file), to_board]
-        meter = Meter(plan, torch.device("cpu"), sinks, lambda: take_figures(parts.training), checksums)
+        logger = MetricLogger(
+            plan, torch.device("cpu"), sinks, lambda: take_metrics(parts.training), checksums
+        )
         assert training.ring is not None
-        explain(stack, recipe, parts, world, 1, meter)
+        explain(stack, recipe, parts, world, 1, logger)
         detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
-        between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, detector=detector)
+        between = BetweenSteps(recipe, world, parts, logger, Progress(), None, None, {}, detector=detector)
         start = time.perf_counter()
         train(
             parts.training,
             parts.loader(parts.training.share.batches()),
             range(plan.steps),
-            meter,
+            logger,
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
@@ -223,7 +225,7 @@ class HostTimes:
 
     Attributes:
         steps: Of a round.
-        log_every: Steps between the trainer's rows of figures.
+        log_every: Steps between the trainer's rows of metrics.
         hand: By hand, with torch's own functions for clipping and for clearing gradients.
         lean: By hand, without these two.
         ours: The trainer's.
@@ -313,7 +315,7 @@ def bench_overhead(rounds: int, steps: int, target_us: float, against: str = "")
         f"  by hand      {np.median(times.hand):8.1f}   torch's clip_grad_norm_ and zero_grad\n"
         f"  by hand, lean{np.median(times.lean):8.1f}   neither: what they do, inlined for this model\n"
         f"  trainer      {np.median(times.ours):8.1f}   "
-        f"with a row of figures every {times.log_every} steps\n"
+        f"with a row of metrics every {times.log_every} steps\n"
         f"  trainer - by hand       {more:8.1f}   95 % interval {low:.1f} to {high:.1f}\n"
         f"  trainer - by hand, lean {over_lean:8.1f}   95 % interval {lean_low:.1f} to {lean_high:.1f}\n"
         f"  target       {target_us:8.1f}   over by hand: {verdict}"

@@ -5,7 +5,7 @@ CUDA graphs are for. Both loops compile the model with `mode="reduce-overhead"`,
 its backward pass, and do the rest of a step eagerly: the loss, clipping, fused AdamW, the weights' average.
 The one by hand gathers each batch into the very tensors that its graphs read, so that nothing is copied
 there. The trainer's does all that it does in a run between evaluations and checkpoints, but for the console:
-anomaly detection, fingerprints of the weights, a row of figures every 50 steps into JSONL and TensorBoard and
+anomaly detection, fingerprints of the weights, a row of metrics every 50 steps into JSONL and TensorBoard and
 judged, and a thread that watches the machine. That thread lives as long as the loop: it wakes up beside all
 loops.
 """
@@ -31,7 +31,7 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling, torch_mode
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.train.anomaly import AnomalyDetector
 from trainer.train.between_steps import BetweenSteps
@@ -39,7 +39,7 @@ from trainer.train.explain import explain
 from trainer.train.loop import train
 from trainer.train.progress import Progress
 from trainer.train.run import assemble
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 _CLASSES, _BATCHES = 16, 64  # batches: of an epoch, at whose end rows tell of the memory
 _EMA_DECAY = 0.99
@@ -125,11 +125,11 @@ def by_trainer(
     names = list(training.model.state_dict())
     checksums = Checksums(fingerprints_of(training.model), checksums_to(kept, names, [], 0))
     sinks = [jsonl_sink(file), to_board]
-    meter = Meter(training.share.plan, device, sinks, lambda: take_figures(training), checksums)
-    explain(stack, recipe, parts, world, 1, meter)
+    logger = MetricLogger(training.share.plan, device, sinks, lambda: take_metrics(training), checksums)
+    explain(stack, recipe, parts, world, 1, logger)
     assert training.ring is not None
     detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
-    between = BetweenSteps(recipe, world, parts, meter, Progress(), None, None, {}, detector=detector)
+    between = BetweenSteps(recipe, world, parts, logger, Progress(), None, None, {}, detector=detector)
     batches, done = parts.loader(training.share.batches()), 0
 
     def turn() -> float:
@@ -141,7 +141,7 @@ def by_trainer(
             training,
             batches,
             span,
-            meter,
+            logger,
             recipe.log.every,
             evaluation_due=lambda _: False,
             evaluate=lambda _: None,
@@ -242,8 +242,8 @@ def graphs(mode: str = _MODES[0], rounds: int = 0, steps: int = 0) -> dict[str, 
     pairs = zip(seconds["trainer"], seconds["by_hand"], strict=True)
     ratio, low, high = median_interval([ours / hand for ours, hand in pairs])
     each = {f"{name}_us": float(np.median(series)) / steps * 1e6 for name, series in seconds.items()}
-    figures = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
-    return {**figures, "mode": torch_mode(recipe.compile, device), "skipped": _skipped(), "measured": cuda}
+    metrics = {"ratio": ratio, "low": low, "high": high, **each, "rounds": rounds, "steps": steps}
+    return {**metrics, "mode": torch_mode(recipe.compile, device), "skipped": _skipped(), "measured": cuda}
 
 
 def _skipped() -> int:

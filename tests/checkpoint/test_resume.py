@@ -180,7 +180,7 @@ def cut_in(world: World, folder: str, steps: range) -> tuple[list[float], list[l
             "losses": [float(t.loss)],
             "seconds": 0.0,
             "samples": 0,
-            "figures": {},
+            "metrics": {},
             "best": None,
         }
         write(Path(folder), steps.stop, tensors_of(t), state)
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     world = World(0, 1, 0, torch.device("cpu"), None)
     small, large = (make_recipe(model={"width": width}) for width in (4, 8))
     t = assemble(small, make_task(small), world, 0).training
-    state = {"row": 0, "losses": [0.0], "seconds": 0.0, "samples": 0, "figures": {}, "best": None}
+    state = {"row": 0, "losses": [0.0], "seconds": 0.0, "samples": 0, "metrics": {}, "best": None}
     write(tmp_path, 3, tensors_of(t), state)
     other = assemble(large, make_task(large), world, 0).training
     before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}

@@ -512,7 +512,7 @@ def test_a_full_disk_loses_rows_and_no_training(tmp_path: Path, whole: Path) -> 
     assert ended.code == 75, ended.said
     assert "goes on after step 2, its newest checkpoint" in ended.said
     assert "Traceback" not in ended.said
-    assert ended.said.count("rows of figures are lost") == 2, "once for each sink"
+    assert ended.said.count("rows of metrics are lost") == 2, "once for each sink"
     done = attempt(folder, recipe)
     assert done.code == 0
     assert same(folder, whole)
@@ -734,7 +734,7 @@ ODD_CHECKPOINTS = {
     "no losses": (with_state(losses=[]), "losses: "),
     "seconds": (with_state(seconds="1e999"), "seconds: "),
     "samples": (with_state(samples=10**60), "samples: "),
-    "figures": (with_state(figures=[1]), "figures: "),
+    "metrics": (with_state(metrics=[1]), "metrics: "),
     "best": (with_state(best=[1.0]), "best"),
     "best inf": (with_state(best=["inf", 6]), "best"),
     "best far": (with_state(best=[1.0, 60]), "speaks of later ones"),
@@ -779,7 +779,7 @@ def test_an_odd_manifest_is_one_line(tmp_path: Path, stopped: Path, change: dict
 
 
 def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
-    """Its losses and figures aren't finite, for which JSON has no word."""
+    """Its losses and metrics aren't finite, for which JSON has no word."""
     folder, other = tmp_path / "run", tmp_path / "other"
     recipe = small(
         optim={"name": "sgd", "lr": 1e30}, log={"every": 16, "to": ["csv"]}, anomaly={"nonfinite": "off"}

@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stopped after step 5, gone on with, stopped after 11: neither has a row of figures."""
+    """Stopped after step 5, gone on with, stopped after 11: neither has a row of metrics."""
     folder = tmp_path_factory.mktemp("runs") / "cut"
     assert attempt(folder, stop_after=5).code == 75
     assert attempt(folder, stop_after=11).code == 75
@@ -82,7 +82,7 @@ Capsys = pytest.CaptureFixture[str]
 def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
     told = verify(whole, code=0, capsys=capsys)
     # A row: epoch, loss, rate, applied; with every evaluation loss, accuracy and epoch.
-    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 38 figures" in told
+    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 38 metrics" in told
     names = list(safetensors.torch.load_file(whole / "model.safetensors"))
     assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
     assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")
@@ -324,23 +324,23 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         ],
         "first at step 8: accuracy 0.75, now ",
     ),
-    "row of figures": (
+    "row of metrics": (
         rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[4])),
-        "metrics.jsonl: the row of train figures of step 10 is missing",
+        "metrics.jsonl: the row of train metrics of step 10 is missing",
     ),
-    "file of figures": (
+    "file of metrics": (
         lambda folder: (folder / METRICS).unlink(),
         "metrics.jsonl can't be read (No such file",
     ),
-    "garbled figures": (garbled(METRICS), "1 lines of metrics.jsonl can't be read"),
+    "garbled metrics": (garbled(METRICS), "1 lines of metrics.jsonl can't be read"),
     "garbled trace": (garbled(TRACE), "1 lines of checksums.jsonl can't be read"),
     "row of the trace": (
         rows(TRACE, lambda lines: lines.remove(of_kind("train", lines)[4])),
-        "first at step 10: row of train figures missing, now there",
+        "first at step 10: row of train metrics missing, now there",
     ),
     "end of the trace": (
         rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))),
-        "first at step 8: row of evaluation figures missing, now there",
+        "first at step 8: row of evaluation metrics missing, now there",
     ),
     "fingerprints": (rows(TRACE, without_tensors), "first at step 2: stem.weight, "),
     "names": (
@@ -366,7 +366,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml can't be read"),
     "a row of the trace twice": (
         rows(TRACE, lambda lines: lines.insert(2, {**lines[2], "loss": 0.001})),
-        "checksums.jsonl: the row of train figures of step 4 is there 2 times",
+        "checksums.jsonl: the row of train metrics of step 4 is there 2 times",
     ),
     "a row after the end": (
         lambda folder: [
@@ -375,7 +375,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         ],
         "checksums.jsonl: a row of step 99, and the run has 16",
     ),
-    "nested figures": (
+    "nested metrics": (
         lambda folder: (folder / TRACE).open("a").write("[" * 100_000 + "\n"),
         "1 lines of checksums.jsonl can't be read",
     ),
@@ -469,7 +469,7 @@ def test_what_was_logged_elsewhere_for_a_while_is_no_difference(tmp_path: Path, 
     told = verify(folder, code=0, capsys=capsys)
     assert "16 of 16 steps" in told and "5 rows" in told
     rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[-1]))(folder)
-    assert "row of train figures of step 16 is missing" in verify(folder, code=1, capsys=capsys)
+    assert "row of train metrics of step 16 is missing" in verify(folder, code=1, capsys=capsys)
 
 
 @pytest.mark.usefixtures("forked")
@@ -524,7 +524,7 @@ def test_an_older_field_is_no_difference() -> None:
     [(1, "1 rank of 1 thread"), (2, "2 ranks of 1 thread, then 1 rank of 1 thread")],
 )
 def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> None:
-    """With the real launcher: on these ranks, then on one, cut where there is no row of figures."""
+    """With the real launcher: on these ranks, then on one, cut where there is no row of metrics."""
     sizes = [
         "image_size=8",
         "samples=64",

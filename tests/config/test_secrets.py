@@ -14,7 +14,7 @@ from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
 from trainer.launch import exit_record, launcher as launch, rank
-from trainer.observe.console import Display, warn
+from trainer.observe.console import ProgressBar, warn
 from trainer.train.manifest import command
 
 SECRET = "hunter2hunter2"
@@ -113,7 +113,7 @@ def test_bad_input_repeats_no_secret(words: list[str], capsys: pytest.CaptureFix
 
 def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     text = f"password={SECRET}"
-    Display(1).say(text)
+    ProgressBar(1).say(text)
     warn(text)
     launch.say(f"{text}\n")
     rank._leave_word(exit_record.Outcome(0, 1, line=text))

@@ -213,8 +213,8 @@ def test_statistics_of_low_precision_input_are_in_fp32(ranks: Ranks, low: torch.
 
 
 def synchronised_training(world: World, values: dict[str, Any]) -> Any:
-    losses, figures, weights = train_digits(world, values, 0)
-    return losses, figures, weights
+    losses, metrics, weights = train_digits(world, values, 0)
+    return losses, metrics, weights
 
 
 @pytest.mark.parametrize("memory", [{}, {"checkpointing": "blocks"}])

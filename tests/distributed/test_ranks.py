@@ -11,11 +11,11 @@ from tests.helpers.toys import make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 DIGITS = digits_steps.DIGITS
 
@@ -32,9 +32,9 @@ def test_worlds_agree(ranks: Ranks, norm: str, resident: bool) -> None:
     for answers in by_size.values():
         losses = torch.tensor([losses for losses, _, _ in answers], dtype=torch.float64).sum(0)
         assert torch.allclose(losses, torch.tensor(alone_losses, dtype=torch.float64), rtol=1e-4)
-        for _, figures, weights in answers:
-            assert figures == answers[0][1]
-            assert figures["accuracy"] == pytest.approx(alone_figures["accuracy"], abs=0.01)
+        for _, metrics, weights in answers:
+            assert metrics == answers[0][1]
+            assert metrics["accuracy"] == pytest.approx(alone_figures["accuracy"], abs=0.01)
             for name, tensor in weights.items():
                 assert torch.equal(tensor, answers[0][2][name]), f"{name} differs between ranks"
                 assert torch.allclose(tensor, alone_weights[name], rtol=1e-2, atol=2e-3), name
@@ -87,10 +87,10 @@ def logged_rows(world: World) -> list[Any]:
     parts = assemble(recipe, make_task(recipe), world, workers=0)
     t = parts.training
     rows: list[Any] = []
-    meter = Meter(t.share.plan, world.device, [rows.append], lambda: take_figures(t))
+    logger = MetricLogger(t.share.plan, world.device, [rows.append], lambda: take_metrics(t))
     steps = range(t.share.plan.steps)
     train(
-        t, parts.loader(t.share.batches()), steps, meter, 2, lambda _: False, lambda _: None, lambda _: None
+        t, parts.loader(t.share.batches()), steps, logger, 2, lambda _: False, lambda _: None, lambda _: None
     )
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
@@ -143,9 +143,9 @@ def test_the_number_of_workers_changes_no_bit_of_the_training() -> None:
     for workers in (0, 1, 3):
         data = {"resident": False, "workers": workers, "start_method": "fork"}
         results.append(train_digits(world, DIGITS | {"data": DIGITS["data"] | data}, workers))
-    for losses, figures, weights in results[1:]:
+    for losses, metrics, weights in results[1:]:
         assert losses == results[0][0]
-        assert figures == results[0][1]
+        assert metrics == results[0][1]
         assert all(torch.equal(tensor, results[0][2][name]) for name, tensor in weights.items())
 
 

@@ -22,7 +22,7 @@ from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_t
 from trainer.errors import BadInputError
 from trainer.train import attempt
 from trainer.train.run import assemble, check_request, make_task
-from trainer.train.step import take_figures, train_step
+from trainer.train.step import take_metrics, train_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},
@@ -53,7 +53,7 @@ def test_a_tournament_adds_by_the_tree(values: list[float]) -> None:
     for _ in range(2):  # it starts anew
         for value in values:
             tournament.add(one(0.0, value))
-        assert float(tournament.total().figures) == by_tree(values)
+        assert float(tournament.total().metrics) == by_tree(values)
 
 
 @given(st.data())
@@ -90,7 +90,7 @@ def reduce_random(
         gradients[2] = gradients[2].contiguous(memory_format=torch.channels_last)
         tree.add_micro_batch(gradients, torch.randn(3, generator=random, dtype=torch.float64))
     sums = tree.end_step()
-    return sums.gradients, sums.figures
+    return sums.gradients, sums.metrics
 
 
 @pytest.mark.compat
@@ -98,8 +98,8 @@ def reduce_random(
 def test_real_ranks_make_the_same_sums(ranks: Ranks, bucket_mb: int) -> None:
     wanted = reduce_random(World(0, 1, 0, torch.device("cpu"), None), 8, 25)
     for size in SIZES:
-        for gradients, figures in ranks.run(size, reduce_random, 8, bucket_mb):
-            assert torch.equal(figures, wanted[1])
+        for gradients, metrics in ranks.run(size, reduce_random, 8, bucket_mb):
+            assert torch.equal(metrics, wanted[1])
             assert all(map(torch.equal, gradients, wanted[0]))
 
 
@@ -109,9 +109,9 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
     values["max_steps"] = 5
     wanted = ranks.run(1, train_digits, values, 0)[0]
     for size in SIZES[1:]:
-        for losses, figures, weights in ranks.run(size, train_digits, values, 0):
+        for losses, metrics, weights in ranks.run(size, train_digits, values, 0):
             assert losses == wanted[0]
-            assert figures == wanted[1]
+            assert metrics == wanted[1]
             for name, tensor in weights.items():
                 assert torch.equal(tensor, wanted[2][name]), f"{name} differs with {size} ranks"
     values["parallel"]["reduction"] = "all_reduce"
@@ -132,7 +132,7 @@ def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor
     batches = training_parts.loader(t.share.batches())
     for step in range(t.share.plan.steps):
         train_step(t, batches, step)
-    return float(take_figures(t)["loss"]), [p.detach().clone() for p in t.parameters]
+    return float(take_metrics(t)["loss"]), [p.detach().clone() for p in t.parameters]
 
 
 def test_valid_tokens_and_padding(ranks: Ranks) -> None:

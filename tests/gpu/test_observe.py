@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.observe.machine import Machine
-from trainer.observe.memory import MIB, PhasePeaks, memory_figures, memory_tracker, used_memory
+from trainer.observe.memory import MIB, PhasePeaks, memory_metrics, memory_tracker, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.phases import enter_phase
 from trainer.observe.profile import TRACE, Profile
@@ -53,7 +53,7 @@ def test_trackers_and_phases() -> None:
     found = peaks.take()
     assert found["memory/peak/forward"] - found["memory/peak/backward"] == 56 * MIB
     assert used_memory(GPU) >= tracked.peak
-    assert memory_figures(GPU)["memory/peak_bytes"] == used_memory(GPU)
+    assert memory_metrics(GPU)["memory/peak_bytes"] == used_memory(GPU)
 
 
 def test_running_out_is_explained(tmp_path: Path) -> None:

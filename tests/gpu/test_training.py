@@ -15,11 +15,11 @@ from trainer.data.loader import Batch, Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import Checksums, fingerprints_of
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
 from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import Training, take_figures, train_step
+from trainer.train.step import Training, take_metrics, train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float
     rows: list[Any] = []
     traced: list[Any] = []
     trace = Checksums(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
-    meter = Meter(t.share.plan, device, [rows.append], lambda: take_figures(t), trace)
+    meter = MetricLogger(t.share.plan, device, [rows.append], lambda: take_metrics(t), trace)
     batches = parts.loader(t.share.batches())
 
     def strict_after_warm_up(done: int) -> None:

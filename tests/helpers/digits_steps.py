@@ -37,6 +37,6 @@ def train_digits(
         losses.append(float(training.loss - before))
     share = parts.evaluation_share
     with nullcontext() if training.average is None else training.average.in_place():
-        figures = evaluate(task, training.model, parts.evaluation_loader, share, world, recipe.precision)
+        metrics = evaluate(task, training.model, parts.evaluation_loader, share, world, recipe.precision)
     parts.loader.close()
-    return losses, figures, {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    return losses, metrics, {name: tensor.clone() for name, tensor in training.model.state_dict().items()}

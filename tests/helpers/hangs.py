@@ -28,7 +28,7 @@ from trainer.data import loader
 from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
 from trainer.launch import exit_record, rank
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
 from trainer.train import between_steps, loop, step as step_file
@@ -235,7 +235,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
         "communication": (dist, "all_reduce"),
         "update": (step_file, "clip_gradients"),
         "evaluation": (Classification, "measure"),
-        "logging": (Meter, "stage"),
+        "logging": (MetricLogger, "stage"),
         # Only rank 0 stages a checkpoint; the others give it their losses.
         "checkpoint": (between_steps, "stage" if where.rank == 0 else "sum_over_ranks"),
     }

@@ -1,4 +1,4 @@
-"""The figures that a run wrote."""
+"""The metrics that a run wrote."""
 
 import json
 from pathlib import Path

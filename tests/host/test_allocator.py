@@ -15,7 +15,7 @@ from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.errors import BadInputError
 from trainer.host.allocator import allocator_variables, check_allocator
-from trainer.observe.memory import after_evaluation, memory_figures, memory_tracker
+from trainer.observe.memory import after_evaluation, memory_metrics, memory_tracker
 from trainer.observe.peak import Peak, highest
 from trainer.train.allocator import set_up_allocator, use_managed_memory
 from trainer.train.run import set_determinism
@@ -151,7 +151,7 @@ def test_an_allocator_that_tells_nothing_is_asked_nothing(monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.cuda, name, refuse)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gpu = torch.device("cuda", 0)
-    assert memory_figures(gpu) == {}
+    assert memory_metrics(gpu) == {}
     assert Peak(gpu).close() == 0
     assert highest(gpu) == 0
     assert set(after_evaluation(MemoryConfig(empty_cache="after_eval"), gpu)) == {"memory/freed_seconds"}

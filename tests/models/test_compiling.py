@@ -17,11 +17,11 @@ from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
 from trainer.models import compiling
 from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
 from trainer.train.run import assemble, make_task
-from trainer.train.step import take_figures, train_step
+from trainer.train.step import take_metrics, train_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_a_compiler = pytest.mark.skipif(
@@ -224,7 +224,7 @@ def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
     recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
-    meter = Meter(t.share.plan, CPU, [], lambda: take_figures(t))
+    meter = MetricLogger(t.share.plan, CPU, [], lambda: take_metrics(t))
     steps = range(t.share.plan.steps)
     train(
         t, parts.loader(t.share.batches()), steps, meter, 100,

@@ -22,7 +22,7 @@ from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32
 from trainer.tasks.augment import affine
 from trainer.tasks.classification import Classification
 from trainer.train.run import check_request, make_task
-from trainer.train.step import take_figures, train_step
+from trainer.train.step import take_metrics, train_step
 
 pytestmark = pytest.mark.compat
 
@@ -85,7 +85,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     assert following["scale"] == after["scale"]
     assert not torch.equal(following["weights"][0], after["weights"][0])
     assert task.calls == 12, "the data went on"
-    assert float(take_figures(training)["updates"]) == 5
+    assert float(take_metrics(training)["updates"]) == 5
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -357,6 +357,6 @@ def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert t.nonfinite is not None
     for step in range(6):
         train_step(t, batches, step)
-    figures = {name: float(figure) for name, figure in take_figures(t).items()}
+    figures = {name: float(figure) for name, figure in take_metrics(t).items()}
     t.nonfinite.explain({"kind": "train", "step": 6, **figures})
     assert re.search(r"step [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

@@ -127,15 +127,15 @@ def test_ranks_that_are_slow_in_turns_are_no_stragglers() -> None:
 
 
 def test_one_thread_each_is_not_too_many() -> None:
-    figures = {"time/wall": 1.0, "time/forward": 1.0, "cpu/throttled": 0.3}
+    metrics = {"time/wall": 1.0, "time/forward": 1.0, "cpu/throttled": 0.3}
     two = dataclasses.replace(FACTS, ranks=2, local_ranks=2, cpus=1.2)
-    assert diagnose(figures, two).cause == "quota"
-    assert diagnose(figures, dataclasses.replace(two, threads=2)).cause == "threads"
+    assert diagnose(metrics, two).cause == "quota"
+    assert diagnose(metrics, dataclasses.replace(two, threads=2)).cause == "threads"
 
 
 def test_start_is_nobodys_fault() -> None:
-    figures = {"time/wall": 100.0, "time/start": 90.0, "time/forward": 5.0, "time/checkpoint": 5.0}
-    assert diagnose(figures, FACTS).share == pytest.approx(0.5)
+    metrics = {"time/wall": 100.0, "time/start": 90.0, "time/forward": 5.0, "time/checkpoint": 5.0}
+    assert diagnose(metrics, FACTS).share == pytest.approx(0.5)
 
 
 def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
@@ -147,20 +147,20 @@ def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
 
 def test_retries_of_the_allocator_are_those_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([2.0, 2.0, 5.0])
-    monkeypatch.setattr("trainer.observe.memory.memory_figures", lambda _: {"memory/retries": next(counts)})
+    monkeypatch.setattr("trainer.observe.memory.memory_metrics", lambda _: {"memory/retries": next(counts)})
     take = memory_source(torch.device("cuda"))
     assert [take()["memory/retries"] for _ in range(3)] == [2.0, 0.0, 3.0]
 
 
 def test_a_run_too_short_for_a_look_at_its_cpus_has_a_verdict_too() -> None:
-    figures = {
+    metrics = {
         "time/wall": 1.0,
         "time/data": 0.6,
         "time/forward": 0.4,
         "loader/cpu": 1.0,
         "loader/workers": 1,
     }
-    verdict = diagnose(figures, FACTS)
+    verdict = diagnose(metrics, FACTS)
     assert verdict.cause == "data-cpu"
     assert "(without that 2.4 x as fast); of 2 CPUs" in verdict.text
 

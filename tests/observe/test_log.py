@@ -1,4 +1,4 @@
-"""Promise: figures are right, arrive in every sink, and logging every 50 steps reads the device once."""
+"""Promise: metrics are right, arrive in every sink, and logging every 50 steps reads the device once."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ import torch
 from tests.helpers.clock import Clock
 from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
 from trainer.observe import console
-from trainer.observe.console import Display
-from trainer.observe.log import Meter
+from trainer.observe.console import ProgressBar
+from trainer.observe.log import MetricLogger
 from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import schedule
 from trainer.train.loop import train
 from trainer.train.run_folder import open_folder
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
@@ -32,14 +32,14 @@ def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any
     )
     parts = assemble_alone(recipe, TokenTask(40))
     t = parts.training
-    meter = Meter(t.share.plan, torch.device("cpu"), sinks, lambda: take_figures(t))
+    logger = MetricLogger(t.share.plan, torch.device("cpu"), sinks, lambda: take_metrics(t))
     steps = t.share.plan.steps
     batches = parts.loader(t.share.batches())
     train(
-        t, batches, range(steps), meter, log_every,
+        t, batches, range(steps), logger, log_every,
         lambda done: done == evaluation_at, lambda _: None, lambda _: None,
     )  # fmt: skip
-    return meter
+    return logger
 
 
 def test_rows_hold_the_mean_loss_of_their_steps() -> None:
@@ -66,11 +66,11 @@ def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytes
     clock = Clock()
     monkeypatch.setattr("trainer.observe.log.time", clock.time)
     rows: list[Any] = []
-    meter = run_logged(10, [rows.append, lambda row: row["step"] == 10 and clock.move(2.0)])
+    logger = run_logged(10, [rows.append, lambda row: row["step"] == 10 and clock.move(2.0)])
     assert [row["step"] for row in rows] == [10, 20, 25]
     assert [row.get("samples_per_s") for row in rows] == [None, 40.0, None]
     assert all(math.isfinite(row["loss"]) for row in rows)
-    assert (meter.busy_seconds, meter.timed_samples) == (2.0, 80)
+    assert (logger.busy_seconds, logger.timed_samples) == (2.0, 80)
 
 
 def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
@@ -184,7 +184,7 @@ def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: 
 def test_a_row_is_written_at_once_however_many_figures_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    """One event, not one for each figure; and a table isn't written anew while it has the same columns."""
+    """One event, not one for each metric; and a table isn't written anew while it has the same columns."""
     monkeypatch.setattr("trainer.observe.sinks.time.monotonic", lambda: 100.0)
     recipe = make_recipe(log={"to": [kind]})
     row: dict[str, float | int | str] = {"kind": "train", "step": 1, "epoch": 0.5}
@@ -219,10 +219,10 @@ def test_plain_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
-    display = Display(10)
-    display({"kind": "train", "step": 5, "loss": 0.5, "samples_per_s": 1000.0})
-    display({"kind": "evaluation", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
-    display.close()
+    progress_bar = ProgressBar(10)
+    progress_bar({"kind": "train", "step": 5, "loss": 0.5, "samples_per_s": 1000.0})
+    progress_bar({"kind": "evaluation", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
+    progress_bar.close()
     out = capsys.readouterr().out
     assert re.search(r"step 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
     assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
@@ -236,13 +236,13 @@ def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pyt
     for name, value in {"TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    display = Display(10)
+    progress_bar = ProgressBar(10)
     for step in range(1, 11):
-        display({"kind": "train", "step": step, "loss": 0.5, "samples_per_s": 1000.0})
+        progress_bar({"kind": "train", "step": step, "loss": 0.5, "samples_per_s": 1000.0})
         clock.move(0.1)
-        display.step_done(step)
+        progress_bar.step_done(step)
     print("kept")
-    display.close()
+    progress_bar.close()
     shown = terminal.getvalue()
     # A few times a second, and at the end.
     assert {int(n) for n in re.findall(r"(?<!\d)(\d+)/10(?!\d)", shown)} == {0, 3, 6, 9, 10}

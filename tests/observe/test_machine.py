@@ -36,16 +36,16 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text + "\n")
 
 
-def process(pid: int, seconds: float, below: str = "", **figures: int) -> dict[str, str]:
+def process(pid: int, seconds: float, below: str = "", **metrics: int) -> dict[str, str]:
     """The files of a process; half of its seconds were of children that it waited for."""
     quarter = int(seconds * TICKS / 4)
     ticks = f"{quarter} {quarter} {quarter} {quarter}"
     stat = f"{pid} (a) b) (c) S 1 1 1 0 -1 4194560 9 0 0 0 {ticks} 20 0 5 0 1 1 1"
-    io = f"rchar: 9\nwchar: 9\nread_bytes: {figures.get('read', 0)}\nwrite_bytes: {figures.get('written', 0)}"
+    io = f"rchar: 9\nwchar: 9\nread_bytes: {metrics.get('read', 0)}\nwrite_bytes: {metrics.get('written', 0)}"
     return {
         f"proc/{pid}/stat": stat,
         f"proc/{pid}/io": f"{io}\ncancelled_write_bytes: 0",
-        f"proc/{pid}/statm": f"99999 {figures.get('resident', 100)} {figures.get('shared', 10)} 1 0 1 0",
+        f"proc/{pid}/statm": f"99999 {metrics.get('resident', 100)} {metrics.get('shared', 10)} 1 0 1 0",
         f"proc/{pid}/task/{pid}/children": below,
         f"proc/{pid}/schedstat": f"5 {int(seconds * 1e8)} 7",
     }
@@ -84,7 +84,7 @@ def box(
 
 
 def seen(root: Path, top: int = 0, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
-    """Figures of two seconds."""
+    """Metrics of two seconds."""
     box(root, 1.0, files=files[0])
     looks = Host(read_limits(root), root, pid=10, top=top)
     before, _ = looks.counters(), looks.resident()
@@ -277,8 +277,8 @@ class FakeNvml:
 
 
 def test_figures_of_two_gpus() -> None:
-    figures, reasons = Gpus(FakeNvml(), {}, 2).sample(0.5)
-    assert figures == {
+    metrics, reasons = Gpus(FakeNvml(), {}, 2).sample(0.5)
+    assert metrics == {
         "gpu/utilisation": 0.5,
         "gpu/power_w": 200.0,
         "gpu/power_limit_w": 700.0,

@@ -23,7 +23,7 @@ from trainer.observe.memory import (
     MIB,
     PhasePeaks,
     after_evaluation,
-    memory_figures,
+    memory_metrics,
     memory_row,
     memory_tracker,
     resident_bytes,
@@ -78,7 +78,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
 def test_figures_of_a_gpu(allocator: Allocator) -> None:
     allocator.take(7 * GIB)
     allocator.take(-2 * GIB)
-    assert memory_figures(GPU) == {
+    assert memory_metrics(GPU) == {
         "memory/allocated_bytes": 5 * GIB,
         "memory/reserved_bytes": 7 * GIB,
         "memory/peak_bytes": 7 * GIB,
@@ -87,7 +87,7 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
     row = memory_row(7, 0.5, "start", GPU)
     assert (row["kind"], row["step"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
     assert row["memory/allocated_bytes"] == 5 * GIB
-    assert memory_figures(torch.device("cpu")) == {}
+    assert memory_metrics(torch.device("cpu")) == {}
     assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
         *("kind", "step", "epoch", "at", "memory/rss_bytes")
     }

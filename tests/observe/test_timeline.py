@@ -16,12 +16,12 @@ from trainer.distributed.parallel import World, gather_rows
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
 from trainer.train.loop import train
 from trainer.train.operations import count_operations
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 NAP, TICK = 0.004, 0.001
@@ -48,14 +48,14 @@ class Slow(TokenTask):
 def rows_of(
     task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Trains 12 steps of two micro-batches; the rows of figures. `nap` is called in each phase."""
+    """Trains 12 steps of two micro-batches; the rows of metrics. `nap` is called in each phase."""
     recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
     parts = assemble_alone(recipe, task)
     t = parts.training
     rows: list[Any] = []
     PHASE_TIMER.reset()
-    meter = Meter(t.share.plan, CPU, [rows.append], lambda: take_figures(t))
-    meter.count = count
+    logger = MetricLogger(t.share.plan, CPU, [rows.append], lambda: take_metrics(t))
+    logger.count = count
 
     def batches() -> Iterator[Batch]:
         for batch in parts.loader(t.share.batches()):
@@ -78,8 +78,8 @@ def rows_of(
         nap("checkpoint")
 
     t.optimizer.step = update  # type: ignore[method-assign]
-    train(t, batches(), range(12), meter, 4, lambda _: True, evaluate, step_done)
-    rows.append({"kind": "train", **meter.rest()})
+    train(t, batches(), range(12), logger, 4, lambda _: True, evaluate, step_done)
+    rows.append({"kind": "train", **logger.rest()})
     return [row for row in rows if row["kind"] == "train"]
 
 
@@ -195,11 +195,11 @@ def test_what_a_device_says_replaces_what_the_host_says() -> None:
     end = start._replace(wall=10.0, host=host, step=8)
     seconds: dict[Phase, float] = dict.fromkeys(OF_DEVICE, 0.0)
     seconds |= {"data": 0.5, "forward": 0.5, "backward": 0.9}
-    figures = split_between(start, end, Split(seconds, 2, 1))
-    assert figures["time/backward"] == pytest.approx(3.6)
-    assert figures["time/evaluation"] == pytest.approx(2.0, abs=1e-3)
-    assert figures["time/unexplained"] == pytest.approx(10 - 4 * 1.9 - 2.0, abs=1e-3)
-    assert figures["gpu/caught_up"] == 0.5
+    metrics = split_between(start, end, Split(seconds, 2, 1))
+    assert metrics["time/backward"] == pytest.approx(3.6)
+    assert metrics["time/evaluation"] == pytest.approx(2.0, abs=1e-3)
+    assert metrics["time/unexplained"] == pytest.approx(10 - 4 * 1.9 - 2.0, abs=1e-3)
+    assert metrics["gpu/caught_up"] == 0.5
     # Slower steps happened to be sampled: no more is explained than there was.
     slow = split_between(start, end._replace(wall=5.0), Split(seconds, 2, 1))
     assert slow["time/unexplained"] == pytest.approx(0.0, abs=1e-9)

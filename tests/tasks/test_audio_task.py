@@ -239,5 +239,5 @@ def test_the_embedded_tones_have_one_rate() -> None:
 
 def test_the_recipe_for_speech_commands_runs_dry() -> None:
     little = ["data.name=synthetic", "data.samples=40", "data.classes=35", "data.global_batch_size=8"]
-    figures = dry_run("speech-commands", [*little, "data.micro_batch_size=4", "model.width=8"])
-    assert figures["loss"] > 0 and 0 <= figures["accuracy"] <= 1
+    metrics = dry_run("speech-commands", [*little, "data.micro_batch_size=4", "model.width=8"])
+    assert metrics["loss"] > 0 and 0 <= metrics["accuracy"] <= 1

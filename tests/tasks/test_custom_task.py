@@ -97,13 +97,13 @@ def test_fit_in_this_process() -> None:
         Spirals, {"epochs": 3, "optim.lr": 0.01, "data.global_batch_size": 64, "data.micro_batch_size": 32}
     )
     assert torch.equal(torch.get_rng_state(), state), "fit leaves the caller's random numbers alone"
-    assert run.figures["accuracy"] > 0.7
+    assert run.metrics["accuracy"] > 0.7
     assert run.folder.parent.name == "runs"
     assert [row["step"] for row in run.rows()] == sorted(row["step"] for row in run.rows())
     points = torch.from_numpy(Spirals().data()[1]["point"])
     labels = torch.from_numpy(Spirals().data()[1]["label"])
     right = (run.model()(points).argmax(1) == labels).float().mean()
-    assert float(right) == pytest.approx(run.figures["accuracy"])
+    assert float(right) == pytest.approx(run.metrics["accuracy"])
 
 
 class Bound(nn.Module):
@@ -146,7 +146,7 @@ def test_the_average_is_evaluated_where_a_model_keeps_functions_of_its_own(
         model = Bound().eval()
         model.load_state_dict(safetensors.torch.load_file(run.folder / f"{name}.safetensors"))
         losses.append(float(Spirals().measure(model, batch)["loss"].detach()) / 400)
-    assert losses[0] == pytest.approx(run.figures["loss"], rel=1e-5)
+    assert losses[0] == pytest.approx(run.metrics["loss"], rel=1e-5)
     assert losses[0] != pytest.approx(losses[1], rel=0.01)
 
 
@@ -169,7 +169,7 @@ def test_fit_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Interrupted, settings, out="cut")
     again = trainer.fit(Interrupted, settings, out="cut")
-    assert again.figures == whole.figures
+    assert again.metrics == whole.metrics
     weights = [(run.folder / "model.safetensors").read_bytes() for run in (whole, again)]
     assert weights[0] == weights[1]
 
@@ -465,7 +465,7 @@ AUC = {"metric": "auc", "mode": "max", "measure": rows}
             {"summarise": lambda *_: {"f1": 0.5}},
             "metric is 'auc', which neither measure nor summarise gives (they",
         ),
-        ({"summarise": broken}, "in summarise: KeyError: 'scores'; summarise gives figures by name"),
+        ({"summarise": broken}, "in summarise: KeyError: 'scores'; summarise gives metrics by name"),
         ({"summarise": lambda *_: 0.5}, "summarise gave a float"),
         ({"summarise": lambda *_: {"auc": torch.zeros(3)}}, "summarise gave 'auc' as a tensor of shape (3,)"),
         ({"summarise": complaining}, "in summarise: ValueError: only one class"),
@@ -494,8 +494,8 @@ def test_figures_of_summarise_are_plain_numbers() -> None:
     mine = type(
         "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
     )
-    figures = CustomTask(mine(), "mine").summarise({})
-    assert {name: type(value) for name, value in figures.items()} == {"auc": float, "t": float}
+    metrics = CustomTask(mine(), "mine").summarise({})
+    assert {name: type(value) for name, value in metrics.items()} == {"auc": float, "t": float}
 
 
 def doubled(_: Any) -> Any:

@@ -313,9 +313,9 @@ def evaluated(world: World, recipe_: Recipe) -> dict[str, float]:
     share = evaluation_share(len(task.evaluation_data), 3, world.rank, world.size)
     loader = RingLoader(Source(task.evaluation_data, share), world.device, 0, LoaderConfig())
     torch.manual_seed(3)
-    figures = evaluate(task, task.model(), loader, share, world, PrecisionConfig())
+    metrics = evaluate(task, task.model(), loader, share, world, PrecisionConfig())
     loader.close()
-    return figures
+    return metrics
 
 
 def test_any_number_of_ranks_gives_the_same_figures(ranks: Ranks) -> None:

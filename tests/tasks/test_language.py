@@ -338,12 +338,12 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
     task = InFloat64(DOCUMENTS, config)
     parts = assemble_alone(recipe, task)
     world = World(0, 1, 0, CPU, None)
-    figures = evaluate(
+    metrics = evaluate(
         task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, PrecisionConfig()
     )
-    assert figures["loss"] == pytest.approx(wanted, rel=1e-12)
-    assert figures["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
-    assert 0 < figures["padding"] < 0.6
+    assert metrics["loss"] == pytest.approx(wanted, rel=1e-12)
+    assert metrics["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
+    assert 0 < metrics["padding"] < 0.6
 
 
 def test_the_loss_is_computed_in_float32_whatever_the_logits_are() -> None:

@@ -184,9 +184,9 @@ def written(*rows: tuple[dict[str, Any], list[int]], known: list[str] | None = N
 
 def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     file = tmp_path / "checksums.jsonl"
-    figures = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
+    metrics = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
     text = written(
-        ({"kind": "train", "step": 2, **figures}, [-1, 255]),
+        ({"kind": "train", "step": 2, **metrics}, [-1, 255]),
         ({"kind": "evaluation", "step": 2, "loss": 5e-324}, []),
     )
     file.write_text(text + '{"kind": "train", "win')
@@ -228,7 +228,7 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
     [
         (RUN, None),
         (RUN[::-1], None),
-        ([*RUN, row(8)], Difference(8, 6, [("row of train figures", "missing", "there")], [], 0)),
+        ([*RUN, row(8)], Difference(8, 6, [("row of train metrics", "missing", "there")], [], 0)),
         ([row(2), row(4, a="0", b="1"), *RUN[2:]], Difference(4, 2, [], ["b"], 2)),
         ([row(2, loss="1.6"), *RUN[1:]], Difference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
         (
@@ -239,7 +239,7 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
             [row(2), row(4, a="9", b="0"), row(4, "evaluation", "2"), row(6)],
             Difference(4, 2, [("loss", "1.5", "2")], ["a"], 2),
         ),
-        (RUN[:3], Difference(6, 4, [("row of train figures", "there", "missing")], [], 0)),
+        (RUN[:3], Difference(6, 4, [("row of train metrics", "there", "missing")], [], 0)),
         ([*RUN[:3], row(6, a="0")], Difference(6, 4, [], ["b"], 2)),
         ([*RUN[:3], row(6, a="0", b="0", c="0")], Difference(6, 4, [], ["c"], 3)),
     ],

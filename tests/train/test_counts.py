@@ -36,7 +36,7 @@ BYTECODES = 0.840
 BYTECODES_TOLERANCE = TOLERANCE if sys.version_info[:2] == (3, 11) else 0.1
 OPERATORS = 37
 COPIED = 344  # bytes: the batch's 320; loss and norm into the ring, both float64; the norms' stack; the rate
-_FIRST, _LAST = 99, 199  # steps; the figures of every 50th are among them
+_FIRST, _LAST = 99, 199  # steps; the metrics of every 50th are among them
 
 
 def instructions(folder: Path, program: Path) -> list[int]:

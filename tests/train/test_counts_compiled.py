@@ -12,12 +12,12 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.distributed.parallel import World
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.train import prepare
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
 from trainer.train.run import make_task
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 # Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a
@@ -86,7 +86,7 @@ def test_nothing_is_compiled_after_the_first_step(
         t,
         parts.loader(t.share.batches()),
         range(plan.steps),
-        Meter(plan, CPU, [], lambda: take_figures(t)),
+        MetricLogger(plan, CPU, [], lambda: take_metrics(t)),
         recipe.log.every,
         lambda step: step in _EVALUATED,
         evaluated,

@@ -66,7 +66,7 @@ def changes(counted: profile) -> list[int]:
 
 
 def test_nothing_of_pythons_grows_from_step_to_step(tmp_path: Path) -> None:
-    """Bytes of Python's own memory after 350, 450, … steps, with no row of figures between."""
+    """Bytes of Python's own memory after 350, 450, … steps, with no row of metrics between."""
     looks = range(350, 1000, 100)
     kept = array("q", [0] * len(looks))  # so that what is found takes no memory of its own
 

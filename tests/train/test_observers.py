@@ -21,7 +21,7 @@ from trainer.config.training import LogConfig
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.memory import memory_tracker
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Kind, Profile
@@ -31,7 +31,7 @@ from trainer.train.operations import count_operations
 from trainer.train.prepare import blank_batch
 from trainer.train.run import make_task
 from trainer.train.state import tensors_of
-from trainer.train.step import take_figures
+from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, CPU, None)
@@ -82,21 +82,21 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -
         stack.callback(parts.loader.close)
         stack.callback(parts.evaluation_loader.close)
         trace = Checksums(fingerprints_of(t.model), lambda *_: None) if seen else None
-        meter = Meter(t.share.plan, CPU, [lambda _: None], lambda: take_figures(t), trace)
+        logger = MetricLogger(t.share.plan, CPU, [lambda _: None], lambda: take_metrics(t), trace)
         done: Any = lambda _: None  # noqa: E731
         if kind is not None:
-            explain(stack, recipe, parts, ALONE, 1, meter)
+            explain(stack, recipe, parts, ALONE, 1, logger)
             profile = Profile(folder, t.model, CPU, kind=kind, skip=1, warm_up=0, active=1)
             stack.callback(profile.close)
             stack.enter_context(memory_tracker("two steps", say=None))
             done = profile.step_done
         drawn = (torch.rand(2).tolist(), random.random(), np.random.rand())
         steps = range(min(2, t.share.plan.steps))
-        train(t, parts.loader(t.share.batches()), steps, meter, 1, lambda _: False, lambda _: None, done)
+        train(t, parts.loader(t.share.batches()), steps, logger, 1, lambda _: False, lambda _: None, done)
         state = {
             kind: {n: v.detach().clone() for n, v in part.items()} for kind, part in tensors_of(t).items()
         }
-    return state, (drawn, meter.count)
+    return state, (drawn, logger.count)
 
 
 def test_each_recipe_is_looked_at() -> None:

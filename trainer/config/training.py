@@ -164,7 +164,7 @@ class AnomalyConfig(Section):
 class LogConfig(Section):
     """What is logged."""
 
-    every: int = Field(50, ge=1, description="steps between two rows of figures")
+    every: int = Field(50, ge=1, description="steps between two rows of metrics")
     to: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
         ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
     )

@@ -22,16 +22,16 @@ class Sums(NamedTuple):
 
     Attributes:
         gradients: Of each parameter.
-        figures: float64 (n,): the loss, and whatever else is added up.
+        metrics: float64 (n,): the loss, and whatever else is added up.
     """
 
     gradients: list[torch.Tensor]
-    figures: torch.Tensor
+    metrics: torch.Tensor
 
     def add(self, later: "Sums") -> "Sums":
         """Adds the sums of later micro-batches to these, in place."""
         torch._foreach_add_(self.gradients, later.gradients)
-        self.figures.add_(later.figures)
+        self.metrics.add_(later.metrics)
         return self
 
 
@@ -69,9 +69,9 @@ class TreeReduction:
         self._bucket_bytes = bucket_mb << 20
         self._own = Tournament()
 
-    def add_micro_batch(self, gradients: list[torch.Tensor], figures: torch.Tensor) -> None:
-        """Takes over a micro-batch's gradients and figures."""
-        self._own.add(Sums(gradients, figures))
+    def add_micro_batch(self, gradients: list[torch.Tensor], metrics: torch.Tensor) -> None:
+        """Takes over a micro-batch's gradients and metrics."""
+        self._own.add(Sums(gradients, metrics))
 
     def end_step(self) -> Sums:
         """The sums over all micro-batches of all ranks, the same bits on each; collective."""
@@ -80,7 +80,7 @@ class TreeReduction:
             return own
         for bucket in _buckets(own.gradients, self._bucket_bytes):
             _over_ranks(bucket, self._group)
-        _over_ranks([own.figures], self._group)
+        _over_ranks([own.metrics], self._group)
         return own
 
 

@@ -1,7 +1,7 @@
-"""What proves a run: the exact figures of each row, and a fingerprint of every tensor of the model.
+"""What proves a run: the exact metrics of each row, and a fingerprint of every tensor of the model.
 
-`checksums.jsonl` holds a line with the names of the tensors, and then for each row of figures one with
-`kind`, `step`, the figures and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
+`checksums.jsonl` holds a line with the names of the tensors, and then for each row of metrics one with
+`kind`, `step`, the metrics and `tensors`, 64 bits of each as hexadecimal text. What isn't finite is a text,
 too.
 """
 
@@ -29,7 +29,7 @@ _MULTIPLY = 0xBF58476D1CE4E5B9 - (1 << 64)  # of SplitMix64's finalizer, as int6
 
 @dataclass(frozen=True)
 class Checksums:
-    """How the meter records.
+    """How the logger records.
 
     Attributes:
         take: Gives the fingerprints now, int64 (tensors,), on the device; the host doesn't wait for it.
@@ -138,13 +138,13 @@ class ChecksumRow:
     Attributes:
         kind: "train" or "evaluation".
         step: Steps done.
-        figures: By name, as the text that stands in the file.
+        metrics: By name, as the text that stands in the file.
         tensors: Fingerprints by name; an evaluation has none.
     """
 
     kind: str
     step: int
-    figures: Mapping[str, str]
+    metrics: Mapping[str, str]
     tensors: Mapping[str, str]
 
 
@@ -184,14 +184,14 @@ class Difference:
     Attributes:
         step: The row that differs first; nothing says in which step since the row before.
         after: The last step at which all was the same.
-        figures: What differs in that row: (name, recorded, replayed).
+        metrics: What differs in that row: (name, recorded, replayed).
         tensors: The tensors that differ there, in the model's order.
         of: The number of tensors that were compared there.
     """
 
     step: int
     after: int
-    figures: list[tuple[str, str, str]] = field(default_factory=list)
+    metrics: list[tuple[str, str, str]] = field(default_factory=list)
     tensors: list[str] = field(default_factory=list)
     of: int = 0
 
@@ -201,19 +201,19 @@ def first_difference(recorded: Iterable[ChecksumRow], replayed: Iterable[Checksu
     here, there = ({(row.step, row.kind): row for row in rows} for rows in (recorded, replayed))
     rows = sorted({**here, **there})
     for step, at_once in itertools.groupby(rows, key=lambda row: row[0]):
-        figures, tensors, of = list[tuple[str, str, str]](), list[str](), 0
+        metrics, tensors, of = list[tuple[str, str, str]](), list[str](), 0
         for one in at_once:
             row, again = here.get(one), there.get(one)
             if row is None or again is None:
                 known = ["missing" if found is None else "there" for found in (row, again)]
-                figures.append((f"row of {one[1]} figures", known[0], known[1]))
+                metrics.append((f"row of {one[1]} metrics", known[0], known[1]))
                 continue
-            figures += _differing(row.figures, again.figures)
+            metrics += _differing(row.metrics, again.metrics)
             tensors += [name for name, _, _ in _differing(row.tensors, again.tensors)]
             of = max(of, len(row.tensors), len(again.tensors))
-        if figures or tensors:
+        if metrics or tensors:
             after = max((before for before, _ in rows if before < step), default=0)
-            return Difference(step, after, figures, tensors, of)
+            return Difference(step, after, metrics, tensors, of)
     return None
 
 

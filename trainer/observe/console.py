@@ -16,7 +16,7 @@ _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0
 
 
-class Display:
+class ProgressBar:
     """Progress of a run.
 
     The bar is drawn by the loop, a few times a second, and not by a thread, which would take the
@@ -38,13 +38,13 @@ class Display:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[metrics]}"),
                 console=console,
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._bar.add_task("training", total=steps, figures="")
+            self._task = self._bar.add_task("training", total=steps, metrics="")
             self._bar.start()
 
     def step_done(self, step: int) -> None:
@@ -52,11 +52,11 @@ class Display:
         self._step = step
         if self._bar is not None and time.monotonic() - self._shown > _BAR_SECONDS:
             self._shown = time.monotonic()
-            self._bar.update(self._task, completed=step, figures=self._figures)
+            self._bar.update(self._task, completed=step, metrics=self._figures)
             self._bar.refresh()
 
     def __call__(self, row: Row) -> None:
-        """A sink: keeps the figures for the bar, or prints a line."""
+        """A sink: keeps the metrics for the bar, or prints a line."""
         if row["kind"] in ("end", "memory"):  # told by the summary, and by the report
             return
         if row["kind"] == "verdict":
@@ -86,7 +86,7 @@ class Display:
     def close(self) -> None:
         """Leaves the bar as far as the run came."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, figures=self._figures)
+            self._bar.update(self._task, completed=self._step, metrics=self._figures)
             self._bar.refresh()
             self._bar.stop()
             self._bar = None

@@ -1,7 +1,7 @@
-"""Figures of a run: kept on the device, read late, handed to sinks.
+"""Metrics of a run: kept on the device, read late, handed to sinks.
 
 A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "memory", "verdict",
-"end"), `step` (steps done) and figures. To add a sink is to write such a function.
+"end"), `step` (steps done) and metrics. To add a sink is to write such a function.
 """
 
 import time
@@ -47,7 +47,7 @@ class _Staged:
     prints: torch.Tensor | None
     split: dict[str, float]
     table: torch.Tensor | None
-    figures: dict[str, float | str]
+    metrics: dict[str, float | str]
 
 
 class Order(Protocol):
@@ -62,10 +62,10 @@ class Order(Protocol):
         ...
 
 
-class Meter:
+class MetricLogger:
     """Turns what the device accumulates into rows, without stopping it.
 
-    The figures of a logging step are copied to page-locked memory and read when the next row is due.
+    The metrics of a logging step are copied to page-locked memory and read when the next row is due.
 
     Attributes:
         busy_seconds: Time of the steps that were timed.
@@ -78,7 +78,7 @@ class Meter:
         num_items: Items (tokens) of a sample.
         count: Counts the FLOPs of a sample, or None.
         peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
-        sources: Give figures of their own for each row, such as what the machine does.
+        sources: Give metrics of their own for each row, such as what the machine does.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class Meter:
         plan: Order,
         device: torch.device,
         sinks: list[Sink],
-        take_figures: Callable[[], Mapping[str, torch.Tensor]],
+        take_metrics: Callable[[], Mapping[str, torch.Tensor]],
         checksums: Checksums | None = None,
     ) -> None:
         """Starts at step 0.
 
         Args:
             plan: For epochs and samples.
-            device: Where the figures are.
+            device: Where the metrics are.
             sinks: Where the rows go.
-            take_figures: Returns tensors () and starts them anew; "loss" is a sum over the steps
+            take_metrics: Returns tensors () and starts them anew; "loss" is a sum over the steps
                 since the last call, all others are shown as they are.
             checksums: Records what proves the run, or None.
         """
         self._plan = plan
         self._device = device
         self.sinks = sinks
-        self._take_figures = take_figures
+        self._take_metrics = take_metrics
         self._checksums = checksums
         self._staged: _Staged | None = None
         self._step = 0
@@ -125,7 +125,7 @@ class Meter:
         self.start_clock(0)
 
     def go_on(self, step: int, busy_seconds: float, timed_samples: int) -> None:
-        """Starts where an earlier attempt stopped: at its last row of figures, with its time and samples."""
+        """Starts where an earlier attempt stopped: at its last row of metrics, with its time and samples."""
         self._step = step
         self.busy_seconds, self.timed_samples = busy_seconds, timed_samples
         self._reading = reading(step)
@@ -133,7 +133,7 @@ class Meter:
 
     @property
     def step(self) -> int:
-        """Steps at the last row of figures."""
+        """Steps at the last row of metrics."""
         return self._step
 
     def start_clock(self, step: int) -> None:
@@ -148,19 +148,19 @@ class Meter:
         return _Moment(step, time.perf_counter(), event)
 
     def stage(self, step: int) -> None:
-        """Takes the figures of the steps since the last call; all ranks call it together."""
+        """Takes the metrics of the steps since the last call; all ranks call it together."""
         self.deliver()
         if step == self._step:
             return
-        figures = self._take_figures()
-        values = torch.stack([figure.detach().to(torch.float64) for figure in figures.values()])
+        metrics = self._take_metrics()
+        values = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
         values = self._on_its_way(values)
         prints = None if self._checksums is None else self._on_its_way(self._checksums.take())
         split, table, more = self._explanation(step)
         now = self._now(step)  # last: its event says that all the copies above have arrived
         steps = step - self._step - sum(self._step <= one < step for one in self.left_out)
         self._staged = _Staged(
-            self._start, now, max(1, steps), tuple(figures), values, prints, split, table, more
+            self._start, now, max(1, steps), tuple(metrics), values, prints, split, table, more
         )
         self._start, self._step = now, step
 
@@ -217,7 +217,7 @@ class Meter:
         row |= staged.split
         if staged.table is not None:
             row |= straggler(staged.table.tolist(), staged.split["time/wall"])
-        self.emit(row | staged.figures)
+        self.emit(row | staged.metrics)
 
     def rest(self) -> dict[str, float]:
         """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""

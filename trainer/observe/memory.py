@@ -1,4 +1,4 @@
-"""Memory of the device and of the host: figures for the log, a tracker for users, peaks by phase."""
+"""Memory of the device and of the host: metrics for the log, a tracker for users, peaks by phase."""
 
 import contextlib
 import resource
@@ -18,7 +18,7 @@ _FRESH_SECONDS = 0.25
 _RESIDENT = [-1.0, 0.0]  # when this process looked last, and what it saw
 
 
-def memory_figures(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """What torch's allocator holds on a GPU, as keys of a row; nothing on a CPU. Never waits for the device.
 
     `memory/peak_bytes` is that of the process so far. nvidia-smi shows more than `memory/reserved_bytes`: the
@@ -39,15 +39,15 @@ def memory_figures(device: torch.device) -> dict[str, float]:
 
 
 def memory_source(device: torch.device) -> Callable[[], dict[str, float]]:
-    """`memory_figures` for a row: retries are those since the row before."""
+    """`memory_metrics` for a row: retries are those since the row before."""
     before = 0.0
 
     def take() -> dict[str, float]:
         nonlocal before
-        figures = memory_figures(device)
-        if figures:
-            figures["memory/retries"], before = figures["memory/retries"] - before, figures["memory/retries"]
-        return figures
+        metrics = memory_metrics(device)
+        if metrics:
+            metrics["memory/retries"], before = metrics["memory/retries"] - before, metrics["memory/retries"]
+        return metrics
 
     return take
 
@@ -162,7 +162,7 @@ def _status(key: str) -> int:
 
 
 class PhasePeaks:
-    """Peaks of a GPU's memory by phase, in the steps that are looked at: one per row of figures is enough.
+    """Peaks of a GPU's memory by phase, in the steps that are looked at: one per row of metrics is enough.
 
     A phase's peak is of what its host code allocated: torch counts when memory is given out, not when the
     device comes to use it. A look costs two calls of the allocator, so other steps are left alone.
@@ -202,19 +202,19 @@ def after_evaluation(config: MemoryConfig, device: torch.device) -> dict[str, fl
     """
     if config.empty_cache == "never" or device.type != "cuda":
         return {}
-    before, began = memory_figures(device), time.perf_counter()
+    before, began = memory_metrics(device), time.perf_counter()
     torch.cuda.empty_cache()
     seconds = {"memory/freed_seconds": time.perf_counter() - began}
     if not before:
         return seconds
-    freed = before["memory/reserved_bytes"] - memory_figures(device)["memory/reserved_bytes"]
+    freed = before["memory/reserved_bytes"] - memory_metrics(device)["memory/reserved_bytes"]
     return {"memory/freed_bytes": freed, **seconds}
 
 
 def memory_row(step: int, epoch: float, at: str, device: torch.device) -> dict[str, float | int | str]:
     """A row on memory at a moment that matters: `at` the "start" or "end" of an epoch, or an "evaluation"."""
     moment: dict[str, float | int | str] = {"kind": "memory", "step": step, "epoch": epoch, "at": at}
-    return {**moment, "memory/rss_bytes": resident_bytes(), **memory_figures(device)}
+    return {**moment, "memory/rss_bytes": resident_bytes(), **memory_metrics(device)}
 
 
 def start_history(config: MemoryConfig, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Where rows of figures go: files of lines, tables for spreadsheets, TensorBoard."""
+"""Where rows of metrics go: files of lines, tables for spreadsheets, TensorBoard."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on thei
 
 
 def jsonl_sink(file: TextIO) -> Sink:
-    """One JSON object per line; a figure that isn't finite becomes null, since JSON has none such."""
+    """One JSON object per line; a metric that isn't finite becomes null, since JSON has none such."""
 
     def write(row: Row) -> None:
         finite = {

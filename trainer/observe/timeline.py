@@ -139,10 +139,10 @@ def split_between(start: Reading, end: Reading, device: Split | None = None) -> 
         # The sampled steps may have been slower than the rest: no more can be explained than there was.
         scale *= min(1.0, room / measured) if measured else 0.0
         spent.update({phase: device.seconds[phase] * scale for phase in OF_DEVICE})
-    figures: dict[str, float] = {f"time/{phase}": seconds for phase, seconds in spent.items()}
+    metrics: dict[str, float] = {f"time/{phase}": seconds for phase, seconds in spent.items()}
     if device is not None and device.steps:
-        figures["gpu/caught_up"] = device.caught_up / device.steps
-    return {"time/wall": wall, **figures, "time/unexplained": wall - sum(spent.values())}
+        metrics["gpu/caught_up"] = device.caught_up / device.steps
+    return {"time/wall": wall, **metrics, "time/unexplained": wall - sum(spent.values())}
 
 
 def straggler(table: Sequence[Sequence[float]], wall: float) -> dict[str, float | str]:
@@ -150,7 +150,7 @@ def straggler(table: Sequence[Sequence[float]], wall: float) -> dict[str, float 
 
     Args:
         table: Seconds of each rank (rows) in each of `PHASES`.
-        wall: Seconds between two rows of figures.
+        wall: Seconds between two rows of metrics.
 
     Returns:
         `slow_rank`, `slow_phase` (in which it spent more than the others), and `slow_excess`: how much longer

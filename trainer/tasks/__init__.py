@@ -23,7 +23,7 @@ class Task(Protocol):
         evaluation_data: Data set to measure on.
         uniforms: Random numbers that `loss` wants for each sample, for augmentation on the device;
             they are the last columns of `Batch.uniform`.
-        metric: Name of the figure, among those of `measure`, that says how good the model is.
+        metric: Name of the metric, among those of `measure`, that says how good the model is.
         lower_is_better: Whether a lower metric is the better one.
     """
 
@@ -59,7 +59,7 @@ class Summarising(Task, Protocol):
     """A task whose `measure` gives rows."""
 
     def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Figures of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
+        """Metrics of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
         ...
 
 

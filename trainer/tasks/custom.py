@@ -28,7 +28,7 @@ _WANTED = {
     "loss": "a float tensor of shape (): the sum of the losses of the samples of the batch",
     "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
 }
-_GIVEN = {**_WANTED, "summarise": "figures by name, each a number"}
+_GIVEN = {**_WANTED, "summarise": "metrics by name, each a number"}
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
 _SUMMARISED = 32  # samples whose rows `summarise` is tried on
@@ -151,24 +151,24 @@ class CustomTask:
                 raise self._wrong("measure", f"'{name}' as {_told(value)} for {count} samples")
             if value.ndim and not summarises:
                 raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarise")
-        figures = [name for name, value in measured.items() if not value.ndim]
+        metrics = [name for name, value in measured.items() if not value.ndim]
         rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
         if rows:
             # As many as there will be: `summarise` may hold them against what it knows of all samples.
             again = torch.arange(len(data)) % count
             kinds = {n: torch.uint8 if v.dtype == torch.bool else v.dtype for n, v in rows.items()}
             try:
-                figures += self._summarise({n: v[again].to(kinds[n]) for n, v in rows.items()})
+                metrics += self._summarise({n: v[again].to(kinds[n]) for n, v in rows.items()})
             except BadInputError as error:
                 # So metrics complain of a class that these few samples lack.
                 if not isinstance(error.__cause__, ValueError) or count == len(data):
                     raise
                 warn(f"{error} (tried on {count} of {len(data)} samples)")
                 return
-        if self.metric not in figures:
-            gives = f"neither measure nor summarise gives (they give {', '.join(figures)})"
+        if self.metric not in metrics:
+            gives = f"neither measure nor summarise gives (they give {', '.join(metrics)})"
             if not rows:
-                gives = f"measure doesn't give (it gives {', '.join(figures)})"
+                gives = f"measure doesn't give (it gives {', '.join(metrics)})"
             raise BadInputError(
                 f"{self._source}: metric is '{self.metric}', which {gives}; name one of these"
             )
@@ -204,11 +204,11 @@ class CustomTask:
             )
 
     def _summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        figures = self._call("summarise", self._own.summarise, rows)
-        if not isinstance(figures, Mapping):
-            raise self._wrong("summarise", _told(figures))
+        metrics = self._call("summarise", self._own.summarise, rows)
+        if not isinstance(metrics, Mapping):
+            raise self._wrong("summarise", _told(metrics))
         plain = {}
-        for name, value in figures.items():
+        for name, value in metrics.items():
             try:
                 plain[name] = float(value)
             except (TypeError, ValueError, RuntimeError):

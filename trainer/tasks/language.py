@@ -112,15 +112,15 @@ class Language:
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss in nats, of bytes in bits too, summed over the tokens; and how many places these took."""
         loss = self.loss(model, batch)
-        figures = {"loss": loss}
+        metrics = {"loss": loss}
         if self._bytes:
-            figures["bits_per_byte"] = loss / math.log(2)
+            metrics["bits_per_byte"] = loss / math.log(2)
         if self._config.text != "stream":
             places = self._given(batch)[0].shape[1]
             slots = torch.full((len(batch.fields[TOKENS]),), places, device=loss.device)
-            figures["places"] = slots
-            figures["tokens"] = batch.fields[NUM_ITEMS]
-        return figures
+            metrics["places"] = slots
+            metrics["tokens"] = batch.fields[NUM_ITEMS]
+        return metrics
 
     def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """The share of the evaluation's places that are padding."""

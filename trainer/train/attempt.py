@@ -25,8 +25,8 @@ from trainer.host.limits import Limits, read_limits, threads_per_rank
 from trainer.host.memory import read_room
 from trainer.launch.signals import requested
 from trainer.observe.checksums import Checksums
-from trainer.observe.console import Display, warn
-from trainer.observe.log import Meter, Sink
+from trainer.observe.console import ProgressBar, warn
+from trainer.observe.log import MetricLogger, Sink
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.observe.profile import Kind
 from trainer.tasks import Task
@@ -45,7 +45,7 @@ from trainer.train.run import Parts, assemble, check_request, data_of, device_ki
 from trainer.train.run_folder import check_space, open_folder, set_status
 from trainer.train.run_lock import lock
 from trainer.train.state import load_tensors
-from trainer.train.step import Training, take_figures
+from trainer.train.step import Training, take_metrics
 from trainer.train.summary import finish, introduce
 
 _ROLLED_BACK = -1
@@ -160,21 +160,21 @@ def _train(request: _Request, world: World, stored: Stored | None, watchdog: Wat
             manifest["anomalies"] = len(anomalies)
             desk = _open_desk(stack, folder, recipe, manifest, parts, world, progress.step, stored)
         sinks, checksums = (desk.sinks, desk.checksums) if desk else ([], None)
-        meter = Meter(t.share.plan, world.device, sinks, lambda: take_figures(t), checksums)
-        advisor = explain(stack, recipe, parts, world, local_size, meter)
-        meter.go_on(progress.row, progress.seconds, progress.samples)
+        logger = MetricLogger(t.share.plan, world.device, sinks, lambda: take_metrics(t), checksums)
+        advisor = explain(stack, recipe, parts, world, local_size, logger)
+        logger.go_on(progress.row, progress.seconds, progress.samples)
         log = AnomalyLog(folder if desk else None, t.share.plan)
         detector = _make_detector(recipe, t, at, progress.history, refused, len(anomalies), log)
-        writer, display = (desk.writer, desk.display) if desk else (None, None)
+        writer, progress_bar = (desk.writer, desk.progress_bar) if desk else (None, None)
         profile = profiled(stack, kind if desk else None, folder, recipe, parts, world.device)
         between = BetweenSteps(
             recipe,
             world,
             parts,
-            meter,
+            logger,
             progress,
             writer,
-            display,
+            progress_bar,
             data,
             stop_after,
             detector,
@@ -192,15 +192,17 @@ def _train(request: _Request, world: World, stored: Stored | None, watchdog: Wat
                 return _ROLLED_BACK
         except Requeue as requeue:
             if desk:
-                desk.display.close()
-                desk.display.say(f"  {requeue}")
+                desk.progress_bar.close()
+                desk.progress_bar.say(f"  {requeue}")
                 set_status(folder, desk.manifest, "stopped", str(requeue))
             return EXIT_REQUEUE
         if desk:
             desk.writer.finish()
             if profile is not None:
-                desk.display.say(profile.close())
-            finish(folder, desk.manifest, t, meter, task.metric, progress.figures, desk.display, advisor)
+                desk.progress_bar.say(profile.close())
+            finish(
+                folder, desk.manifest, t, logger, task.metric, progress.metrics, desk.progress_bar, advisor
+            )
     return EXIT_DONE
 
 
@@ -258,7 +260,7 @@ def _after_anomaly(
     end = log.ends(anomaly.finding, recipe.anomaly)
     if desk:
         desk.writer.finish()
-        desk.display.close()
+        desk.progress_bar.close()
         if end:
             set_status(folder, desk.manifest, "diverged", str(end))
             leave_report(folder)
@@ -278,7 +280,7 @@ class _Desk(NamedTuple):
     manifest: dict[str, Any]
     sinks: list[Sink]
     checksums: Checksums | None
-    display: Display
+    progress_bar: ProgressBar
     writer: BackgroundWriter
 
 
@@ -304,14 +306,14 @@ def _open_desk(
         if aside:
             warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
     sinks, checksums = stack.enter_context(open_folder(folder, recipe, manifest, step, parts.training.model))
-    display = introduce(manifest, parts, world, folder)
-    stack.callback(display.close)
-    sinks.append(display)
+    progress_bar = introduce(manifest, parts, world, folder)
+    stack.callback(progress_bar.close)
+    sinks.append(progress_bar)
     if parts.training.nonfinite is not None:
         sinks.append(parts.training.nonfinite.explain)
     writer = BackgroundWriter(folder / FOLDER, recipe.checkpoint.keep, warn, step or None)
     stack.callback(writer.abandon)
-    return _Desk(manifest, sinks, checksums, display, writer)
+    return _Desk(manifest, sinks, checksums, progress_bar, writer)
 
 
 def _is_first() -> bool:
@@ -405,7 +407,7 @@ def _go_on(
         return Progress()
     # At its own end a run lacks only its weights: what ended it there is what is repeated.
     at_its_end = stored is not None and found.step == t.share.plan.steps == stored.steps
-    if found.step >= t.share.plan.steps and not (at_its_end and found.state.get("figures")):
+    if found.step >= t.share.plan.steps and not (at_its_end and found.state.get("metrics")):
         raise BadInputError(
             f"{found.path} is of step {found.step}, and this configuration ends at {t.share.plan.steps}: "
             "nothing is left to train; raise epochs or max_steps, or give another --out"

@@ -18,8 +18,8 @@ from trainer.distributed.consensus import NOTHING, StopConsensus
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.launch.signals import Stopped, requested
-from trainer.observe.console import Display
-from trainer.observe.log import Meter
+from trainer.observe.console import ProgressBar
+from trainer.observe.log import MetricLogger
 from trainer.observe.memory import after_evaluation, memory_row
 from trainer.observe.phases import enter_phase
 from trainer.observe.profile import Profile
@@ -57,21 +57,26 @@ class BetweenSteps:
         recipe: Recipe,
         world: World,
         parts: Parts,
-        meter: Meter,
+        logger: MetricLogger,
         progress: Progress,
         writer: BackgroundWriter | None,
-        display: Display | None,
+        progress_bar: ProgressBar | None,
         data: Mapping[str, str],
         stop_after: int | None = None,
         detector: AnomalyDetector | None = None,
         left_out: Collection[int] = (),
         profile: Profile | None = None,
     ) -> None:
-        """Starts at the progress; rank 0 has the writer and the display, `data` is from `data_of`."""
+        """Starts at the progress; rank 0 has the writer and the progress bar, `data` is from `data_of`."""
         self._stop_after, self._detector, self._left_out = stop_after, detector, left_out
         self._profile = profile
         self._recipe, self._data, self._world, self._parts = recipe, data, world, parts
-        self._meter, self._progress, self._writer, self._display = meter, progress, writer, display
+        self._logger, self._progress, self._writer, self._progress_bar = (
+            logger,
+            progress,
+            writer,
+            progress_bar,
+        )
         self._training, self._plan = parts.training, parts.training.share.plan
         self._consensus = StopConsensus(world.control or world.group, progress.step)
         self._every, self._keeps_best = recipe.checkpoint.every, recipe.checkpoint.best
@@ -95,12 +100,12 @@ class BetweenSteps:
             self._tell_memory(0, "start")
         steps = range(start, self._plan.steps)
         batches = self._training.share.batches(start)
-        self._meter.left_out = self._left_out
+        self._logger.left_out = self._left_out
         train(
             self._training,
             self._parts.loader(batches),
             steps,
-            self._meter,
+            self._logger,
             self._recipe.log.every,
             _evaluation_due(self._recipe.evaluate_every, self._plan),
             self._evaluate,
@@ -114,7 +119,7 @@ class BetweenSteps:
         enter_phase("evaluation")
         t, parts = self._training, self._parts
         with nullcontext() if t.average is None else t.average.in_place():
-            figures = evaluate(
+            metrics = evaluate(
                 t.task,
                 t.model,
                 parts.evaluation_loader,
@@ -123,14 +128,14 @@ class BetweenSteps:
                 self._recipe.precision,
             )
         enter_phase("logging")
-        self._meter.deliver()
+        self._logger.deliver()
         if freed := after_evaluation(self._recipe.memory, self._world.device):
             self._tell_memory(done, "evaluation", freed)
         epoch = round(self._plan.epoch_at(done), 4)
-        self._meter.emit({"kind": "evaluation", "step": done, "epoch": epoch, **figures})
+        self._logger.emit({"kind": "evaluation", "step": done, "epoch": epoch, **metrics})
         progress = self._progress
-        progress.figures = figures
-        metric = figures[t.task.metric]
+        progress.metrics = metrics
+        metric = metrics[t.task.metric]
         score = -metric if t.task.lower_is_better else metric
         self._is_best = math.isfinite(score) and (progress.best is None or score > progress.best[0])
         if self._is_best:
@@ -140,10 +145,10 @@ class BetweenSteps:
         """Shows how far it is, keeps what is due, and stops if all ranks agreed to."""
         if self._profile is not None:
             self._profile.step_done(done)
-        if self._display is not None:
-            self._display.step_done(done)
+        if self._progress_bar is not None:
+            self._progress_bar.step_done(done)
             if self._parts.compiled and done == self._start + self._recipe.compile.warm_up:
-                self._display.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
+                self._progress_bar.say(f"  compiled in {time.monotonic() - self._began:.0f} s")
         if self._plan.epochs_done(done) > self._plan.epochs_done(done - 1):
             self._tell_memory(done, "end")
             if done < self._steps:
@@ -168,15 +173,15 @@ class BetweenSteps:
 
     def _tell_memory(self, done: int, at: str, more: Mapping[str, float] | None = None) -> None:
         """After so many steps, where an epoch starts or ends, or after an evaluation."""
-        if self._meter.sinks:
+        if self._logger.sinks:
             row = memory_row(done, round(self._plan.epoch_at(done), 4), at, self._world.device)
-            self._meter.emit({**row, **(more or {})})
+            self._logger.emit({**row, **(more or {})})
 
     def _look(self, done: int, now: bool) -> None:
         """Raises what anomaly detection finds; on all ranks after the same step."""
         if self._detector is not None and (finding := self._detector.look(done, now)):
-            self._meter.stage(done)
-            self._meter.deliver()
+            self._logger.stage(done)
+            self._logger.deliver()
             raise Anomaly(finding, done)
 
     def _set_due(self) -> None:
@@ -188,7 +193,7 @@ class BetweenSteps:
     def _save(self, done: int) -> None:
         """Every rank has a part in it: the losses since the last row are each rank's own."""
         enter_phase("checkpoint")
-        t, meter = self._training, self._meter
+        t, logger = self._training, self._logger
         self._set_due()
         losses = t.loss.clone().view(1)  # with a tree it is everyone's
         if t.tree is None:
@@ -197,14 +202,14 @@ class BetweenSteps:
             losses = sum_over_ranks(losses, self._world.group)
         if self._writer is None:
             return
-        meter.deliver()
+        logger.deliver()
         now = Progress(
             done,
-            meter.step,
+            logger.step,
             losses.tolist(),
-            meter.busy_seconds,
-            meter.timed_samples,
-            self._progress.figures,
+            logger.busy_seconds,
+            logger.timed_samples,
+            self._progress.metrics,
             self._progress.best,
             self._detector.history if self._detector is not None else [],
         )

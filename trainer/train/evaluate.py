@@ -1,4 +1,4 @@
-"""Evaluation: every sample exactly once, and the same figures for any number of ranks."""
+"""Evaluation: every sample exactly once, and the same metrics for any number of ranks."""
 
 from typing import cast
 
@@ -21,9 +21,9 @@ def evaluate(
     """Measures a model on the evaluation data.
 
     Each rank fills its rows of one table, a row for each micro-batch, all other rows 0. Summing the tables
-    over the ranks adds zeros only, and the rows are then added in one order, in float64: so the figures don't
+    over the ranks adds zeros only, and the rows are then added in one order, in float64: so the metrics don't
     depend on the number of ranks, to the last bit. What is measured as a row for each sample comes together
-    the same way, and `task.summarise` makes figures of it.
+    the same way, and `task.summarise` makes metrics of it.
 
     Args:
         task: Measures a micro-batch.
@@ -59,13 +59,13 @@ def evaluate(
     # Without the rows that fill up the last round: how many these are depends on the number of ranks.
     real = -(-share.plan.samples // share.plan.micro_batch_size)
     count = float(sum_over_ranks(num_items, world.group)[:real].sum())
-    figures, rows = {}, {}
+    metrics, rows = {}, {}
     for name, table in tables.items():
         together = sum_over_ranks(table, world.group)[:real]
         if table.ndim == 1:
-            figures[name] = float(together.sum()) / count
+            metrics[name] = float(together.sum()) / count
         else:
             rows[name] = together.flatten(0, 1)[: share.plan.samples].cpu()
     if rows:
-        figures |= cast(Summarising, task).summarise(rows)
-    return figures
+        metrics |= cast(Summarising, task).summarise(rows)
+    return metrics

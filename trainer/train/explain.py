@@ -1,4 +1,4 @@
-"""What makes an attempt explain itself: sources of figures, the count of operations, and who judges them."""
+"""What makes an attempt explain itself: sources of metrics, the count of operations, and who judges them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ from trainer.observe.advice import Advisor, host_clock
 from trainer.observe.diagnosis import Facts
 from trainer.observe.flops import peak_flops
 from trainer.observe.leak import Growth, Trends
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
@@ -29,24 +29,24 @@ _PAUSE_S = 0.25  # where rows come more often than that, they explain themselves
 
 
 def explain(
-    stack: ExitStack, recipe: Recipe, parts: Parts, world: World, local_ranks: int, meter: Meter
+    stack: ExitStack, recipe: Recipe, parts: Parts, world: World, local_ranks: int, logger: MetricLogger
 ) -> Advisor | None:
-    """Gives a meter its sources of figures, until the stack is closed; on rank 0 also who judges them."""
+    """Gives a logger its sources of metrics, until the stack is closed; on rank 0 also who judges them."""
     t = parts.training
-    meter.num_items, meter.pause_s = t.num_items, _PAUSE_S
+    logger.num_items, logger.pause_s = t.num_items, _PAUSE_S
     if world.group is not None:
-        meter.gather = partial(gather_rows, world)
+        logger.gather = partial(gather_rows, world)
     if world.rank:
         return None
     start_history(recipe.memory, world.device)
     machine = Machine(world.device.type == "cuda", local_ranks)
     stack.callback(machine.close)
-    meter.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
-    meter.sources.append(memory_source(world.device))
-    meter.count = count_operations(t.task, t.model, recipe.data.micro_batch_size, world.device)
+    logger.sources += [stack.enter_context(host_clock()), parts.loader.take_work, machine.take]
+    logger.sources.append(memory_source(world.device))
+    logger.count = count_operations(t.task, t.model, recipe.data.micro_batch_size, world.device)
     if world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), recipe.precision.mode)
-        meter.peak = None if peak is None else peak * world.size
+        logger.peak = None if peak is None else peak * world.size
     images, limits = t.task.train_data, read_limits()
     facts = Facts(
         on_gpu=world.device.type == "cuda",
@@ -64,8 +64,8 @@ def explain(
     if recipe.log.tracemalloc:
         growth = Growth()
         stack.callback(growth.close)
-    advisor = Advisor(facts, meter.count, meter.emit, recipe.log.price_per_hour, Trends(growth))
-    meter.sinks.append(advisor)
+    advisor = Advisor(facts, logger.count, logger.emit, recipe.log.price_per_hour, Trends(growth))
+    logger.sinks.append(advisor)
     return advisor
 
 

@@ -32,12 +32,12 @@ class Fitted:
     Attributes:
         folder: The run folder.
         task: What was learned.
-        figures: Those of the last evaluation, by name.
+        metrics: Those of the last evaluation, by name.
     """
 
     folder: Path
     task: Task
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
         """Rows of metrics.jsonl: "train" (each log.every steps) or "evaluation"; for plots."""
@@ -105,7 +105,7 @@ def fit(
     run = Fitted(folder, opened, {})
     evaluations = run.rows("evaluation")
     known = {"kind", "step", "epoch", "time", "seconds"}
-    run.figures.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
+    run.metrics.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
     return run
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 
 from trainer.data.loader import Batch
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.phases import enter_phase
 from trainer.train.step import Training, leave_out_step, train_step
 
@@ -12,7 +12,7 @@ def train(
     training: Training,
     batches: Iterator[Batch],
     steps: range,
-    meter: Meter,
+    logger: MetricLogger,
     log_every: int,
     evaluation_due: Callable[[int], bool],
     evaluate: Callable[[int], None],
@@ -26,8 +26,8 @@ def train(
         training: What is updated.
         batches: This rank's batches, from the first step on.
         steps: Numbers of the steps to do.
-        meter: Takes the figures.
-        log_every: Steps between two rows of figures.
+        logger: Takes the metrics.
+        log_every: Steps between two rows of metrics.
         evaluation_due: Whether to evaluate after so many steps.
         evaluate: Evaluates, given the number of steps done.
         step_done: Told how many steps are done: shows it, keeps it, may raise to stop.
@@ -43,12 +43,12 @@ def train(
         enter_phase("logging")
         done = step + 1
         if done <= steps.start + warm_up:
-            meter.start_clock(done)
+            logger.start_clock(done)
         if done % log_every == 0 or done == steps.stop:
-            meter.stage(done)
+            logger.stage(done)
         if evaluation_due(done):
-            meter.stage(done)
+            logger.stage(done)
             evaluate(done)
-            meter.start_clock(done)
+            logger.start_clock(done)
         step_done(done)
-    meter.deliver()
+    logger.deliver()

@@ -77,7 +77,7 @@ def open_run(folder: Path, settings: Sequence[str] = ()) -> OpenedRun:
     known = manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
-    set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for figures that are compared
+    set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for metrics that are compared
     task = make_task(recipe)
     _check_described(folder, facts, task)
     model = task.model().eval().requires_grad_(False)

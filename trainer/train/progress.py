@@ -14,11 +14,11 @@ class Progress:
 
     Attributes:
         step: Steps done.
-        row: Steps at the last row of figures.
+        row: Steps at the last row of metrics.
         losses: Of each rank, the sum of losses since then.
         seconds: Time of the steps that were timed.
         samples: Samples in them.
-        figures: The last evaluation.
+        metrics: The last evaluation.
         best: The best evaluation's metric, and its step.
         history: Losses of the steps before, for a guard that knows leaps.
     """
@@ -28,7 +28,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     samples: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     best: tuple[float, int] | None = None
     history: list[float] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class _State(BaseModel):
     losses: list[float | Literal["nan", "inf", "-inf"]] = Field(min_length=1)
     seconds: float = Field(ge=0)
     samples: int = Field(ge=0, lt=1 << 63)
-    figures: dict[str, float | None]
+    metrics: dict[str, float | None]
     best: Annotated[tuple[float, int], Field(strict=False)] | None
     history: list[float] = []
 
@@ -55,7 +55,7 @@ def to_state(progress: Progress) -> dict[str, Any]:
         "losses": [loss if math.isfinite(loss) else str(loss) for loss in progress.losses],
         "seconds": progress.seconds,
         "samples": progress.samples,
-        "figures": finite(progress.figures),
+        "metrics": finite(progress.metrics),
         "best": list(progress.best) if progress.best else None,
         "history": progress.history,
     }
@@ -75,11 +75,11 @@ def from_state(step: int, state: Mapping[str, Any]) -> Progress:
         raise ValueError(f"state.json: {where}: {problem['msg']}") from error
     if known.row > step or (known.best and not 0 <= known.best[1] <= step):
         raise ValueError(f"state.json: it is of step {step} and speaks of later ones")
-    figures = {name: math.nan if figure is None else figure for name, figure in known.figures.items()}
+    metrics = {name: math.nan if metric is None else metric for name, metric in known.metrics.items()}
     losses = [float(loss) for loss in known.losses]
-    return Progress(step, known.row, losses, known.seconds, known.samples, figures, known.best, known.history)
+    return Progress(step, known.row, losses, known.seconds, known.samples, metrics, known.best, known.history)
 
 
-def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """What JSON can hold of figures."""
-    return {name: figure if math.isfinite(figure) else None for name, figure in figures.items()}
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """What JSON can hold of metrics."""
+    return {name: metric if math.isfinite(metric) else None for name, metric in metrics.items()}

@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Part:
-    """Steps that were trained in the same way: up to `until`, with a row of figures each `every`.
+    """Steps that were trained in the same way: up to `until`, with a row of metrics each `every`.
 
     The settings are those of its configuration that were changed after it, as they were before.
     """
@@ -64,7 +64,7 @@ class Part:
 
 
 def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
-    """Reads what a run recorded; with rows of figures, if they are needed.
+    """Reads what a run recorded; with rows of metrics, if they are needed.
 
     Raises:
         BadInputError: If it is no run, or recorded nothing that could be compared.
@@ -80,7 +80,7 @@ def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
         raise BadInputError(
             f"{path}: lacks what verify needs; it isn't a manifest, or an older trainer wrote it"
         ) from error
-    if rows and not any("epoch" in row.figures for row in rows):
+    if rows and not any("epoch" in row.metrics for row in rows):
         raise BadInputError(
             f"{folder}: an older trainer, with other fingerprints, wrote checksums.jsonl; verify it with that"
         )
@@ -203,7 +203,7 @@ def _of_trace(run: Recorded) -> Iterator[str]:
         yield f"{run.unreadable} lines of checksums.jsonl can't be read"
     for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
         if times > 1:
-            yield f"checksums.jsonl: the row of {kind} figures of step {step} is there {times} times"
+            yield f"checksums.jsonl: the row of {kind} metrics of step {step} is there {times} times"
         if step > run.manifest.steps:
             yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
     yield from _of_the_end(run, "summary", run.facts.get("summary"))
@@ -239,19 +239,19 @@ def _rows_that_differ(
         shown = rows.get((kind, step))
         if shown is None:
             if step != unsure and _trained(kept, step).jsonl:
-                yield f"metrics.jsonl: the row of {kind} figures of step {step} is missing"
+                yield f"metrics.jsonl: the row of {kind} metrics of step {step} is missing"
             continue
-        for name, value in row.figures.items():
+        for name, value in row.metrics.items():
             wanted = "None" if value in ("nan", "inf", "-inf") else value
             if str(shown.get(name)) != wanted:
                 yield f"metrics.jsonl, step {step}: {name} {shown.get(name)}, recorded {value}"
     for kind, step in rows.keys() - checksums.keys():
         if kind in ("train", "evaluation") and _trained(kept, step).checksums:
-            yield f"metrics.jsonl: the row of {kind} figures of step {step} isn't in checksums.jsonl"
+            yield f"metrics.jsonl: the row of {kind} metrics of step {step} isn't in checksums.jsonl"
 
 
 def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
-    """The last evaluation's figures stand in the last row and in the manifest, too."""
+    """The last evaluation's metrics stand in the last row and in the manifest, too."""
     if run.manifest.status != "finished":
         return
     there = said if isinstance(said, Mapping) else {}
@@ -261,9 +261,9 @@ def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
 
 
 def _last_evaluation(run: Recorded) -> Mapping[str, str]:
-    """Its figures, as text; none if it wasn't checksums."""
+    """Its metrics, as text; none if it wasn't checksums."""
     last = ("evaluation", run.manifest.steps)
-    return next((row.figures for row in run.rows if (row.kind, row.step) == last), {})
+    return next((row.metrics for row in run.rows if (row.kind, row.step) == last), {})
 
 
 def _metrics(file: Path) -> tuple[dict[tuple[str, int], dict[str, str | None]], int]:

@@ -55,7 +55,7 @@ class Attempt(BaseModel):
         step: Steps done before it.
         ranks: How many trained.
         threads: Intra-op threads of each.
-        log_every: Steps between its rows of figures: a row's loss is their mean.
+        log_every: Steps between its rows of metrics: a row's loss is their mean.
         changed: What of the configuration `--resume force` changed: "key: before, now after".
         config_hash: Of its configuration.
         jsonl: Whether it wrote rows to metrics.jsonl.

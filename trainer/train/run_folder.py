@@ -1,4 +1,4 @@
-"""The run folder: its name, what is written to it, its figures and its weights."""
+"""The run folder: its name, what is written to it, its metrics and its weights."""
 
 import contextlib
 import json
@@ -191,7 +191,7 @@ def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
             write(*row)
         except OSError as error:
             if row and not told:
-                warn(f"rows of figures are lost ({error.strerror}); the training goes on")
+                warn(f"rows of metrics are lost ({error.strerror}); the training goes on")
             told = True
 
     return written

@@ -1,7 +1,7 @@
 """Everything that a run carries from one step to the next, as named tensors; and back.
 
 Position and randomness are arithmetic, so this is all there is: weights and buffers, the optimiser's state,
-the average, the scaler, the count of updates, and the sum of losses since the last row of figures.
+the average, the scaler, the count of updates, and the sum of losses since the last row of metrics.
 """
 
 from collections.abc import Iterator, Mapping

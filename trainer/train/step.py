@@ -163,8 +163,8 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
             gradients, used = _take_gradients(t)
             own_used |= used
             flags = t.all_used if len(used) == len(t.parameters) else _flags(t, used)
-            figures = torch.cat((loss.double().view(1), flags, *(s.double() for s in statistics)))
-            t.tree.add_micro_batch(gradients, figures)
+            metrics = torch.cat((loss.double().view(1), flags, *(s.double() for s in statistics)))
+            t.tree.add_micro_batch(gradients, metrics)
     if t.tree is None and t.group is not None:
         check_reduced(t.replica, t.share.rank)
     enter_phase("update")
@@ -180,18 +180,18 @@ def train_step(t: Training, batches: Iterator[Batch], step: int) -> None:
         t.nonfinite.end_step(step)
 
 
-def take_figures(t: Training) -> dict[str, torch.Tensor]:
-    """Figures () since the last call, on the device: loss (a sum over steps and ranks) and others."""
+def take_metrics(t: Training) -> dict[str, torch.Tensor]:
+    """Metrics () since the last call, on the device: loss (a sum over steps and ranks) and others."""
     loss = t.loss.clone() if t.tree is not None else sum_over_ranks(t.loss.clone(), t.group)
     t.loss.zero_()
-    figures = {"loss": loss, "lr": t.rates.of_last_update(), "updates": t.rates.updates[0]}
+    metrics = {"loss": loss, "lr": t.rates.of_last_update(), "updates": t.rates.updates[0]}
     if t.max_grad_norm:
-        figures["grad_norm"] = t.norm
+        metrics["grad_norm"] = t.norm
     if t.scaler is not None:
-        figures["loss_scale"] = scale_of(t.scaler)
+        metrics["loss_scale"] = scale_of(t.scaler)
     if t.nonfinite is not None:
-        figures |= t.nonfinite.take()
-    return figures
+        metrics |= t.nonfinite.take()
+    return metrics
 
 
 def leave_out_step(t: Training, batches: Iterator[Batch], step: int) -> None:
@@ -271,12 +271,12 @@ def _sum_by_tree(t: Training, tree: TreeReduction, own_used: set[int]) -> torch.
         for parameter, gradient in zip(t.parameters, sums.gradients, strict=True):
             parameter.grad = gradient
         if len(own_used) < len(t.parameters):
-            flags = sums.figures[1 : 1 + len(t.all_used)].tolist() or [0.0] * len(t.parameters)
+            flags = sums.metrics[1 : 1 + len(t.all_used)].tolist() or [0.0] * len(t.parameters)
             for number, flag in enumerate(flags):
                 if number not in own_used and not flag:
                     t.parameters[number].grad = None
-    t.statistics.set_sum(sums.figures[1 + len(t.all_used) :])
-    return sums.figures[0]
+    t.statistics.set_sum(sums.metrics[1 + len(t.all_used) :])
+    return sums.metrics[0]
 
 
 def _clear_gradients(t: Training) -> None:

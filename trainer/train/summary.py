@@ -17,9 +17,9 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError, DivergedError
 from trainer.observe.advice import Advisor
-from trainer.observe.console import Display
+from trainer.observe.console import ProgressBar
 from trainer.observe.diagnosis import Verdict
-from trainer.observe.log import Meter
+from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASES
 from trainer.train.manifest import file_hash, outcome
 from trainer.train.progress import finite
@@ -32,24 +32,24 @@ _WORTH_A_WORD = 0.005  # of the time
 _PARTS = (*PHASES, "unexplained")
 
 
-def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> Display:
-    """Shows what is about to be trained, and where; returns the display."""
+def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> ProgressBar:
+    """Shows what is about to be trained, and where; returns the progress_bar."""
     plan = parts.training.share.plan
-    display = Display(plan.steps)
-    display.say(_opening(manifest, plan, world, folder, parts.training.model))
+    progress_bar = ProgressBar(plan.steps)
+    progress_bar.say(_opening(manifest, plan, world, folder, parts.training.model))
     for note in manifest["notes"]:
-        display.say(f"  {note}")
-    return display
+        progress_bar.say(f"  {note}")
+    return progress_bar
 
 
 def finish(
     folder: Path,
     manifest: dict[str, Any],
     t: Training,
-    meter: Meter,
+    logger: MetricLogger,
     metric: str,
-    figures: dict[str, float],
-    display: Display,
+    metrics: dict[str, float],
+    progress_bar: ProgressBar,
     advisor: Advisor | None = None,
 ) -> None:
     """Writes the weights and the summary, and tells it.
@@ -59,12 +59,12 @@ def finish(
     """
     weights = _leave_weights(folder, t)
     plan = t.share.plan
-    speed = meter.timed_samples / max(meter.busy_seconds, 1e-9)
-    summary = {**figures, "samples_per_s": speed, "seconds": meter.busy_seconds}
-    verdict = advisor.conclude(plan.steps, meter.rest()) if advisor else None
+    speed = logger.timed_samples / max(logger.busy_seconds, 1e-9)
+    summary = {**metrics, "samples_per_s": speed, "seconds": logger.busy_seconds}
+    verdict = advisor.conclude(plan.steps, logger.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
-    meter.emit({"kind": "end", "step": plan.steps, **summary, **totals})
-    diverged = not all(math.isfinite(figure) for figure in figures.values())
+    logger.emit({"kind": "end", "step": plan.steps, **summary, **totals})
+    diverged = not all(math.isfinite(metric) for metric in metrics.values())
     status = "diverged" if diverged else "finished"
     manifest.update({"weights": weights, "summary": finite(summary)})
     try:
@@ -77,12 +77,12 @@ def finish(
             "the evaluation isn't finite: the run diverged; lower optim.lr or set optim.max_grad_norm "
             "(precision.debug=true says where it began)"
         )
-    display.close()
+    progress_bar.close()
     programs = Path(sys.executable).parent
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
-    display.say(
-        f"\n  {metric:<12} {figures[metric]:.4f}\n"
-        f"  throughput   {speed:,.0f} samples/s ({meter.busy_seconds:.1f} s of training)\n"
+    progress_bar.say(
+        f"\n  {metric:<12} {metrics[metric]:.4f}\n"
+        f"  throughput   {speed:,.0f} samples/s ({logger.busy_seconds:.1f} s of training)\n"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"

@@ -73,13 +73,13 @@ def identical(
     run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Part], here: Sequence[str]
 ) -> str:
     """What to say of a run that was replayed to the bit."""
-    figures = sum(len(row.figures) for row in rows)
+    metrics = sum(len(row.metrics) for row in rows)
     tensors = sum(len(row.tensors) for row in rows)
     files = [*run.manifest.weights] if until == run.manifest.steps else []
     lines = [
         f"{run.folder}: identical",
         f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} rows with "
-        f"{figures} figures, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
+        f"{metrics} metrics, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
     if files:
         lines.append(f"  final weights: {', '.join(files)}")
@@ -104,7 +104,7 @@ def different(
         if found.tensors:
             where += _some(found.tensors, found.of)
         lines.append(
-            where + "; ".join([""] * bool(found.tensors) + [f"{n} {a}, now {b}" for n, a, b in found.figures])
+            where + "; ".join([""] * bool(found.tensors) + [f"{n} {a}, now {b}" for n, a, b in found.metrics])
         )
         apart = found.step - found.after
         if apart > 1:

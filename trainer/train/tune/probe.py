@@ -30,8 +30,8 @@ def main(folder: Path) -> int:
     write_whole(folder / f"rank-{rank}.pid", str(os.getpid()))
     told: dict[str, Any] = {"ran_out": ""}
 
-    def tell(figures: dict[str, Any]) -> None:
-        told.update(figures)
+    def tell(metrics: dict[str, Any]) -> None:
+        told.update(metrics)
         write_whole(folder / f"rank-{rank}.json", json.dumps(told))
 
     request = json.loads((folder / "request.json").read_bytes())

@@ -64,7 +64,7 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
 
     Args:
         request: `recipe`, `threads`, and `room`: bytes that the job may have, or 0.
-        tell: Takes figures: `held` by name, `samples_per_s` of the job, and the peaks.
+        tell: Takes metrics: `held` by name, `samples_per_s` of the job, and the peaks.
     """
     recipe = Recipe.model_validate(request["recipe"])
     kind = device_kind(recipe)
@@ -140,13 +140,13 @@ def _holders(parts: Parts) -> dict[str, int]:
 def _peaks(device: torch.device) -> dict[str, int]:
     """The most that was in use: of the host by this process, of a GPU by all."""
     resident, files = own_peak()
-    figures = {"resident": resident, "files": files}
+    metrics = {"resident": resident, "files": files}
     if device.type == "cuda" and tells_figures():  # managed memory isn't bounded by the device
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         outside = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, NCCL, other processes
-        figures |= {"device": torch.cuda.max_memory_reserved(device) + outside, "device_total": total}
-    return figures
+        metrics |= {"device": torch.cuda.max_memory_reserved(device) + outside, "device_total": total}
+    return metrics
 
 
 def _now(device: torch.device) -> float:
