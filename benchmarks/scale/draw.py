@@ -9,7 +9,7 @@ from benchmarks.scale.chart import Curve, chart, spaced
 from benchmarks.scale.figures import Figures, Job
 from benchmarks.scale.simulate import simulate, simulate_losses
 from trainer.errors import BadInputError
-from trainer.train.run_folder import written_whole
+from trainer.host.files import written_whole
 
 _AROUND = 20.0  # times the best interval, to both sides
 _LINE, _DOTS, _FAILURES = 41, 9, 2000

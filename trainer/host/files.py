@@ -178,3 +178,25 @@ def size_and_time(path: Path) -> tuple[int, float]:
         return facts.st_size, facts.st_mtime
     sizes = (os.lstat(path / name) for name in os.listdir(path))
     return sum(size.st_size for size in sizes if stat.S_ISREG(size.st_mode)), facts.st_mtime
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A name to write to; moved to `path` when all is on the disk, removed when something went wrong."""
+    beside = path.with_suffix(".tmp")
+    try:
+        yield beside
+        # safetensors makes files for the owner only.
+        beside.chmod(0o666 & ~_umask())
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -19,7 +19,7 @@ from trainer.config.redact import redact
 from trainer.config.section import config_hash
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.disks import read_mount
-from trainer.host.files import sync_folder
+from trainer.host.files import written_whole
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.signals import Stopped
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, read_checksums
@@ -219,28 +219,6 @@ def save_weights(model: nn.Module, path: Path) -> None:
     }
     with written_whole(path) as beside:
         safetensors.torch.save_file(state, beside)
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A name to write to; moved to `path` when all is on the disk, removed when something went wrong."""
-    beside = path.with_suffix(".tmp")
-    try:
-        yield beside
-        # safetensors makes files for the owner only.
-        beside.chmod(0o666 & ~_umask())
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def check_space(folder: Path, model: nn.Module, copies: int) -> None:

@@ -14,6 +14,7 @@ from rich.progress import track
 from trainer.commands.bench.inference_chart import chart
 from trainer.commands.bench.inference_ways import WAYS, Call, Figure, Unavailable, chosen_ways, make_way
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
+from trainer.host.files import written_whole
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.formats import Tensors
@@ -21,7 +22,7 @@ from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.train.run import device_kind
-from trainer.train.run_folder import shown, written_whole
+from trainer.train.run_folder import shown
 
 _ROUNDS = 5
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.errors import BadInputError
-from trainer.train.run_folder import shown, written_whole
+from trainer.host.files import written_whole
+from trainer.train.run_folder import shown
 
 SIDE = 128  # of a picture
 _LINE = 14

@@ -14,8 +14,8 @@ from trainer.config.redact import redact
 from trainer.config.section import Section, hash_of, validated
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
+from trainer.host.files import written_whole
 from trainer.train.resume import FREE, flat
-from trainer.train.run_folder import written_whole
 
 _BYTES = 1 << 20
 _SHOWN = 3
