@@ -221,14 +221,14 @@ class _TokenTask:
 
 def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
     """The trainer's own step on a case."""
-    recorded = Recorded(f"its own step, step.last={last}")
+    recorded = Recorded(f"its own step, data.last_batch={last}")
     values: dict[str, Any] = {
         "epochs": 1,
         "data": {
             "global_batch_size": MICRO_BATCH_SIZE * case.accumulation,
             "micro_batch_size": MICRO_BATCH_SIZE,
+            "last_batch": last,
         },
-        "step": {"last": last},
         "parallel": {"threads": 1},
     }
     world = World(0, 1, 0, torch.device("cpu"), None)

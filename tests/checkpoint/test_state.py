@@ -65,7 +65,7 @@ def saved(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
         {"memory": {"checkpointing": "blocks"}, "regularization": {"stochastic_depth": 0.3}},
         {"ema": {"every": 3}, "optim": {"schedule": "one-cycle"}},
         {"data": {"micro_batch_size": 4, "resident": False}},
-        {"step": {"last": "weighted"}, "model": {"norm": "group"}},
+        {"data": {"last_batch": "weighted"}, "model": {"norm": "group"}},
     ],
     ids=[
         "adamw",

@@ -226,8 +226,8 @@ def test_a_probe_has_the_steps_that_show_the_peak() -> None:
     assert shape(4, data=whole, parallel={"reduction": "tree"})[:2] == (4, 64)  # whose sums need the step
     assert shape(4, data=whole)[2] >= 2
     assert shape(4, data=whole, compile={"mode": "max-autotune"})[2] >= 4
-    values = probe_recipe(small(step={"last": "drop"}), 8, 1)
-    assert values["step"] == {"last": "cross"}  # a probe's step may be larger than the data
+    values = probe_recipe(small(data={"last_batch": "drop"}), 8, 1)
+    assert values["data"]["last_batch"] == "cross"  # a probe's step may be larger than the data
 
 
 def files(root: Path, **contents: str) -> None:

@@ -138,7 +138,7 @@ CASES = [
     (["data", "verify", "here"], "here: the index can't be read (Not a directory)"),
     (["data", "index", "here"], "here: no .tar files"),
     (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
-    (["train", "digits", "--set", "step.last=weighted"], "BatchNorm"),
+    (["train", "digits", "--set", "data.last_batch=weighted"], "BatchNorm"),
     (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
     (["train"], "required: RECIPE"),
     (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st a=1"),

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.config.training import Last
+from trainer.config.data import Last
 from trainer.data.sampling.plan import Plan, Share, evaluation_share
 from trainer.errors import BadInputError
 from trainer.rng import Ints, key, keys, permuted, uniforms

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from trainer.config.training import Last
+from trainer.config.data import Last
 from trainer.data.sampling.piece_order import in_blocks
 from trainer.data.sampling.plan import Plan, Share
 from trainer.rng import Ints, permuted

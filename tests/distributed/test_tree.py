@@ -122,8 +122,7 @@ def test_worlds_end_with_the_same_bits(ranks: Ranks, kind: str) -> None:
 def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor]]:
     """Loss and weights after steps whose valid tokens are known late, of which the last is padded."""
     recipe = make_recipe(
-        data={"global_batch_size": 8, "micro_batch_size": 1},
-        step={"last": "weighted"},
+        data={"global_batch_size": 8, "micro_batch_size": 1, "last_batch": "weighted"},
         optim={"lr": 0.1, "max_grad_norm": 0.5},
         parallel={"threads": 1, "reduction": reduction},
     )

@@ -70,8 +70,7 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
         recipe = make_recipe(
             epochs=4,
             compile={"mode": mode, "scope": scope},
-            data={"global_batch_size": 8, "micro_batch_size": 4},
-            step={"last": last},
+            data={"global_batch_size": 8, "micro_batch_size": 4, "last_batch": last},
             optim={"lr": 0.01},
         )
         parts = assemble_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))

@@ -270,7 +270,7 @@ def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float,
     recipe = make_recipe(
         task="language",
         language=config.model_dump(),
-        data={"global_batch_size": batch, "micro_batch_size": micro_batch},
+        data={"global_batch_size": batch, "micro_batch_size": micro_batch, "last_batch": "weighted"},
         optim={
             "name": "sgd",
             "momentum": 0,
@@ -279,7 +279,6 @@ def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float,
             "warmup": 0,
             "weight_decay": 0,
         },
-        step={"last": "weighted"},
     )
     t = assemble_alone(recipe, task)
     before = {name: p.detach().clone() for name, p in t.training.model.named_parameters()}

@@ -120,8 +120,8 @@ def test_what_is_measured_is_neither_smoothed_nor_padding() -> None:
 
 
 def test_padding_is_never_mixed_into_samples() -> None:
-    values = {"epochs": 1, "step": {"last": "weighted"}, "regularization": {"cutmix": 0.2}}
-    with pytest.raises(BadInputError, match=r"would mix the padding .* use step\.last=cross"):
+    values = {"epochs": 1, "data": {"last_batch": "weighted"}, "regularization": {"cutmix": 0.2}}
+    with pytest.raises(BadInputError, match=r"would mix the padding .* use data\.last_batch=cross"):
         validated(Recipe, values, "mine")
 
 

@@ -62,8 +62,9 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
         "global_batch_size": case.micro_batch_size * case.gradient_accumulation_steps * case.world,
         "micro_batch_size": case.micro_batch_size,
         "resident": case.resident,
+        "last_batch": case.last,
     }
-    recipe = make_recipe(epochs=case.epochs, data=data, step={"last": case.last})
+    recipe = make_recipe(epochs=case.epochs, data=data)
     parts = assemble(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
     training = parts.training
     capture: Any = Capture(training.parameters)

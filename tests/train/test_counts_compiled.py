@@ -65,7 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_nothing_is_compiled_after_the_first_step(
     scope: str, last: str, resident: bool, compiled: list[Any]
 ) -> None:
-    words = [*_DIGITS, "compile.mode=default", f"compile.scope={scope}", f"step.last={last}"]
+    words = [*_DIGITS, "compile.mode=default", f"compile.scope={scope}", f"data.last_batch={last}"]
     words += [f"data.resident={resident}", "data.workers=0"]
     recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
     task = make_task(recipe)

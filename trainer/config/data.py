@@ -37,6 +37,9 @@ Check = Literal["fast", "full", "none"]
 _SCHEMES = ("s3", "https", "http")
 
 
+Last = Literal["cross", "drop", "weighted"]
+
+
 class LoaderConfig(Section):
     """How batches reach the device. None of this changes what is in them."""
 
@@ -115,6 +118,10 @@ class DataConfig(LoaderConfig):
         json_schema_extra={"words": "int | auto"},
     )
     eval_batch_size: int = Field(256, ge=1, description="samples per forward pass in evaluation, on one rank")
+    last_batch: Last = Field(
+        "cross",
+        description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
+    )
     image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
     samples: int = Field(1024, ge=1, le=1 << 20, description="number of training samples (synthetic)")

@@ -17,7 +17,6 @@ from trainer.config.training import (
     LogConfig,
     OptimConfig,
     ParallelConfig,
-    StepConfig,
 )
 
 # Each task's own model, and what it reads; data.name is the first where a recipe doesn't say.
@@ -56,7 +55,6 @@ class Recipe(Section):
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    step: StepConfig = StepConfig()
     precision: PrecisionConfig = PrecisionConfig()
     language: LanguageConfig = LanguageConfig()
     audio: AudioConfig = AudioConfig()
@@ -118,10 +116,10 @@ class Recipe(Section):
                 "regularization.mixup and cutmix mix the samples of a micro-batch: data.micro_batch_size=1 "
                 "has nothing to mix; use a larger one or 0"
             )
-        if mixing and self.step.last == "weighted":
+        if mixing and self.data.last_batch == "weighted":
             raise ValueError(
-                "regularization.mixup and cutmix would mix the padding of step.last=weighted into samples; "
-                "use step.last=cross"
+                "regularization.mixup and cutmix would mix the padding of data.last_batch=weighted into "
+                "samples; use data.last_batch=cross"
             )
         unable = {"managed": "pytorch#163257", "async": "pytorch#158641"}
         if self.memory.allocator in unable and self.compile.mode != "none" and self.compile.cuda_graphs:

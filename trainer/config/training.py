@@ -6,19 +6,9 @@ from pydantic import Field, model_validator
 
 from trainer.config.section import Section
 
-Last = Literal["cross", "drop", "weighted"]
 Binding = Literal["auto", "none", "node", "cores"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class StepConfig(Section):
-    """How the last, incomplete step of an epoch is treated."""
-
-    last: Last = Field(
-        "cross",
-        description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
-    )
 
 
 class OptimConfig(Section):

@@ -103,7 +103,7 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         global_batch_size=recipe.data.global_batch_size,
         micro_batch_size=recipe.data.micro_batch_size,
         epochs=recipe.epochs,
-        last=recipe.step.last,
+        last=recipe.data.last_batch,
         seed=recipe.seed,
         max_steps=recipe.max_steps,
         pieces=pieces,
@@ -139,8 +139,9 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
     ):
         raise BadInputError(
-            "step.last=weighted pads with samples of weight 0, which would enter BatchNorm's statistics; "
-            "use step.last=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
+            "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
+            "statistics; "
+            "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
     candidates(recipe.memory, model)
     parameter_groups(recipe.optim, model)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.config.training import Last
+from trainer.config.data import Last
 from trainer.data.sampling.bucket_order import in_buckets
 from trainer.data.sampling.piece_order import in_blocks
 from trainer.errors import BadInputError
@@ -79,8 +79,9 @@ class Plan:
             )
         if self.last == "drop" and self.samples < self.global_batch_size:
             raise BadInputError(
-                f"step.last=drop leaves no step: {self.samples} samples are fewer than "
-                f"data.global_batch_size={self.global_batch_size}; use a smaller batch or step.last=cross"
+                f"data.last_batch=drop leaves no step: {self.samples} samples are fewer than "
+                f"data.global_batch_size={self.global_batch_size}; use a smaller batch or "
+                "data.last_batch=cross"
             )
 
     @property

@@ -52,10 +52,10 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
     values["data"] |= {
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * ranks * gradient_accumulation_steps,
+        "last_batch": "weighted" if recipe.data.last_batch == "weighted" else "cross",
     }
     steps = recipe.compile.warm_up + 1 + _TIMED
-    last = "weighted" if recipe.step.last == "weighted" else "cross"
-    values |= {"step": {"last": last}, "epochs": 10**9, "max_steps": steps, "evaluate_every": 0}
+    values |= {"epochs": 10**9, "max_steps": steps, "evaluate_every": 0}
     return values
 
 
