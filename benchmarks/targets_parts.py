@@ -42,7 +42,7 @@ def photographs(folder: Path, count: int) -> dict[str, Any]:
 
 
 def synchronisations() -> dict[str, Any]:
-    """How often the host waits for the GPU in steps without a row of figures, as CUDA's debug mode sees."""
+    """How often the host waits for the GPU in steps without a row of metrics, as CUDA's debug mode sees."""
     with ExitStack() as stack:
         turns = Turns(IMAGES, Side(), stack)
         turns(5)

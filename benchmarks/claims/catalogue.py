@@ -242,7 +242,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("item", "no .item() in each step: faster than with it", *(TUNING, "item", "read", "not read")),
     Claim(
         "logging",
-        "a row of figures every 50 steps: faster than each step",
+        "a row of metrics every 50 steps: faster than each step",
         *(FIELD, "logging", "each step", "every 50"),
     ),
     Claim(

@@ -105,7 +105,7 @@ def _threads(wanted: Sequence[str], size: Size) -> Measurement:
 
 
 def _logging(wanted: Sequence[str], size: Size) -> Measurement:
-    """The trainer's whole loop, with its files, a row of figures for each step or every 50."""
+    """The trainer's whole loop, with its files, a row of metrics for each step or every 50."""
     recipe, task = tiny_recipe(_LOG_STEPS), TinyTask()
     sides = {"each step": 1, "every 50": 50}
     with tempfile.TemporaryDirectory(dir=size.scratch) as name:

@@ -46,7 +46,7 @@ def compute_s(figures: Figures) -> float:
 
 
 def step_s(figures: Figures, gpus: int) -> float:
-    """Seconds of a step, with its share of a row of figures."""
+    """Seconds of a step, with its share of a row of metrics."""
     return compute_s(figures) + exposed_s(figures, gpus) + figures.row_s / figures.steps_per_row
 
 

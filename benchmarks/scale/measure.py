@@ -28,7 +28,7 @@ def print_figures(run: Path, comm: Path | None) -> int:
     """Measures and prints a file of figures.
 
     Args:
-        run: Folder of a run of one rank, with some rows of figures and a checkpoint.
+        run: Folder of a run of one rank, with some rows of metrics and a checkpoint.
         comm: What `trainer bench comm --json` printed here.
 
     Raises:

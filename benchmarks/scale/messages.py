@@ -18,7 +18,7 @@ class Steps(NamedTuple):
     """What was seen of simulated steps.
 
     Attributes:
-        plain_s: Seconds of a step without a row of figures.
+        plain_s: Seconds of a step without a row of metrics.
         row_s: Seconds that one with a row took longer.
         exposed_s: Seconds of a step in which a rank had nothing to compute, on average.
     """
@@ -80,7 +80,7 @@ def simulate_steps(
     steps: int = 3,
     random: np.random.Generator | None = None,
 ) -> Steps:
-    """Simulates steps, a row of figures after the second.
+    """Simulates steps, a row of metrics after the second.
 
     Args:
         figures: Of the job.

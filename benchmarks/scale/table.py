@@ -34,7 +34,7 @@ ROWS = (
     _Row("store_requests", "requests to it", count),
     _Row("sockets_per_node", "connections that a node holds for gloo", count),
     _Row("goodput", "goodput: time spent on what is kept", percent),
-    _Row("log_bytes_per_day", "rows of figures a day", size),
+    _Row("log_bytes_per_day", "rows of metrics a day", size),
     _Row("data_bytes_per_s", "read from storage", lambda value: scaled(value, "B/s")),
     _Row("loader_cpus_per_gpu", "CPUs of a GPU's loader", lambda value: number(value, 3)),
 )

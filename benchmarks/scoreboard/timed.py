@@ -34,7 +34,7 @@ def by_overhead(extent: Extent) -> Part:
         "overhead",
         [*compared, *rows, *failed_rows(failed)],
         f"{extent.rounds} interleaved rounds of {extent.steps} steps on one thread; nothing is logged but by "
-        f"the trainer, a row of figures every {times.log_every} steps",
+        f"the trainer, a row of metrics every {times.log_every} steps",
         {name: list(series) for name, series in {own: times.ours, **others}.items()},
     )
 

@@ -20,7 +20,7 @@ from trainer.train import step
 
 
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gradient_accumulation_steps"]) == 0
+    assert main(["accumulation"]) == 0
     table = table_rows(capsys.readouterr().out)
     assert len(table) == 2 * len(CASES)
     for row in table:
@@ -37,14 +37,14 @@ def forget_the_true_num_items(_: Any, __: int, ___: int) -> torch.Tensor:
     ("where", "what", "mutant"),
     [
         (plan.Plan, "step_samples", lambda self, _: self.global_batch_size),
-        (step, "_divide_by_true_units", forget_the_true_num_items),
+        (step, "_divide_by_true_num_items", forget_the_true_num_items),
     ],
 )
 def test_a_wrong_step_fails_the_bench(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Any, what: str, mutant: Any
 ) -> None:
     monkeypatch.setattr(where, what, mutant)
-    assert main(["gradient_accumulation_steps"]) == 1
+    assert main(["accumulation"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_no_update_is_nothing_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accumulation, "train_step", lambda *_: None)
-    assert main(["gradient_accumulation_steps"]) == 3
+    assert main(["accumulation"]) == 3
     assert "nothing measured" in capsys.readouterr().out
 
 

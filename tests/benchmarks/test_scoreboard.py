@@ -178,7 +178,7 @@ def test_only_the_best_way_of_a_rival_counts() -> None:
 def test_nobody_is_left_out() -> None:
     page = document(PARTS, MACHINE, "python -m benchmarks scoreboard --out a.md", "a")
     assert [DASH, "nowhere", DASH, DASH, DASH, DASH, "not installed"] in rows(page, BENCHES["overhead"].title)
-    counted = rows(page, BENCHES["gradient_accumulation_steps"].title)
+    counted = rows(page, BENCHES["accumulation"].title)
     assert counted[0] == ["trainer 1", "8 of 8", DASH, ""]
     assert counted[1] == ["slow 2.0", "2 of 8", "8 of 8", "trainer wins"]
     assert counted[2] == ["alike 3.0", "4 of 4", "4 of 4", "equal. not measured: the other four"]

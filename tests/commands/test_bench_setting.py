@@ -39,5 +39,5 @@ def test_nothing_to_measure_and_bad_settings(capsys: Capsys) -> None:
     for one in ("log.every=1", "parallel.threads=1"):
         with pytest.raises(BadInputError, match="steps alone are timed"):
             bench_setting("digits", [one], [], rounds=1, steps=1)
-    assert main(["bench", "setting", "digits", "optim.clp=0"]) == 2
+    assert main(["bench", "setting", "digits", "optim.max_grad_nom=0"]) == 2
     assert "did you mean 'optim.max_grad_norm'" in capsys.readouterr().err

@@ -474,7 +474,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     words = (
-        "launch digits --on slurm --set seed=1 --name mine --image x:y --nodes 2:3 --gpus-per-node 2 "
+        "submit digits --on slurm --set seed=1 --name mine --image x:y --nodes 2:3 --gpus-per-node 2 "
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
         "--port 3000 --user 1:2 --env A=b --ranks-per-node 1 --partition p --account a --qos q "
         "--container venv --venv v --namespace n --jobset --kubeflow v1"

@@ -42,7 +42,7 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "seconds": 0.128,
             "sample_rate": 8000,
             "mels": 32,
-            "step": 0.04,
+            "window": 0.04,
             "hop": 0.008,
             "lowest": 500,
             "highest": 1800,

@@ -140,7 +140,7 @@ def test_recorded() -> None:
 
     In a process of its own: the recorder reads its variable once.
     """
-    code = "from tests.distributed.test_hang import JOBS; print(JOBS['recorded']().end().text)"
+    code = "from tests.distributed.test_watchdog import JOBS; print(JOBS['recorded']().end().text)"
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
     ended = preloaded.run([sys.executable, "-c", code], cwd=ROOT, env=environment)
     assert re.search(

@@ -47,7 +47,7 @@ class Run:
         return self.process is not None and self.process.poll() is not None
 
     def wait_for_rows(self) -> bool:
-        """Waits until the first row of figures is there; False if the run ended before."""
+        """Waits until the first row of metrics is there; False if the run ended before."""
         while not self.over():
             if self.metrics.exists() and self.metrics.stat().st_size:
                 return True

@@ -31,7 +31,7 @@ class Work(NamedTuple):
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def figures(self, workers: int) -> dict[str, float]:
-        """Shares of the time, for a row of figures; empty if nothing was filled."""
+        """Shares of the time, for a row of metrics; empty if nothing was filled."""
         if not self.samples or not self.wall:
             return {}
         cpu, queued = (min(1.0, part / self.wall) for part in (self.cpu, self.queued))

@@ -71,7 +71,7 @@ def more_is_better(metric: str) -> bool:
 def totals(run: Run) -> list[tuple[str, float]]:
     """Seconds by phase, in the order of `PHASES`; [] without timings.
 
-    Of the row at the end, which knows what came after the last row of figures; after restarts it doesn't know
+    Of the row at the end, which knows what came after the last row of metrics; after restarts it doesn't know
     what came before, and the sum of all rows is taken.
     """
     found = {phase: run.end.get(f"time/{phase}") for phase in PHASES}
