@@ -356,9 +356,9 @@ if "RANK" in os.environ:
     from trainer.train.tune import trial
     def train_step(*_):
         Path(__file__).with_name("held").touch()
-        while not steps.requested():
+        while not trial.requested():
             time.sleep(0.01)
-    steps.train_step = train_step
+    trial.train_step = train_step
 """
 
 

@@ -162,7 +162,7 @@ def test_a_changed_configuration_is_named(tmp_path: Path, whole: Path, capsys: C
 
     change(folder, edit)
     told = verify(folder, code=1, capsys=capsys)
-    assert "  first at step 2: stem.weight, " in told and "; learning_rate " in told
+    assert "  first at step 2: stem.weight, " in told and "; lr " in told
     assert "  it began in one of the steps 1 to 2: recorded every 2 steps\n" in told
     assert "\n  manifest.json: the hash of its config is " in told
     assert "\n  config.yaml isn't the config in manifest.json\n" in told
@@ -298,8 +298,8 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "metrics.jsonl, step 8: loss 0.01, recorded ",
     ),
     "learning rate": (
-        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(learning_rate=1)),
-        "metrics.jsonl, step 2: learning_rate 1, recorded ",
+        rows(METRICS, lambda lines: of_kind("train", lines)[0].update(lr=1)),
+        "metrics.jsonl, step 2: lr 1, recorded ",
     ),
     "epoch": (
         rows(METRICS, lambda lines: of_kind("train", lines)[0].update(epoch=1.5)),

@@ -99,7 +99,7 @@ def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> No
             losses.append(float(t.loss) - before)
         tensors = tensors_of(t)
         state = {
-            "row": 0, "losses": [float(t.loss)], "seconds": 0.0, "samples": 0, "figures": {}, "best": None,
+            "row": 0, "losses": [float(t.loss)], "seconds": 0.0, "samples": 0, "metrics": {}, "best": None,
         }  # fmt: skip
         write(folder, last, tensors, state)
         saved = {f"{kind}/{name}": tensor for kind, part in tensors.items() for name, tensor in part.items()}

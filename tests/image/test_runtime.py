@@ -125,7 +125,7 @@ def machine(tmp_path: Path) -> Machine:
         (root / "trainer" / room).mkdir(parents=True)
     for name in ("", "config/", "host/"):
         shutil.copy(ROOT / "trainer" / name / "__init__.py", root / "trainer" / name)
-    for name in ("errors.py", "config/suggest.py", "host/gpus.py"):
+    for name in ("errors.py", "version.py", "config/suggest.py", "host/gpus.py"):
         shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
     for file in (ROOT / "stacks").glob("*/stack.toml"):
         (root / "stacks" / file.parent.name).mkdir(parents=True)

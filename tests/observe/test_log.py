@@ -98,7 +98,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     close()
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = events.Tags()["scalars"]
-    assert {"train/loss", "train/learning_rate", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
+    assert {"train/loss", "train/lr", "train/samples_per_s", "train/memory_bytes"} <= set(tags)
     read = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert read == [(row["step"], pytest.approx(row["loss"])) for row in rows]
 

@@ -310,7 +310,7 @@ def one_big_batch(**keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("keys", KINDS)
-@pytest.mark.parametrize(("way", "micro-batch", "batch"), [("padded", 3, 18), ("packed", 2, 12)])
+@pytest.mark.parametrize(("way", "micro_batch", "batch"), [("padded", 3, 18), ("packed", 2, 12)])
 def test_ragged_documents_weigh_as_in_one_big_batch(
     way: str, micro_batch: int, batch: int, keys: dict[str, Any]
 ) -> None:

@@ -170,7 +170,7 @@ def order(samples: int, step: int) -> torch.Tensor:
 PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adamw": {"optim": {"name": "adamw", "lr": 0.002}},
-    "gradient_accumulation_steps": {"data": {"micro_batch_size": 8}},
+    "accumulation": {"data": {"micro_batch_size": 8}},
     "checkpointing": {"memory": {"checkpointing": "blocks"}},
     "ema": {"ema": {"decay": 0.98}},
     "channels_last": {"model": {"channels_last": True}},
