@@ -74,7 +74,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
         rows = [row for row in map(strict_json.parse, lines) if row["kind"] == "train"]
         told = [row for row in rows if "time/wall" in row]
         spans = [(new["step"] - old["step"], new) for old, new in pairwise(told)]
-        ranks, accumulation = int(manifest["world_size"]), int(manifest["accumulation"])
+        ranks, accumulation = int(manifest["world_size"]), int(manifest["gradient_accumulation_steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{run}: no run whose rows can be read; give its folder") from error
     if len(spans) < 3 or ranks != 1:
