@@ -251,7 +251,7 @@ _ODD = {
     "facts", [{}, {"versions": 3, "device": [], "attempts": "x", "config": [1], "notes": {}}]
 )
 def test_what_is_torn_or_odd_is_left_out(tmp_path: Path, rows: bytes | None, facts: dict[str, Any]) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps(facts))
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 2, **facts}))
     if rows is not None:
         (tmp_path / "metrics.jsonl").write_bytes(rows)
         (tmp_path / "anomalies.jsonl").write_bytes(rows)

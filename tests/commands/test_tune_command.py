@@ -78,6 +78,7 @@ def stored(folder: Path, micro_batch_size: int) -> None:
     recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch_size={micro_batch_size}"])
     folder.mkdir()
     manifest = {
+        "format": 2,
         "config": recipe.model_dump(mode="json"),
         "threads": 2,
         "device": {"kind": "cpu"},

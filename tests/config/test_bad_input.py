@@ -283,6 +283,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     manifest = {"config": {}, "threads": 1, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
+    assert "a run folder of format 1, written by another version of trainer; this one reads format 2" in (
+        capsys.readouterr().err
+    )
+    manifest["format"] = 2
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     assert "holds a run with another configuration" in capsys.readouterr().err
     assert main(["train", "digits", "--out", str(tmp_path), "--resume", "never"]) == 2
     assert "holds a run already" in capsys.readouterr().err

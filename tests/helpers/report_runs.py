@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.train.resume import FORMAT
+
 EVERY = 50
 _SHARES = {
     "forward": 0.2,
@@ -30,6 +32,7 @@ def manifest(steps: int, /, **changes: Any) -> dict[str, Any]:
     start = {"started": "2026-11-21T09:12:04+0000", "step": 0, "ranks": 8, "threads": 8, "log_every": EVERY}
     again = {**start, "started": "2026-11-21T12:02:11+0000", "step": steps // 3}
     return {
+        "format": FORMAT,
         "recipe": "resnet50",
         "config": {"seed": 0, "optim": {"name": "sgd", "lr": 0.4}, "log": {"to": ["jsonl"]}, "path": None},
         "config_hash": "a5656be2b4f4df829c2207e1fab067eb",

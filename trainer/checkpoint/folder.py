@@ -19,7 +19,7 @@ import torch
 from trainer.checkpoint import tensor_file
 from trainer.host import files, strict_json
 
-_FORMAT = 1
+_FORMAT = 2
 _SUMS = "SHA256SUMS"
 _STATE = "state.json"
 _SUFFIX = ".safetensors"

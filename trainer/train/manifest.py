@@ -24,7 +24,7 @@ from trainer.distributed.parallel import World
 from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
-from trainer.train.resume import Attempt, Stored, differences
+from trainer.train.resume import FORMAT, Attempt, Stored, differences
 from trainer.version import __version__
 
 # Of the launcher, for its ranks: what the user typed.
@@ -81,6 +81,7 @@ def make_manifest(
     )
     attempts = [*(stored.attempts if stored else []), attempt]
     manifest: dict[str, Any] = {
+        "format": FORMAT,
         "recipe": name,
         "run_id": (stored.run_id if stored else "") or uuid.uuid4().hex,
         "config": config,

@@ -28,7 +28,7 @@ from trainer.rng import Ints
 from trainer.tasks import Task
 from trainer.train.manifest import file_hash
 from trainer.train.recorded import Manifest
-from trainer.train.resume import FREE, flat
+from trainer.train.resume import FREE, check_format, flat
 from trainer.train.run import make_task
 
 # Where data lies and how it comes; all else is the run's.
@@ -100,6 +100,7 @@ def _read_manifest(folder: Path) -> tuple[Manifest, Mapping[str, Any]]:
     path = folder / "manifest.json"
     try:
         facts = strict_json.parse(path.read_bytes())
+        check_format(folder, facts)
         return Manifest.model_validate(facts), facts
     except OSError as error:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); give a run folder") from error

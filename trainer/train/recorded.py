@@ -18,7 +18,7 @@ from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.observe.checksums import ChecksumRow, read_checksums
 from trainer.train.manifest import file_hash
-from trainer.train.resume import Attempt, Stored, flat
+from trainer.train.resume import Attempt, Stored, check_format, flat
 
 
 class Manifest(Stored):
@@ -72,6 +72,7 @@ def read_run(folder: Path, rows_needed: bool = True) -> Recorded:
     path = folder / "manifest.json"
     try:
         facts = strict_json.parse(path.read_bytes())
+        check_format(folder, facts)
         manifest = Manifest.model_validate(facts)
         rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
     except OSError as error:

@@ -13,6 +13,7 @@ from trainer.config.redact import redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
 
+FORMAT = 2  # of a run folder: the names in its manifest and rows
 RUNS = Path("runs")
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
@@ -116,6 +117,21 @@ class Stored(BaseModel):
         return None
 
 
+def check_format(folder: Path, manifest: object) -> None:
+    """Refuses a run folder of another format: its keys and rows have other names.
+
+    Raises:
+        BadInputError: If it says so, or (format 1) says nothing.
+    """
+    if not isinstance(manifest, dict) or "config" not in manifest:
+        return  # no manifest at all, which the caller sees
+    if (found := manifest.get("format", 1)) != FORMAT:
+        raise BadInputError(
+            f"{folder}: a run folder of format {found}, written by another version of trainer; this one reads "
+            f"format {FORMAT}: use that version for it, or give another folder"
+        )
+
+
 def read_stored(folder: Path) -> Stored | None:
     """Reads a run folder's manifest; None if there is none.
 
@@ -124,7 +140,9 @@ def read_stored(folder: Path) -> Stored | None:
     """
     path = folder / "manifest.json"
     try:
-        return Stored.model_validate(strict_json.parse(path.read_bytes()))
+        manifest = strict_json.parse(path.read_bytes())
+        check_format(folder, manifest)
+        return Stored.model_validate(manifest)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # pydantic's, too

@@ -13,6 +13,7 @@ from trainer.config.redact import redact
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.observe.charts.thin import Point, Rows
+from trainer.train.resume import check_format
 
 _POINTS = 400
 _LINE = 1 << 20  # bytes of a row; a longer line is none
@@ -125,6 +126,7 @@ def read_run(folder: Path) -> Run:
             manifest = redact(strict_json.parse(file.read(strict_json.LARGEST + 1)))
         if not isinstance(manifest, dict):
             raise ValueError("not a JSON object")
+        check_format(folder, manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadInputError(
             f"{folder}: not a run folder (it holds no manifest.json); give one that trainer train made"
