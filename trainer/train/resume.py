@@ -127,8 +127,8 @@ def check_format(folder: Path, manifest: object) -> None:
         return  # no manifest at all, which the caller sees
     if (found := manifest.get("format", 1)) != FORMAT:
         raise BadInputError(
-            f"{folder}: a run folder of format {found}, written by another version of trainer; this one reads "
-            f"format {FORMAT}: use that version for it, or give another folder"
+            f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
+            f"reads format {FORMAT}: use that version for it, or give another folder"
         )
 
 
