@@ -34,7 +34,7 @@ class Purpose(IntEnum):
     ORDER = 1
     AUGMENT = 2
     WEIGHTS = 3
-    SHARD = 4
+    MICRO_BATCH = 4
     SPLIT = 5
     DATA = 6
     REPLACEMENT = 7

@@ -58,8 +58,7 @@ class StepStatistics:
             self._others.reload()
 
     def of_micro_batch(self) -> list[torch.Tensor]:
-        """What the last forward pass made of the statistics, float (n,) each, to add up over the
-        micro-batches.
+        """What the last forward pass made of the statistics, float (n,) each, to add up over micro-batches.
 
         Call it before backward, where activation checkpointing runs the forward pass once more.
         """

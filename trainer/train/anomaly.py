@@ -1,5 +1,4 @@
-"""Anomaly detection: steps whose loss or gradients aren't finite, and losses that leap; found without
-stopping.
+"""Anomaly detection: losses and gradients that aren't finite, losses that leap; found without stopping.
 
 The device keeps loss and gradient norm of the last steps; they are read late, together, and always before a
 checkpoint: so that no checkpoint lies behind an anomaly that nobody knows of yet. Every rank reads the

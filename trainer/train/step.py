@@ -101,7 +101,7 @@ class Training:
         )
         self.num_items = self.task.train_data.num_items
         # Below 2**62, so that adding the micro-batch's number never overflows.
-        self.first_key = key(self.share.plan.seed, Purpose.SHARD) >> 2
+        self.first_key = key(self.share.plan.seed, Purpose.MICRO_BATCH) >> 2
 
 
 class LossOf(nn.Module):

@@ -1,5 +1,4 @@
-"""The order of samples of unequal length: the samples of a micro-batch are from one bucket of similar
-lengths.
+"""The order of samples of unequal length: those of a micro-batch are from one bucket of similar lengths.
 
 Each epoch permutes the samples of every bucket, cuts them into micro-batches, and permutes these over all
 buckets. Everything is looked up from (seed, epoch, position). What is left over at the ends of the buckets is
