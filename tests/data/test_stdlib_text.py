@@ -146,6 +146,7 @@ def test_the_bench_compares_a_run_with_the_same_modules(
     recipe = short_recipe()
     task = make_task(recipe)
     manifest = {
+        "format": 2,
         "config": recipe.model_dump(mode="json"), "threads": 1, "device": {"kind": "cpu"}, "world_size": 1,
         "status": "finished", "summary": {"bits_per_byte": 2.5},
         "fingerprint": {"evaluation data": task.evaluation_data.fingerprint()},

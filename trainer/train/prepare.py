@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch
@@ -166,10 +167,22 @@ def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
     )
 
 
+class _Uninitialized(TorchFunctionMode):
+    """Leaves weights as they are made: on the meta device torch.nn.init does nothing, but imports sympy."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and "tensor" in kwargs:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def shapes_only(task: Task) -> nn.Module:
     """A new model on the meta device."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Uninitialized():
             return task.model()
     except NotImplementedError:  # some compute their widths with tensors (torchvision's regnet)
         return task.model().to("meta")

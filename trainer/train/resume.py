@@ -123,7 +123,7 @@ def check_format(folder: Path, manifest: object) -> None:
     Raises:
         BadInputError: If it says so, or (format 1) says nothing.
     """
-    if not isinstance(manifest, dict) or "config" not in manifest:
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("config"), dict):
         return  # no manifest at all, which the caller sees
     if (found := manifest.get("format", 1)) != FORMAT:
         raise BadInputError(
