@@ -283,9 +283,11 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     manifest = {"config": {}, "threads": 1, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    assert "a run folder of format 1, written by another version of trainer; this one reads format 2" in (
-        capsys.readouterr().err
-    )
+    older = "a run folder of format 1, written by another version of trainer; this one reads format 2"
+    assert older in capsys.readouterr().err
+    for words in (["verify"], ["report"], ["predict"], ["export", "--to", "safetensors"]):
+        assert main([*words, str(tmp_path)]) == 2
+        assert older in capsys.readouterr().err
     manifest["format"] = 2
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2

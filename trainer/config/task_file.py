@@ -8,7 +8,7 @@ from typing import Any
 from trainer.errors import BadInputError
 
 # The name that a task's file has as a module.
-MODULE = "trainer_own_task"
+MODULE = "trainer_custom_task"
 
 
 def custom_task_recipe(path: Path) -> dict[str, Any]:

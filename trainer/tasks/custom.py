@@ -284,7 +284,7 @@ class CustomTask:
         return BadInputError(f"{self._source}: {method} gave {given}; it gives {_GIVEN[method]}")
 
 
-def own_task(path: Path) -> CustomTask:
+def custom_task(path: Path) -> CustomTask:
     """Runs somebody's file and makes the task that it defines: the one class in it with a method `loss`.
 
     Raises:

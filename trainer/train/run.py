@@ -57,9 +57,9 @@ def make_task(recipe: Recipe) -> Task:
         return Detection(data, model, recipe.detection, seed)
     if recipe.task == "own":
         raise BadInputError("task=own: its class was given to trainer.fit, which alone can go on with it")
-    from trainer.tasks.custom import own_task
+    from trainer.tasks.custom import custom_task
 
-    return own_task(Path(recipe.task))
+    return custom_task(Path(recipe.task))
 
 
 def data_of(task: Task) -> dict[str, str]:

@@ -11,7 +11,7 @@ from trainer.rng import Ints, Purpose, key, permuted
 
 
 def in_buckets(
-    seed: int, epoch: Ints, position: Ints, buckets: tuple[int, ...], micro_batch: int, cross: bool
+    seed: int, epoch: Ints, position: Ints, buckets: tuple[int, ...], micro_batch_size: int, cross: bool
 ) -> Ints:
     """The sample at a position of an epoch's order.
 
@@ -20,7 +20,7 @@ def in_buckets(
         epoch: int64, any shape.
         position: int64, same shape, each in [0, sum(buckets)).
         buckets: Number of samples in each bucket; those of a bucket have consecutive numbers.
-        micro_batch: Samples in a micro-batch.
+        micro_batch_size: Samples in a micro-batch.
         cross: Whether micro-batches are counted through the run, so that an epoch may begin within one.
 
     Returns:
@@ -28,30 +28,36 @@ def in_buckets(
     """
     sizes = np.array(buckets, dtype=np.int64)
     samples = int(sizes.sum())
-    micro_batches = sizes // micro_batch
+    micro_batches = sizes // micro_batch_size
     all_micro_batches = int(micro_batches.sum())
     # The first micro-batch may begin up to micro-batch - 1 positions late, and these must come from the rest.
-    aligned = max(0, min(all_micro_batches, (samples - micro_batch + 1) // micro_batch)) * micro_batch
-    late = -epoch * samples % micro_batch if cross else np.zeros_like(epoch)
+    aligned = (
+        max(0, min(all_micro_batches, (samples - micro_batch_size + 1) // micro_batch_size))
+        * micro_batch_size
+    )
+    late = -epoch * samples % micro_batch_size if cross else np.zeros_like(epoch)
     behind = position - late
     rest = np.where(behind < 0, position + aligned, position)
     place = np.where((behind >= 0) & (behind < aligned), behind, rest)
     # In micro-batches of one bucket up to here, then what is left of each.
-    inside = place < all_micro_batches * micro_batch
-    number, offset = np.divmod(place, micro_batch)
+    inside = place < all_micro_batches * micro_batch_size
+    number, offset = np.divmod(place, micro_batch_size)
     if all_micro_batches:
         each = key(seed, Purpose.PIECES)
         number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_micro_batches), 0)
-    shard_ends, rest_ends = np.cumsum(micro_batches), np.cumsum(sizes - micro_batches * micro_batch)
-    left = np.where(inside, 0, place - all_micro_batches * micro_batch)
-    bucket = np.where(
-        inside, np.searchsorted(shard_ends, number, "right"), np.searchsorted(rest_ends, left, "right")
+    micro_batch_ends, rest_ends = (
+        np.cumsum(micro_batches),
+        np.cumsum(sizes - micro_batches * micro_batch_size),
     )
-    of_micro_batch = (number - (shard_ends - micro_batches)[bucket]) * micro_batch + offset
+    left = np.where(inside, 0, place - all_micro_batches * micro_batch_size)
+    bucket = np.where(
+        inside, np.searchsorted(micro_batch_ends, number, "right"), np.searchsorted(rest_ends, left, "right")
+    )
+    of_micro_batch = (number - (micro_batch_ends - micro_batches)[bucket]) * micro_batch_size + offset
     of_rest = (
-        micro_batches[bucket] * micro_batch
+        micro_batches[bucket] * micro_batch_size
         + left
-        - (rest_ends - (sizes - micro_batches * micro_batch))[bucket]
+        - (rest_ends - (sizes - micro_batches * micro_batch_size))[bucket]
     )
     index = np.where(inside, of_micro_batch, of_rest)
     found = np.empty_like(index)
