@@ -64,7 +64,6 @@ COPY --link --from=env /opt/env /opt/env
 RUN --mount=type=bind,source=stacks,target=/stacks \
     --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
     --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
-    --mount=type=bind,source=scripts/symbols.py,target=/scripts/symbols.py \
     --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
     --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv \
     --mount=type=cache,target=/var/cache/uv --mount=type=secret,id=ca --mount=type=tmpfs,target=/tmp \
@@ -150,7 +149,6 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     --mount=type=bind,source=scripts/explicit_lock.py,target=/scripts/explicit_lock.py \
     --mount=type=bind,source=scripts/install_wheels.py,target=/scripts/install_wheels.py \
     --mount=type=bind,source=scripts/prune_env.py,target=/scripts/prune_env.py \
-    --mount=type=bind,source=scripts/symbols.py,target=/scripts/symbols.py \
     --mount=type=bind,source=scripts/wheels.py,target=/scripts/wheels.py \
     --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv --mount=type=cache,target=/var/cache/uv \
     --mount=type=cache,target=/var/cache/conda-packages --mount=type=secret,id=ca --mount=type=tmpfs,target=/tmp \

@@ -36,7 +36,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint bench profile verify tune tensorboard venv lock audit sbom clean-venv
+	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock audit sbom clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -115,7 +115,8 @@ slowdowns: ## slow runs down in known ways: do they say so themselves? (half an 
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.slowdowns --out docs/results/verdicts.md $(ARGS)
 
-lint: ## check style, types, what imports what, shell files and the Dockerfile
+schema = $(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor
+lint: ## check style, types, what imports what, spelling, shell files, the Dockerfile and .github
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -124,6 +125,21 @@ lint: ## check style, types, what imports what, shell files and the Dockerfile
 	PATH="$(VENV)/bin:$$PATH" shellcheck $$(find . \( -name .git -o -name .venv -o -name build -o -name runs \) -prune -o \
 		-type f -exec awk 'FNR == 1 && /^#!.*[ \/](ba|da)?sh( |$$)/ {print FILENAME} {nextfile}' {} +)
 	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/codespell
+	$(schema).github-workflows .github/workflows/*.yml
+	$(schema).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(schema).dependabot .github/dependabot.yml
+	$(schema).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(schema).compose-spec docker-compose.yml scripts/compose/gpu.yml
+	$(schema).citation-file-format CITATION.cff
+	$(VENV)/bin/zizmor --offline --no-progress --quiet .github
+
+# Strict: a link that leads nowhere fails.
+docs: ## build the documentation as a site, in build/docs; ARGS=--serve shows it on 127.0.0.1:8000
+	$(call bootstrap,--groups train docs)
+	$(VENV)/bin/python scripts/reference.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs $(if $(filter --serve,$(ARGS)),serve,build --strict --quiet)
+	@echo "docs: build/docs/index.html"
 
 bench: ## run BENCH of benchmarks/: claims, what guides say, measured here (10 minutes; ARGS="--quick"); BENCH=--help lists them
 	$(call bootstrap,--groups train bench)
@@ -150,7 +166,7 @@ tensorboard: ## show the runs under RUN=runs on this machine's port 6006
 	$(call bootstrap,--groups train)
 	$(VENV)/bin/tensorboard --logdir $(RUN) --host 127.0.0.1 $(ARGS)
 
-venv: ## only make or update the environment; GROUPS="train dev test bench"
+venv: ## only make or update the environment; GROUPS="train dev test bench docs"
 	$(call bootstrap,--groups $(GROUPS))
 
 # In an environment of its own: with a new STACK there is no lock yet, and .venv may hold another stack.

@@ -25,7 +25,7 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
-from trainer.train.run import assemble
+from trainer.train.build import build
 from trainer.train.step import train_step
 
 MICRO_BATCH_SIZE, CLASSES = 2, 4
@@ -232,12 +232,11 @@ def accumulate(case: Case, last: Literal["cross", "weighted"]) -> Recorded:
         "parallel": {"threads": 1},
     }
     world = World(0, 1, 0, torch.device("cpu"), None)
-    parts = assemble(Recipe.model_validate(values), _TokenTask(case, recorded), world, workers=0)
-    training = parts.training
-    training.optimizer = Recorder(recorded)
-    batches = parts.loader(training.share.batches())
-    for step in range(training.share.plan.steps):
-        train_step(training, batches, step)
+    run = build(Recipe.model_validate(values), _TokenTask(case, recorded), world, workers=0)
+    run.state.optimizer = Recorder(recorded)
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
     return recorded
 
 

@@ -33,9 +33,11 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED
 from trainer.host.limits import read_limits
 from trainer.observe.conditions import conditions
+from trainer.optim.optimizers import LRScheduler
 from trainer.tasks.classification import Classification
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.run import Parts, assemble
+from trainer.train.state import Run
 from trainer.train.step import train_step
 
 Figures = npt.NDArray[np.float64]
@@ -117,8 +119,8 @@ def _task(model: str) -> Classification:
     return kind(digits.data, digits.model, RegularizationConfig(), seed=0)
 
 
-def prepare(job: Job) -> Parts:
-    """What a job trains with, as the trainer assembles it; for lamb with timm's in the optimiser's place."""
+def prepare(job: Job) -> Run:
+    """What a job trains with, as the trainer builds it; for lamb with timm's in the optimiser's place."""
     model, batch, updates = job.setting
     task = _task(model)
     digits = read_recipe("digits")
@@ -130,29 +132,33 @@ def prepare(job: Job) -> Parts:
     elif job.optimizer == "muon":
         digits["optim"] |= {"name": "muon", "momentum": 0.95}
     epochs = math.ceil(updates * batch / len(task.train_data))
-    run = {"seed": job.seed, "epochs": epochs, "max_steps": updates, "parallel": {"threads": 1}}
-    parts = assemble(Recipe.model_validate(digits | run), task, _ALONE, workers=0)
+    sections = {"seed": job.seed, "epochs": epochs, "max_steps": updates, "parallel": {"threads": 1}}
+    run = build(Recipe.model_validate(digits | sections), task, _ALONE, workers=0)
     if job.optimizer == "lamb":
-        training = parts.training
         keys = ("params", "weight_decay")
-        groups = [{key: group[key] for key in keys} for group in training.optimizer.param_groups]
-        training.optimizer = importlib.import_module("timm.optim").Lamb(groups, lr=training.rates.current)
-    return parts
+        groups = [{key: group[key] for key in keys} for group in run.state.optimizer.param_groups]
+        assert isinstance(run.state.lr, LRScheduler)
+        run.state.optimizer = importlib.import_module("timm.optim").Lamb(groups, lr=run.state.lr.current)
+    return run
 
 
 def learn(job: Job) -> Figures:
     """Trains; returns held-out loss and accuracy over the run, (evaluations, 2)."""
     torch.set_num_threads(1)
     recipe = Recipe.model_validate(read_recipe("digits"))
-    parts = prepare(job)
-    t = parts.training
-    batches = parts.loader(t.share.batches())
+    run = prepare(job)
+    batches = run.loader(run.share.batches())
     figures = []
     for step in range(job.setting.updates):
-        train_step(t, batches, step)
+        train_step(run, batches, step)
         if (step + 1) % (job.setting.updates // _EVALUATIONS) == 0:
             measured = evaluate(
-                t.task, t.model, parts.evaluation_loader, parts.evaluation_share, _ALONE, recipe.precision
+                run.task,
+                run.state.model,
+                run.evaluation_loader,
+                run.evaluation_share,
+                _ALONE,
+                recipe.precision,
             )
             figures.append((measured["loss"], measured["accuracy"]))
     return np.array(figures)
@@ -201,14 +207,14 @@ def step_ratios(setting: Setting, names: Sequence[str], rounds: int) -> dict[str
     longer = setting._replace(updates=steps * (rounds + 1))
 
     def loop(name: str) -> Callable[[], float]:
-        parts = prepare(Job(longer, name, RATES[name][1], _TUNING_SEED))
-        batches = parts.loader(parts.training.share.batches())
+        run = prepare(Job(longer, name, RATES[name][1], _TUNING_SEED))
+        batches = run.loader(run.share.batches())
         numbers = iter(range(longer.updates))
 
         def seconds() -> float:
             start = time.perf_counter()
             for _ in range(steps):
-                train_step(parts.training, batches, next(numbers))
+                train_step(run, batches, next(numbers))
             return time.perf_counter() - start
 
         return seconds

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,14 @@ from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
 from trainer.observe.conditions import conditions
-from trainer.observe.log import MetricLogger
 from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.optim.optimizers import clip_gradients
 from trainer.tasks import Task
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.between_steps import BetweenSteps
-from trainer.train.explain import explain
+from trainer.train.build import build
 from trainer.train.loop import train
-from trainer.train.progress import Progress
-from trainer.train.run import assemble
-from trainer.train.step import take_metrics
+from trainer.train.outputs import Outputs, bare_outputs
+from trainer.train.state import Run
 
 Series = npt.NDArray[np.float64]
 
@@ -65,7 +62,8 @@ class TinyTask:
         self.x = random.standard_normal((_SAMPLES, _FEATURES), dtype=np.float32)
         self.y = random.integers(0, _CLASSES, _SAMPLES)
         self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
-        self.evaluation_data: Dataset = self.train_data
+        # At the end of a run, and no part of what is timed: as little as can be.
+        self.evaluation_data: Dataset = ArrayDataset({"x": self.x[:1], "y": self.y[:1]})
 
     def describe(self) -> dict[str, Any]:
         """Nothing that anybody must know."""
@@ -79,9 +77,9 @@ class TinyTask:
         """Cross entropy, summed."""
         return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
 
-    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """The loss."""
-        return {"loss": self.loss(model, batch)}
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Next to nothing: the evaluation at the end is no part of what is timed."""
+        return {"loss": batch.fields["x"].sum()}
 
 
 def by_hand(task: TinyTask, optim: OptimConfig, steps: int, lean: bool = False) -> float:
@@ -170,40 +168,36 @@ class TinySteps:
         torch._foreach_lerp_(self._average, self._weights, max(1 - _EMA_DECAY, 9 / (10 + step)))
 
 
-def by_trainer(task: Task, recipe: Recipe, folder: Path) -> float:
-    """The trainer's own loop, with its default logging to files; returns seconds."""
-    world = World(0, 1, 0, torch.device("cpu"), None)
-    parts = assemble(recipe, task, world, workers=0)
-    training = parts.training
-    plan = training.share.plan
+def by_trainer(task: Task, recipe: Recipe, folder: Path, *each_step: Callable[[int], None]) -> float:
+    """The trainer's own loop, with its default logging to files; returns seconds.
+
+    Args:
+        task: What is learned.
+        recipe: The configuration.
+        folder: For the files.
+        each_step: Told of each step how many are done.
+    """
+    run = build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers=0)
     with ExitStack() as stack:
-        to_board, close = tensorboard_sink(folder)
-        stack.callback(close)
-        file = stack.enter_context((folder / "metrics.jsonl").open("w"))
-        kept = stack.enter_context((folder / "checksums.jsonl").open("w"))
-        checksums = Checksums(
-            fingerprints_of(training.model), checksums_to(kept, list(training.model.state_dict()), [], 0)
-        )
-        sinks = [jsonl_sink(file), to_board]
-        logger = MetricLogger(
-            plan, torch.device("cpu"), sinks, lambda: take_metrics(parts.training), checksums
-        )
-        assert training.ring is not None
-        explain(stack, recipe, parts, world, 1, logger)
-        detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
-        between = BetweenSteps(recipe, world, parts, logger, Progress(), None, None, {}, detector=detector)
+        out = logging_to(folder, run, stack)
+        assert run.recent is not None
+        detector = AnomalyDetector(recipe.anomaly, run.recent, None, 0, run.state.history)
+        out = replace(out, each_step=tuple(each_step))
         start = time.perf_counter()
-        train(
-            parts.training,
-            parts.loader(parts.training.share.batches()),
-            range(plan.steps),
-            logger,
-            recipe.log.every,
-            evaluation_due=lambda _: False,
-            evaluate=lambda _: None,
-            step_done=between.step_done,
-        )
+        train(run, out, detector)
         return time.perf_counter() - start
+
+
+def logging_to(folder: Path, run: Run, stack: ExitStack) -> Outputs:
+    """The trainer's default logging to files of a folder, until the stack is closed; no checkpoints."""
+    to_board, close = tensorboard_sink(folder)
+    stack.callback(close)
+    to_files, close_files = jsonl_sink(folder)
+    stack.callback(close_files)
+    kept = stack.enter_context((folder / "checksums.jsonl").open("w"))
+    model = run.state.model
+    checksums = Checksums(fingerprints_of(model), checksums_to(kept, list(model.state_dict()), [], 0))
+    return bare_outputs(stack, run, [to_files, to_board], checksums)
 
 
 def tiny_recipe(steps: int) -> Recipe:
@@ -211,8 +205,9 @@ def tiny_recipe(steps: int) -> Recipe:
     values: dict[str, Any] = {
         "epochs": -(-steps * _BATCH // _SAMPLES),
         "max_steps": steps,
+        "evaluation": {"every": "end"},
         "data": {"global_batch_size": _BATCH, "micro_batch_size": _BATCH},
-        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup_steps": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "parallel": {"threads": 1},
     }

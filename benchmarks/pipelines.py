@@ -19,8 +19,8 @@ from trainer.config.data import LoaderConfig
 from trainer.data.formats.crop import random_cut
 from trainer.data.formats.files import Files, in_folder
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.pieces import INDEX, in_pieces
 from trainer.data.formats.records import Records
+from trainer.data.formats.sharded import INDEX, in_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.observe.phases import enter_phase
@@ -57,7 +57,7 @@ def start(library: str, source: Path, work: Path, workers: int) -> None:
         (work / library).mkdir()
         _pipeline.append(chosen(library, "load")[library](source, work / library, BATCH, SIDE, workers))
     else:
-        records: Records = in_pieces(source) if (source / INDEX).exists() else in_folder(source)
+        records: Records = in_shards(source) if (source / INDEX).exists() else in_folder(source)
         _pipeline.append(_ours(records, workers))
     run()
 

@@ -24,8 +24,10 @@ from trainer.distributed.parallel import World, joined_world
 from trainer.distributed.tree import Sums, Tournament
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
-from trainer.train.run import assemble, make_task
-from trainer.train.step import Training
+from trainer.train.build import build
+from trainer.train.reduction import TreeSum
+from trainer.train.run import make_task
+from trainer.train.state import Run
 
 _MICRO_BATCHES, MICRO_BATCH_SIZE, _WIDTH, _IMAGE, _STEPS = 8, 16, 128, 16, 1
 _MIB = 1 << 20
@@ -139,10 +141,10 @@ def _measure(world: World, rounds: int) -> _Price:
     peak = [_peak(training, steps, world.device) for training, steps in sides]
     # What goes over this host's loopback is received by one of the ranks.
     per_step = [statistics.median(counts) / _STEPS / world.size for counts in bytes_in]
-    return _Price(seconds, per_step, peak, sum(p.nbytes for p in sides[0][0].parameters))
+    return _Price(seconds, per_step, peak, sum(p.nbytes for p in sides[0][0].gradients.parameters))
 
 
-def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable[[], float]]:
+def _side(reduction: str, world: World, rounds: int) -> tuple[Run, Callable[[], float]]:
     """A run with one of the reductions, and what does some of its steps and returns the seconds."""
     samples = _MICRO_BATCHES * MICRO_BATCH_SIZE
     recipe = Recipe.model_validate(
@@ -157,11 +159,11 @@ def _side(reduction: str, world: World, rounds: int) -> tuple[Training, Callable
             "parallel": {"threads": 1, "reduction": reduction},
         }
     )
-    parts = assemble(recipe, make_task(recipe), world, workers=0)
-    return parts.training, timed_steps(parts, _STEPS, world.device)
+    run = build(recipe, make_task(recipe), world, workers=0)
+    return run, timed_steps(run, _STEPS, world.device)
 
 
-def _peak(training: Training, steps: Callable[[], float], device: torch.device) -> int:
+def _peak(run: Run, steps: Callable[[], float], device: torch.device) -> int:
     """Most bytes that a step needs above what was there; on a CPU only those of the tree's sums."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -169,10 +171,10 @@ def _peak(training: Training, steps: Callable[[], float], device: torch.device) 
         before = torch.cuda.memory_allocated(device)
         steps()
         return torch.cuda.max_memory_allocated(device) - before
-    if training.tree is None:
+    if not isinstance(run.reduction, TreeSum):
         return 0
     counting = _Counting()
-    training.tree._own = counting
+    run.reduction._tree._own = counting
     steps()
     return counting.peak
 

@@ -24,8 +24,8 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.conditions import conditions
-from trainer.train.run import Parts, assemble
-from trainer.train.state import load_tensors, tensors_of
+from trainer.train.build import build
+from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 
 CUTS = (7, 20, 33, 59)
@@ -64,7 +64,7 @@ class _Task:
         return {"loss": self.loss(model, batch)}
 
 
-def _started(seed: int) -> Parts:
+def _started(seed: int) -> Run:
     torch.manual_seed(seed)  # as a process would have it; nothing may depend on it
     values: dict[str, Any] = {
         "epochs": EPOCHS,
@@ -73,22 +73,22 @@ def _started(seed: int) -> Parts:
         "parallel": {"threads": 1},
     }
     world = World(0, 1, 0, torch.device("cpu"), None)
-    parts = assemble(Recipe.model_validate(values), _Task(), world, workers=0)
-    parts.training.replica.train()
-    return parts
+    run = build(Recipe.model_validate(values), _Task(), world, workers=0)
+    run.replica.train()
+    return run
 
 
-def _trained(parts: Parts, start: int, cut: int, folder: Path) -> Steps:
-    t, steps = parts.training, Steps()
-    assert isinstance(t.task, _Task)
-    batches = parts.loader(t.share.batches(start))
-    for step in range(start, t.share.plan.steps):
-        t.loss.zero_()
-        train_step(t, batches, step)
-        steps.add(t.task.seen, t.loss)
+def _trained(run: Run, start: int, cut: int, folder: Path) -> Steps:
+    steps = Steps()
+    assert isinstance(run.task, _Task)
+    batches = run.loader(run.share.batches(start))
+    for step in range(start, run.plan.steps):
+        run.state.loss.zero_()
+        train_step(run, batches, step)
+        steps.add(run.task.seen, run.state.loss)
         if step + 1 == cut:
-            write(folder, cut, tensors_of(t), {})
-    steps.end(t.model)
+            write(folder, cut, tensors_of(run.state), {})
+    steps.end(run.state.model)
     return steps
 
 
@@ -100,9 +100,9 @@ def resume(cut: int) -> list[Resumed]:
         found, skipped = newest_good(folder)
         if found is None:
             raise RuntimeError(f"no checkpoint to go on from: {skipped}")
-        parts = _started(2)
-        load_tensors(parts.training, found.step, found.tensors)
-        later = _trained(parts, found.step, -1, folder)
+        run = _started(2)
+        load_tensors(run.state, found.step, found.tensors)
+        later = _trained(run, found.step, -1, folder)
     return [Resumed(whole, later, "tensors_of, store.write, newest_good, load_tensors; another global seed")]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
+from trainer.train.run_folder import read_rows
 
 LIMIT_S = 470.0
 # Bytes per second as NVIDIA's data sheets give them, of the first name that is part of the device's.
@@ -85,7 +86,7 @@ _LARGE = (
     "model.channels_last=true",
     "compile.mode=default",
 )
-_SHORT = ("evaluate_every=0", "epochs=1000000", "checkpoint.minutes=0")
+_SHORT = ("evaluation.every=end", "epochs=1000000", "checkpoint.minutes=0")
 _BF16 = train(
     *(
         "bf16",
@@ -371,4 +372,4 @@ def _done(step: Step, work: Path, within: float) -> Any:
         return done.returncode
     if step.keeps == "json":
         return json.loads(done.stdout.splitlines()[-1])
-    return [json.loads(line) for line in (work / step.key / "metrics.jsonl").read_text().splitlines()]
+    return list(read_rows(work / step.key))

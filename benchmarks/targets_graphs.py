@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.overhead import logging_to
 from trainer.commands.bench.paired import interleaved, median_interval
 from trainer.commands.bench.setting import now
 from trainer.config.recipe import Recipe
@@ -30,16 +31,9 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling, torch_mode
-from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of
-from trainer.observe.log import MetricLogger
-from trainer.observe.sinks import jsonl_sink, tensorboard_sink
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.between_steps import BetweenSteps
-from trainer.train.explain import explain
+from trainer.train.build import build
 from trainer.train.loop import train
-from trainer.train.progress import Progress
-from trainer.train.run import assemble
-from trainer.train.step import take_metrics
 
 _CLASSES, _BATCHES = 16, 64  # batches: of an epoch, at whose end rows tell of the memory
 _EMA_DECAY = 0.99
@@ -74,7 +68,7 @@ class SmallTask:
         self.x = random.standard_normal((_BATCHES * batch, width), dtype=np.float32)
         self.y = random.integers(0, _CLASSES, len(self.x))
         self.train_data: Dataset = ArrayDataset({"x": self.x, "y": self.y})
-        self.evaluation_data: Dataset = self.train_data
+        self.evaluation_data: Dataset = ArrayDataset({"x": self.x[:1], "y": self.y[:1]})
 
     def describe(self) -> dict[str, Any]:
         """Nothing that anybody must know."""
@@ -99,8 +93,9 @@ def small_recipe(mode: str, batch: int, steps: int) -> Recipe:
     values: dict[str, Any] = {
         "epochs": -(-steps // _BATCHES),
         "max_steps": steps,
+        "evaluation": {"every": "end"},
         "data": {"global_batch_size": batch, "micro_batch_size": batch, "resident": True},  # as by hand
-        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup": 0.0, "weight_decay": 0.01},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0, "warmup_steps": 0.0, "weight_decay": 0.01},
         "ema": {"decay": _EMA_DECAY},
         "precision": {"mode": "bf16"},
         "compile": {"mode": mode},
@@ -115,38 +110,14 @@ def by_trainer(
 
     Its files are in the folder; they are open and its thread runs until the stack is closed.
     """
-    world = World(0, 1, 0, device, None)
-    parts = assemble(recipe, task, world, workers=0)
-    training = parts.training
-    to_board, close = tensorboard_sink(folder)
-    stack.callback(close)
-    file = stack.enter_context((folder / "metrics.jsonl").open("w"))
-    kept = stack.enter_context((folder / "checksums.jsonl").open("w"))
-    names = list(training.model.state_dict())
-    checksums = Checksums(fingerprints_of(training.model), checksums_to(kept, names, [], 0))
-    sinks = [jsonl_sink(file), to_board]
-    logger = MetricLogger(training.share.plan, device, sinks, lambda: take_metrics(training), checksums)
-    explain(stack, recipe, parts, world, 1, logger)
-    assert training.ring is not None
-    detector = AnomalyDetector(recipe.anomaly, training.ring, None, 0, [], (), 0, lambda _: None)
-    between = BetweenSteps(recipe, world, parts, logger, Progress(), None, None, {}, detector=detector)
-    batches, done = parts.loader(training.share.batches()), 0
+    run = build(recipe, task, World(0, 1, 0, device, None), workers=0)
+    out = logging_to(folder, run, stack)
+    assert run.recent is not None
+    detector = AnomalyDetector(recipe.anomaly, run.recent, None, 0, run.state.history)
 
     def turn() -> float:
-        nonlocal done
-        span = range(done, done + steps)
-        done = span.stop
         began = now(device)
-        train(
-            training,
-            batches,
-            span,
-            logger,
-            recipe.log.every,
-            evaluation_due=lambda _: False,
-            evaluate=lambda _: None,
-            step_done=between.step_done,
-        )
+        train(run, out, detector, until=run.state.step + steps)
         return now(device) - began
 
     return turn

@@ -46,15 +46,15 @@ def synchronisations() -> dict[str, Any]:
     with ExitStack() as stack:
         turns = Turns(IMAGES, Side(), stack)
         turns(5)
-        training, cuda = turns.parts.training, turns.device.type == "cuda"
-        batches = turns.parts.loader(training.share.batches(5))
-        train_step(training, batches, 5)
+        run, cuda = turns.run, turns.device.type == "cuda"
+        batches = run.loader(run.share.batches(5))
+        train_step(run, batches, 5)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             if cuda:
                 torch.cuda.set_sync_debug_mode("warn")
             for step in range(6, 6 + _STEPS):
-                train_step(training, batches, step)
+                train_step(run, batches, step)
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
     waits = [str(one.message) for one in seen if "synchronizing" in str(one.message)]
@@ -67,7 +67,9 @@ def cuts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folders = [Path(name, str(cut)) for cut in range(_CUTS + 1)]
         whole = _trained(
-            Turns(scene, Side(), stack), 0, lambda cut, t: write(folders[cut], cut, tensors_of(t), {})
+            Turns(scene, Side(), stack),
+            0,
+            lambda cut, run: write(folders[cut], cut, tensors_of(run.state), {}),
         )
         same = 0
         for cut in range(1, _CUTS + 1):
@@ -75,20 +77,20 @@ def cuts() -> dict[str, Any]:
             found, skipped = newest_good(folders[cut])
             if found is None:
                 raise BadInputError(f"no checkpoint to go on from: {skipped}")
-            load_tensors(turns.parts.training, found.step, found.tensors)
+            load_tensors(turns.run.state, found.step, found.tensors)
             later = _trained(turns, cut, lambda *_: None)
             same += all(torch.equal(a, b) for a, b in zip(whole, later, strict=True))
     return {"cuts": _CUTS, "same": same}
 
 
 def _trained(turns: Turns, start: int, done: Callable[[int, Any], object]) -> list[torch.Tensor]:
-    training = turns.parts.training
-    batches = turns.parts.loader(training.share.batches(start))
+    run = turns.run
+    batches = run.loader(run.share.batches(start))
     for step in range(start, _CUTS + 1):
-        train_step(training, batches, step)
+        train_step(run, batches, step)
         if step < _CUTS:
-            done(step + 1, training)
-    return [p.detach().clone() for p in training.model.parameters()]
+            done(step + 1, run)
+    return [p.detach().clone() for p in run.state.model.parameters()]
 
 
 def timm_loop(precision: str, batch: int, steps: int = 60, side: int = 224) -> dict[str, Any]:

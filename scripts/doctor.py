@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from engine_checks import (
     check_engine,
     check_stack,
     container_gpus,
     has_image,
-    host_gpus,
-    image_digest,
-    is_rootless,
-    read_stacks,
 )
-from runtime import docker_words, gpu_words, say, show, visible_gpus
+from runtime import container_words, gpus_here, say, show
 
 from trainer.errors import BadInputError
 
@@ -35,11 +29,9 @@ def container(image: str, data: str) -> tuple[list[str], str]:
             [],
             f"no image {image}; make image STACK={image.partition(':')[2].removesuffix('-train')} builds it",
         )
-    gpus = host_gpus()
-    visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    seen = container_gpus(image)[0] if visible else []
-    words = gpu_words(gpus, visible, os.environ.get("CUDA_DEVICE_ORDER", "")) if seen else []
-    return docker_words(image, words, data, rootless=is_rootless(), digest=image_digest(image)), ""
+    gpus, visible = gpus_here()
+    seen = visible and container_gpus(image)[0]
+    return container_words(image, gpus, visible if seen else [], data), ""
 
 
 def main() -> int:
@@ -53,7 +45,7 @@ def main() -> int:
     add("words", nargs="*", metavar="WORD", help="after --: of `trainer doctor`")
     options = parser.parse_args()
     try:
-        image = options.image or f"trainer:{check_stack(options.stack, read_stacks()).name}-train"
+        image = options.image or f"trainer:{check_stack(options.stack).name}-train"
     except BadInputError as error:
         print(f"doctor: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,7 +54,7 @@ def main() -> int:
     code = subprocess.call(here)
     if code == 2:  # bad input: a container would say the same once more
         return code
-    words, lacking = container(image, options.data and str(Path(options.data).resolve()))
+    words, lacking = container(image, options.data)
     if lacking:
         say(f"not looked at from a container: {lacking}")
         return code

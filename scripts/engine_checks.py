@@ -12,48 +12,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer.commands.doctor.stacks import Stack, fitting, numbers, read_stacks  # noqa: E402
 from trainer.config.suggest import nearest  # noqa: E402
 from trainer.errors import BadInputError  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi names it.
-
-    Attributes:
-        index: Its number, in the order of the PCI bus.
-        name: The model.
-        uuid: Its name for good; MIG slices have their own, which are not listed here.
-    """
-
-    index: str
-    name: str
-    uuid: str
-
-
-@dataclass(frozen=True)
-class Stack:
-    """What the checks need of a `stack.toml`."""
-
-    name: str
-    conda: bool
-    torch: str
-    floor: str
-    architectures: frozenset[str]
-
-    def runs(self, driver: str, architectures: Iterable[str]) -> bool:
-        """Whether a driver is new enough and each GPU (sm_86) has code: of its generation, and not newer."""
-        has = [divmod(int(one[3:]), 10) for one in self.architectures]
-        wants = [divmod(int(one[3:]), 10) for one in architectures]
-        fits = all(any(have[0] == want[0] and have[1] <= want[1] for have in has) for want in wants)
-        return fits and numbers(driver) >= numbers(self.floor)
+from trainer.host.gpus import Gpu, parse_gpus  # noqa: E402
 
 
 def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -64,11 +32,6 @@ def call(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, 127, "", str(error))
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(words, 124, "", f"no answer within {timeout:g} s")
-
-
-def numbers(version: str) -> list[int]:
-    """A version to compare by."""
-    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def last_line(text: str) -> str:
@@ -137,53 +100,24 @@ def check_ports(ports: Mapping[str, str]) -> None:
                 ) from None
 
 
-def read_stacks(folder: Path = ROOT / "stacks") -> dict[str, Stack]:
-    """Every stack by its name. Not with tomllib, which Python 3.10 lacks: the files are our own."""
-
-    def value(text: str, key: str) -> str:
-        found = re.search(rf'^{key} = "?(\[.*?\]|[^"\n]*)', text, re.MULTILINE)
-        return found[1] if found else ""
-
-    stacks = {}
-    for file in sorted(folder.glob("*/stack.toml")):
-        text, name = file.read_text(), file.parent.name
-        architectures = frozenset(re.findall(r"sm_\d+", value(text, "architectures")))
-        stacks[name] = Stack(
-            name, value(text, "kind") == "conda", value(text, "torch"), value(text, "floor"), architectures
-        )
-    return stacks
-
-
-def check_stack(name: str, stacks: Mapping[str, Stack]) -> Stack:
+def check_stack(name: str) -> Stack:
     """Finds a stack."""
+    stacks = read_stacks()
     if name not in stacks:
         raise BadInputError(f"no stack {name!r}{nearest(name, stacks) or '; there are ' + ', '.join(stacks)}")
     return stacks[name]
 
 
-def check_driver(
-    stack: Stack, driver: str, architectures: Sequence[str], stacks: Mapping[str, Stack]
-) -> None:
+def check_driver(stack: Stack, driver: str, architectures: Sequence[str]) -> None:
     """Checks a driver against a stack's floor; names the newest stack that would fit."""
     if not driver or numbers(driver) >= numbers(stack.floor):
         return
-    fits = [one for one in stacks.values() if one.runs(driver, architectures)]
-    best = max(fits, key=lambda one: numbers(one.torch), default=None)
-    remedy = f"STACK={best.name} fits it" if best else "no stack fits it"
+    best = fitting(driver, architectures, read_stacks())
+    remedy = f"STACK={best} fits it" if best else "no stack fits it"
     raise BadInputError(
         f"driver {driver} is too old for {stack.name}, which needs {stack.floor}: {remedy}; or update the "
         "driver, or train on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
     )
-
-
-def host_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where nvidia-smi is missing or fails."""
-    return parse_gpus(call("nvidia-smi", "-L").stdout)
-
-
-def parse_gpus(text: str) -> list[Gpu]:
-    """Reads `nvidia-smi -L`."""
-    return [Gpu(*found) for found in re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)", text, re.MULTILINE)]
 
 
 def host_driver() -> tuple[str, list[str]]:

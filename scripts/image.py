@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conda_lock import read_toml
-from engine_checks import ROOT, call, check_disk, check_engine, check_stack, has_image, read_stacks
+from engine_checks import ROOT, call, check_disk, check_engine, check_stack, has_image
 from image_archives import differing_files, read_layers
 
 from trainer.errors import BadInputError
@@ -157,7 +157,7 @@ def commit_of(root: Path) -> str:
 
 def read_stack(name: str) -> Any:
     """A stack's description."""
-    check_stack(name, read_stacks())
+    check_stack(name)
     return read_toml(ROOT / "stacks" / name / "stack.toml")
 
 

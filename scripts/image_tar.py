@@ -116,6 +116,18 @@ def read_file(source: IO[bytes], name: str, mode: int, size: int, keep: bool) ->
     return Entry("file", mode, size, found.hexdigest())
 
 
+class Member(tarfile.TarInfo):
+    """A tar's member; one whose header is cut off is an error, where tarfile takes it for the tar's end."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":
+        """Reads the next header."""
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.TruncatedHeaderError:  # type: ignore[attr-defined]  # typeshed lacks it
+            raise tarfile.ReadError("cut off inside a header") from None
+
+
 def plain(name: str) -> str:
     """A member's path without what differs between writers of tars."""
     return posixpath.normpath(f"/{name}").lstrip("/")
@@ -144,7 +156,7 @@ def entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo, files: Files, keep: 
 def read_layer(source: IO[bytes], keep: Keep, mode: Literal["r|*", "r:*"] = "r|*") -> Files:
     """Reads a file system or the changes of a layer, compressed or not; of a stream, or (`r:*`) of a file."""
     files: Files = {}
-    with tarfile.open(fileobj=source, mode=mode) as tar:
+    with tarfile.open(fileobj=source, mode=mode, tarinfo=Member) as tar:
         for member in tar:
             if name := plain(member.name):
                 files[name] = entry_of(tar, member, files, keep)
@@ -191,7 +203,7 @@ def read_image(source: IO[bytes], keep: Keep) -> Image:
     blobs: dict[str, Files] = {}
     name = ""
     try:
-        with tarfile.open(fileobj=source, mode="r|*") as tar:
+        with tarfile.open(fileobj=source, mode="r|*", tarinfo=Member) as tar:
             for member in tar:
                 name = plain(member.name)
                 content = tar.extractfile(member) if member.isreg() else None

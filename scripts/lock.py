@@ -125,18 +125,24 @@ def lock_wheels(uv: str, stack: Path, upgrade: bool, packages: Sequence[Package]
         if old.exists() and not upgrade:
             kept = "".join(f"{wheel.text}\n" for wheel in read_lock(old.read_text()))
             (folder / "lock").write_text(kept)
+        options = list[str]()
+        if description["kind"] == "conda":
+            # What depends on torch would bring its wheels' CUDA along, beside conda's.
+            (folder / "overrides.txt").write_text("torch ; sys_platform == 'none'\n")
+            options = ["--override", str(folder / "overrides.txt")]
         everything = resolve(
             uv,
             [line for group in groups.values() for line in group],
             constraints,
             folder,
             "--generate-hashes",
+            *options,
         )
         needed = {}
         for group, asked in groups.items():
             (folder / "lock").unlink()
             needed[group] = set(
-                re.findall(r"^(\S+==\S+)", resolve(uv, asked, everything, folder), re.MULTILINE)
+                re.findall(r"^(\S+==\S+)", resolve(uv, asked, everything, folder, *options), re.MULTILINE)
             )
     text = HEADER.format(stack=name, serves=serves)
     for block in re.split(r"\n(?=\S)", everything.strip()):

@@ -15,12 +15,11 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-
-from symbols import strip
 
 SITE = "lib/python3.*/site-packages"
 
@@ -162,6 +161,21 @@ def link(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, Path], in
     return links, saved
 
 
+def strip(prefix: Path, path: Path, new: Path) -> int:
+    """Writes a library without what no loader reads; returns the bytes saved, 0 where it isn't worth it.
+
+    With the environment's own binutils, which its lock pins: others may lay the same library out differently.
+    """
+    own = sorted(prefix.glob("bin/*-linux-gnu-strip"))
+    program = str(own[0]) if own else "strip"
+    subprocess.run([program, "--strip-unneeded", "-o", new, path], check=True)
+    saved = path.stat().st_size - new.stat().st_size
+    if saved < SMALLEST:
+        new.unlink()
+        return 0
+    return saved
+
+
 def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict[str, str]], int]:
     """Takes the symbols from libraries; returns their hashes before and after, and the bytes saved."""
     stripped: dict[Path, dict[str, str]] = {}
@@ -169,7 +183,7 @@ def strip_all(prefix: Path, gone: set[Path], dry: bool) -> tuple[dict[Path, dict
     with tempfile.TemporaryDirectory() as scratch:
         for path in sorted({path for pattern in SYMBOLS.patterns for path in own(prefix, pattern)} - gone):
             new = Path(scratch) / path.name if dry else path.with_name(f".{path.name}.new")
-            if path.is_symlink() or not (less := strip(path, new, SMALLEST)):
+            if path.is_symlink() or not (less := strip(prefix, path, new)):
                 continue
             saved += less
             stripped[path] = {"before": digest_of(path), "after": digest_of(new)}
@@ -234,7 +248,7 @@ def main() -> None:
             sys.exit(2)
         options.list.touch()
         options.list.write_text(json.dumps(prune(prefix, options.dry_run), indent=1) + "\n")
-    except OSError as error:
+    except (OSError, subprocess.CalledProcessError) as error:
         print(f"prune_env: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from trainer.commands.submit import container, kubernetes, slurm
-from trainer.commands.submit.places import render
+from trainer.commands.submit.places import PLACES
 from trainer.commands.submit.spec import JobSpec, Place, Site
 
 _HEAD = """\
@@ -38,26 +38,26 @@ COMMON: dict[str, Any] = {
 }
 GPUS: dict[str, Any] = {"gpus_per_node": 8, "cpus_per_node": 96, "memory_gib": 512, "shm_gib": 16}
 EXAMPLES: dict[str, tuple[Place, JobSpec, Site]] = {
-    "job.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nodes=2), Site()),
-    "jobset.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nodes=2), Site(jobset=True)),
-    "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nodes=2), Site(kubeflow="v2")),
-    "pytorchjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nodes=2), Site(kubeflow="v1")),
+    "job.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site()),
+    "jobset.yaml": ("kubernetes", JobSpec(**COMMON, **GPUS, nnodes=2), Site(jobset=True)),
+    "trainjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site(kubeflow="v2")),
+    "pytorchjob.yaml": ("kubeflow", JobSpec(**COMMON, **GPUS, nnodes=2), Site(kubeflow="v1")),
 }
 ON_HOSTS = {**COMMON, "data": "/shared/imagenet", "runs": "/shared/runs", "cache": "/shared/cache"}
 SLURM: dict[str, tuple[JobSpec, Site]] = {
-    "pyxis.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=2), Site()),
-    "apptainer.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=2), Site(container="apptainer")),
+    "pyxis.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nnodes=2), Site()),
+    "apptainer.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nnodes=2), Site(container="apptainer")),
     "venv.sbatch": (
-        JobSpec(**ON_HOSTS, **GPUS, nodes=2),
+        JobSpec(**ON_HOSTS, **GPUS, nnodes=2),
         Site(container="venv", venv="/shared/trainer/.venv"),
     ),
-    "elastic.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nodes=4, least_nodes=2), Site()),
+    "elastic.sbatch": (JobSpec(**ON_HOSTS, **GPUS, nnodes=4, min_nnodes=2), Site()),
 }
 BASE = JobSpec(**COMMON, gpus_per_node=1, cpus_per_node=8, memory_gib=64, shm_gib=8)
 OVERLAYS = {
     "one-node": JobSpec(**COMMON, **GPUS),
-    "several-nodes": JobSpec(**COMMON, **GPUS, nodes=4),
-    "cpu": JobSpec(**COMMON, ranks_per_node=2, cpus_per_node=8, memory_gib=32),
+    "several-nodes": JobSpec(**COMMON, **GPUS, nnodes=4),
+    "cpu": JobSpec(**COMMON, nproc_per_node=2, cpus_per_node=8, memory_gib=32),
 }
 
 
@@ -68,7 +68,9 @@ def slurm_files() -> dict[str, str]:
 
 def files() -> dict[str, str]:
     """What scripts/kubernetes should hold: names relative to it, and texts."""
-    found = {name: _headed(render(place, spec, site)) for name, (place, spec, site) in EXAMPLES.items()}
+    found = {
+        name: _headed(PLACES[place].render(spec, site)) for name, (place, spec, site) in EXAMPLES.items()
+    }
     base = list(yaml.safe_load_all(kubernetes.render(BASE, Site())))
     found["kustomize/base/job.yaml"] = _headed(container.dump(*base))
     found["kustomize/base/kustomization.yaml"] = _headed(_kustomization(resources=["job.yaml"]))

@@ -20,7 +20,6 @@ from typing import NoReturn
 
 from engine_checks import (
     ROOT,
-    Gpu,
     call,
     check_driver,
     check_engine,
@@ -29,14 +28,14 @@ from engine_checks import (
     container_gpus,
     has_image,
     host_driver,
-    host_gpus,
     image_digest,
     is_rootless,
-    read_stacks,
 )
 
 from trainer.errors import BadInputError
-from trainer.host.gpus import chosen_gpus
+from trainer.host.engine import run_words
+from trainer.host.environment import IMAGE_DIGEST
+from trainer.host.gpus import Gpu, chosen_gpus, host_gpus, visible_gpus
 
 PORTS = {"JUPYTER_PORT": "8888", "TENSORBOARD_PORT": "6006", "SSH_PORT": "2222"}
 SERVICES = {"jupyter": "JUPYTER_PORT", "tensorboard": "TENSORBOARD_PORT", "ssh": "SSH_PORT"}
@@ -111,25 +110,11 @@ def _lacking(facts: Facts) -> str:
     return ""
 
 
-def visible_gpus(gpus: Sequence[Gpu], variable: str | None) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES leaves, as words that CUDA and the engine both take.
-
-    Args:
-        gpus: The host's.
-        variable: The variable's value; None if it isn't set.
-    """
-    if variable is None:
-        return [gpu.index for gpu in gpus]
-    visible = []
-    for word in (part.strip() for part in variable.split(",")):
-        whole = [gpu.uuid for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
-        if word in [gpu.index for gpu in gpus] or (word.startswith("MIG-") and gpus):
-            visible.append(word)
-        elif len(whole) == 1:
-            visible += whole
-        else:
-            break  # as CUDA does: what follows a wrong one doesn't count
-    return visible
+def gpus_here() -> tuple[list[Gpu], list[str]]:
+    """The host's GPUs, and what CUDA_VISIBLE_DEVICES leaves, as words that CUDA and the engine both take."""
+    gpus = host_gpus() or []
+    visible, _ = visible_gpus([gpu.uuid for gpu in gpus], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return gpus, visible
 
 
 def gpu_words(gpus: Sequence[Gpu], chosen: Sequence[str], order: str) -> list[str]:
@@ -162,16 +147,20 @@ def docker_words(
     # Under a rootless engine the container's root is this user. Where root calls, the checkout may be
     # somebody else's: the entrypoint becomes that user, and needs the capabilities for it.
     as_root = rootless or user == 0
-    words = ["docker", "run", "--rm", *(["--interactive", "--tty"] if tty else [])]
-    words += ["--user", "0:0" if as_root else f"{user}:{os.getgid()}", "--cap-drop", "ALL"]
-    words += ["--cap-add=SETUID", "--cap-add=SETGID", "--cap-add=KILL"] if as_root else []
-    words += ["--security-opt", "no-new-privileges", "--shm-size", "2g", "--ulimit", "stack=67108864"]
-    words += ["--stop-timeout", "40", "--env", "PYTHONPATH=/workspace", "--volume", f"{ROOT}:/workspace"]
     # A cache for each user: compiled code in it is run.
-    words += ["--volume", f"trainer-cache-{user}:/cache"]
-    words += ["--volume", f"{data}:{data}:ro"] if data else []
-    words += ["--env", f"TRAINER_IMAGE_DIGEST={digest}"] if digest else []
-    return [*words, *gpus, image]
+    mounts = [(str(ROOT), "/workspace", True), (f"trainer-cache-{user}", "/cache", True)]
+    mounts += [(data, data, False)] if data else []
+    variables = {"PYTHONPATH": "/workspace", **({IMAGE_DIGEST: digest} if digest else {})}
+    words = run_words("0:0" if as_root else f"{user}:{os.getgid()}", 2, 40, mounts, variables)
+    words += ["--cap-add=SETUID", "--cap-add=SETGID", "--cap-add=KILL"] if as_root else []
+    return [*words, "--rm", *(["--interactive", "--tty"] if tty else []), *gpus, image]
+
+
+def container_words(image: str, gpus: Sequence[Gpu], chosen: Sequence[str], data: str) -> list[str]:
+    """`docker run` of an image here, with some of the host's GPUs and a folder (or "") to show."""
+    words = gpu_words(gpus, chosen, os.environ.get("CUDA_DEVICE_ORDER", ""))
+    data = data and str(Path(data).resolve())
+    return docker_words(image, words, data, rootless=is_rootless(), digest=image_digest(image))
 
 
 def outside(words: Sequence[str], data: str) -> str:
@@ -209,31 +198,21 @@ def train(options: argparse.Namespace) -> None:
     """`make train`: in the container or in .venv."""
     if options.data and not Path(options.data).is_dir():
         raise BadInputError(f"DATA={options.data} is no folder: the engine would make an empty one there")
-    stacks = read_stacks()
     local_lock = "/" in options.stack  # make train STACK=tests/compat/torch2.5
-    stack = None if local_lock else check_stack(options.stack, stacks)
+    stack = None if local_lock else check_stack(options.stack)
     image = options.image or f"trainer:{options.stack}-train"
-    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = host_gpus()
-    visible = visible_gpus(gpus, variable)
+    gpus, visible = gpus_here()
     if options.gpus and not visible:
         why = "CUDA_VISIBLE_DEVICES hides them all" if gpus else "nvidia-smi shows none here"
         raise BadInputError(f"GPUS={options.gpus}: {why}; leave GPUS out to train on the CPU")
     chosen = chosen_gpus(options.gpus, visible) if options.gpus else visible
     if stack and not options.image and visible:
-        check_driver(stack, *host_driver(), stacks)
+        check_driver(stack, *host_driver())
     facts = _facts(options, image, [gpu for gpu in gpus if visible], bool(stack and stack.conda))
     container, why = decide(facts)
     say(f"{'container' if container else '.venv'}: {why}")
     if container:
-        words = docker_words(
-            image,
-            gpu_words(gpus, chosen, os.environ.get("CUDA_DEVICE_ORDER", "")),
-            options.data and str(Path(options.data).resolve()),
-            rootless=is_rootless(),
-            digest=image_digest(image),
-        )
-        become([*words, "trainer", "train", *options.words])
+        become([*container_words(image, gpus, chosen, options.data), "trainer", "train", *options.words])
     bootstrap = [sys.executable, str(ROOT / "scripts/bootstrap.py"), "--stack", options.stack]
     code = subprocess.call([*bootstrap, "--venv", options.venv, "--groups", "train"])
     if code:
@@ -266,26 +245,22 @@ def _facts(options: argparse.Namespace, image: str, gpus: Sequence[Gpu], conda: 
 
 def shell(options: argparse.Namespace) -> None:
     """`make shell`: bash in the dev image."""
-    check_stack(options.stack, read_stacks())
+    check_stack(options.stack)
     check_engine()
     image = options.image or f"trainer:{options.stack}-dev"
     if not options.image and not has_image(image):
         raise BadInputError(f"no image {image}: make image STACK={options.stack} builds it")
-    gpus = host_gpus()
-    visible = visible_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    words: list[str] = []
+    gpus, visible = gpus_here()
     if visible:
         seen, blind = container_gpus(image)
         say(f"without GPUs: {blind}" if blind else f"with the host's GPUs ({len(seen)} seen)")
-        words = gpu_words(gpus, visible, os.environ.get("CUDA_DEVICE_ORDER", "")) if seen else []
-    data = options.data and str(Path(options.data).resolve())
-    words = docker_words(image, words, data, rootless=is_rootless(), digest=image_digest(image))
-    become([*words, *(options.words or ["bash"])])
+        visible = visible if seen else []
+    become([*container_words(image, gpus, visible, options.data), *(options.words or ["bash"])])
 
 
 def up(options: argparse.Namespace) -> None:
     """`make up`: JupyterLab and TensorBoard, with the GPU file where it works."""
-    stack = check_stack(options.stack, read_stacks())
+    stack = check_stack(options.stack)
     check_engine(compose=True)
     image = options.image or f"trainer:{options.stack}-dev"
     environment = {**os.environ, "STACK": stack.name}
@@ -312,7 +287,7 @@ def up(options: argparse.Namespace) -> None:
     seen, blind = container_gpus(image)
     say(f"with {GPU_FILE}: containers see {len(seen)} GPUs" if seen else f"without {GPU_FILE}: {blind}")
     compose += ["-f", GPU_FILE] if seen else []
-    environment["TRAINER_IMAGE_DIGEST"] = image_digest(image)
+    environment[IMAGE_DIGEST] = image_digest(image)
     compose += ["up", "--detach", "--wait", "--no-build", *options.words]
     if listed:  # begun by Compose alone, say, which doesn't tell them the image's digest
         say(f"what runs already stays as it is ({', '.join(listed)}): make down first to start it anew")

@@ -24,11 +24,10 @@ from conda_lock import (
     write_environment,
     write_lock,
 )
+from explicit_lock import LockError, parse_lock
 from wheels import Wheel, canonical, read_lock as read_wheels
 
 ROOT = Path(__file__).resolve().parent.parent
-# Anaconda's own channels have commercial terms.
-DEFAULTS = re.compile(r"repo\.anaconda\.com|/pkgs/|\b(defaults|main|msys2|anaconda)/(linux-64|noarch)/")
 
 
 def lock_faults(text: str, channels: Sequence[str], md5_only: Sequence[str] = ()) -> list[str]:
@@ -39,24 +38,25 @@ def lock_faults(text: str, channels: Sequence[str], md5_only: Sequence[str] = ()
         channels: Those that the stack names.
         md5_only: The files that may have an md5 in place of a sha256.
     """
-    faults, seen = [], set()
-    if "@EXPLICIT" not in text.splitlines():
-        faults.append("no @EXPLICIT line")
-    for url, checksum in read_lock(text):
-        file = url.rsplit("/", 1)[-1]
-        if not re.fullmatch(r"[0-9a-f]{32}" if file in md5_only else r"[0-9a-f]{64}", checksum):
-            faults.append(f"{file}: not a {'md5' if file in md5_only else 'sha256'}: {checksum!r}")
-        if DEFAULTS.search(url):
-            faults.append(f"{file}: of Anaconda's defaults: {url}")
-        elif not any(url == f"{HOST}{c}/{s}/{file}" for c in channels for s in SUBDIRS):
-            faults.append(f"{file}: not of {', '.join(channels)}: {url}")
-        if file.startswith(REPLACED):
-            faults.append(f"{file}: was replaced in place by its publisher")
-        name = split(file)[0]
-        if name in seen:
-            faults.append(f"{name}: twice")
-        seen.add(name)
-    return faults
+    allowed = frozenset(split(file)[0] for file in md5_only if file in text)
+    try:
+        packages = parse_lock(text, allowed)
+    except LockError as error:
+        return [str(error)]
+    urls = {f"{HOST}{channel}/{subdir}/" for channel in channels for subdir in SUBDIRS}
+    faults = [
+        f"{one.file}: not of {', '.join(channels)}: {one.url}"
+        for one in packages
+        if one.url.removesuffix(one.file) not in urls
+    ]
+    faults += [
+        f"{one.file}: an md5" for one in packages if one.algorithm == "md5" and one.file not in md5_only
+    ]
+    return faults + [
+        f"{one.file}: was replaced in place by its publisher"
+        for one in packages
+        if one.file.startswith(REPLACED)
+    ]
 
 
 def record(name: str, version: str, build: str = "0", number: int = 0) -> rattler.PackageRecord:

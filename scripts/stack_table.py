@@ -25,11 +25,10 @@ def table(stacks: Path = ROOT / "stacks") -> dict[str, Any]:
         found[folder.name] = {
             "conda": stack["kind"] == "conda",
             **stack["pins"],
-            **{name: stack["brings"][name] for name in ("cuda", "cudnn", "nccl")},
+            "cuda": stack["brings"]["cuda"],
             "architectures": stack["gpu"]["architectures"],
             "native": stack["driver"]["native"],
             "floor": stack["driver"]["floor"],
-            "made": stack["source_date_epoch"],
             "lock": hashlib.sha256(lock).hexdigest(),
             "wheels": wheels,
         }

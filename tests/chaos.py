@@ -1,6 +1,6 @@
 """`make chaos`: runs are cut, killed and signalled at random, and must end with the bits of one that wasn't.
 
-A run here is the real thing (`train.attempt.train_rank`, its checkpoints and files) in a process forked
+A run here is the real thing (`train.trainer.train_rank`, its checkpoints and files) in a process forked
 from one that has imported torch, so that a cut costs a second and not twenty.
 """
 
@@ -32,11 +32,13 @@ from trainer.checkpoint import store
 from trainer.config.recipe import Recipe
 from trainer.errors import EXIT_REQUEUE
 from trainer.host.processes import children
-from trainer.launch import signals as preempt
-from trainer.train.attempt import train_rank
+from trainer.launch.worker import Worker
+from trainer.train.request import Request
+from trainer.train.trainer import train_rank
 
 _PHASES = ("start", "train", "write")
 _ATTEMPTS = 12
+_MOST_RUNS = 20  # for each hit that is wanted
 THROUGH_THE_LAUNCHER = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -73,7 +75,7 @@ def recipe_of(kind: dict[str, Any]) -> Recipe:
         {
             "epochs": 3,
             "max_steps": 60,
-            "evaluate_every": 1,
+            "evaluation": {"every": "1 epoch"},
             "data": {
                 **{"name": "digits", "global_batch_size": 32, "micro_batch_size": micro_batch_size},
                 **{"resident": kind["workers"] == 0, "workers": kind["workers"], "augment": kind["augment"]},
@@ -107,8 +109,7 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     rank, size, port = map(str, world)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-    preempt.install()
-    commit, loop = store.commit, sys.modules["trainer.train.between_steps"]
+    commit, loop = store.commit, sys.modules["trainer.train.trainer"]
 
     def noted(*arguments: Any) -> Any:
         phase[0] = 2
@@ -120,12 +121,14 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     store.commit = noted  # type: ignore[assignment]
     original: Any = loop.__dict__["train"]
 
-    def train(*arguments: Any) -> None:
+    def train(*arguments: Any, **named: Any) -> Any:
         phase[0] = 1
-        original(*arguments)
+        return original(*arguments, **named)
 
     loop.__dict__["train"] = train
-    os._exit(train_rank(recipe, "digits", folder))
+    with Worker() as worker:
+        worker.code = train_rank(Request(recipe, "digits", folder))
+    os._exit(worker.exit_code)
 
 
 def ending(folder: Path) -> Ending:
@@ -293,12 +296,14 @@ def chaos_launched(number: signal.Signals, wanted_hits: int, tally: Tally, rando
         whole = Path(root, "whole")
         whole.mkdir()
         wanted, _ = undisturbed(recipe, whole, mmap.mmap(-1, 1)) if wanted_hits else (None, 0.0)
-        for run in itertools.count():
+        for run in range(_MOST_RUNS * wanted_hits):
             if wanted is None or tally.counts[name] >= wanted_hits:
                 return
             folder = Path(root, str(run))
             tally.counts[name] += launched(recipe, folder, number, random_)
             tally.judge(f"{name} {run}", folder, wanted)
+        if tally.counts[name] < wanted_hits:
+            tally.failures.append(f"{name}: {tally.counts[name]} hits only")
 
 
 def main() -> int:
@@ -315,6 +320,8 @@ def main() -> int:
     from tests.helpers.topologies import topologies  # it is made of what is in here
 
     torch.set_num_threads(1)
+    # Where a script started this in the background, Ctrl-C is ignored, and so it would be by all runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     tally = chaos(options.kills, options.signals, options.seed)
     for number in THROUGH_THE_LAUNCHER:

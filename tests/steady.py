@@ -26,6 +26,7 @@ CONDITIONS = {
     "quiet": "two quiet cores",
     "busy": "beside two busy processes",
     "beside": "beside another run of the suite",
+    "shared": "beside other work",
     "one core": "on one core (`taskset`)",
 }
 _TOP = """\

@@ -1,17 +1,70 @@
-"""A reference trainer for PyTorch: `trainer train RECIPE`, or `from trainer import fit` in a notebook."""
+"""A reference trainer for PyTorch: `trainer train RECIPE`, or `from trainer import fit` in a notebook.
 
-from typing import Any
+The names below stay; everything else in the package may move. docs/api.md is made of their docstrings.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from trainer.version import __version__ as __version__
+
+if TYPE_CHECKING:  # for type checkers and editors: at run time a name is imported when it is asked for
+    from trainer.config.model import ModelConfig as ModelConfig
+    from trainer.config.recipe_file import make_recipe as make_recipe
+    from trainer.data.dataset import Dataset as Dataset, Field as Field
+    from trainer.data.loader import Batch as Batch
+    from trainer.distributed.parallel import World as World
+    from trainer.errors import BadInputError as BadInputError
+    from trainer.host.limits import read_limits as read_limits
+    from trainer.models.images import build_model as build_model
+    from trainer.observe.log import Sink as Sink
+    from trainer.tasks import Task as Task
+    from trainer.train.build import build as build
+    from trainer.train.from_python import Fitted as Fitted, fit as fit
+    from trainer.train.hooks import Hook as Hook
+    from trainer.train.run import make_task as make_task
+    from trainer.train.step import train_step as train_step
+    from trainer.train.tracking.tracker import Tracker as Tracker
+
+# By the chapters of docs/api.md: where each name is.
+PUBLIC = {
+    "A run": {
+        "fit": "train.from_python",
+        "Fitted": "train.from_python",
+        "BadInputError": "errors",
+    },
+    "A custom task": {
+        "Task": "tasks",
+        "Batch": "data.loader",
+        "Dataset": "data.dataset",
+        "Field": "data.dataset",
+    },
+    "Hooks and sinks": {
+        "Hook": "train.hooks",
+        "Sink": "observe.log",
+        "Tracker": "train.tracking.tracker",
+    },
+    "The parts of a run": {
+        "make_recipe": "config.recipe_file",
+        "make_task": "train.run",
+        "World": "distributed.parallel",
+        "build": "train.build",
+        "train_step": "train.step",
+        "read_limits": "host.limits",
+    },
+    "Weights in plain Python": {
+        "ModelConfig": "config.model",
+        "build_model": "models.images",
+    },
+}
+_MODULES = {name: module for names in PUBLIC.values() for name, module in names.items()}
 
 
 def __getattr__(name: str) -> Any:
     # Not at import: torch takes two seconds, which most commands don't need.
-    if name == "fit":
-        from trainer.host.threads import wait_passively
+    if name not in _MODULES:
+        raise AttributeError(f"module 'trainer' has no attribute '{name}'")
+    from trainer.host.threads import wait_passively
 
-        wait_passively()
-        from trainer.train.from_python import fit
-
-        return fit
-    raise AttributeError(f"module 'trainer' has no attribute '{name}'")
+    wait_passively()
+    return getattr(import_module(f"trainer.{_MODULES[name]}"), name)

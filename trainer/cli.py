@@ -1,17 +1,20 @@
 """The command line."""
 
 import argparse
-import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from trainer.commands import (
     bench,
     checkpoints,
     data,
     doctor,
+    evaluate,
     export,
     new,
     predict,
@@ -23,11 +26,29 @@ from trainer.commands import (
     verify,
 )
 from trainer.config.redact import redact_text
+from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
+from trainer.host.streams import print_anything
+from trainer.observe.console import tell
 from trainer.version import __version__
 
 COMMANDS = (
-    *(train, new, recipes, checkpoints, report, verify, tune, doctor, export, predict, data, submit, bench),
+    *(
+        train,
+        new,
+        recipes,
+        checkpoints,
+        evaluate,
+        report,
+        verify,
+        tune,
+        doctor,
+        export,
+        predict,
+        data,
+        submit,
+        bench,
+    ),
 )
 
 
@@ -37,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Until the launcher or a rank takes over, Ctrl-C just ends the process: a KeyboardInterrupt in
         # the seconds of importing torch is a traceback, or gets lost there.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: LC_ALL=C may be set
+    print_anything()
     return run(make_parser(), sys.argv[1:] if arguments is None else arguments)
 
 
@@ -49,20 +69,62 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
         code: int = options.run(options)
         return code
     except BadInputError as error:
-        print(f"trainer: error: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
+        tell(f"trainer: error: {' '.join(str(error).split())}", "error")
         return EXIT_BAD_INPUT
     except BrokenPipeError:  # `trainer recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, without secrets."""
+# What other tools, or this one formerly, call a flag that is like none of ours.
+_ELSEWHERE = {
+    "--ranks": "--nproc-per-node",
+    "--ranks-per-node": "--nproc-per-node",
+    "--master": "--master-addr",
+}
+_SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without secrets, with the flag that was meant.
+
+    Attributes:
+        told: What to say of flags that another command has, in place of a flag that looks alike.
+    """
+
+    told: Mapping[str, str] = MappingProxyType({})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Those of a command know its flags; the parser above it, which argparse lets complain, doesn't."""
+        options, unknown = super().parse_known_args(self._with_settings(args), namespace)
+        if unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}"
+            if message.endswith("]"):
+                message += "; quote what holds blanks: --set 'KEY=[A, B]'"
+            flag, known = unknown[0].partition("=")[0], self._option_string_actions
+            if flag in self.told:
+                self.error(f"{message}; {self.told[flag]}")
+            meant = _ELSEWHERE.get(flag, "")
+            key = MEANT.get(flag.lstrip("-").replace("-", "_"), "")
+            if "--set" in known and key:
+                self.error(f"{message}; did you mean '{key}=…'?")
+            self.error(message + (f"; did you mean {meant!r}?" if meant in known else nearest(flag, known)))
+        return options, unknown
+
+    def _with_settings(self, words: Sequence[str] | None) -> list[str] | None:
+        """KEY=VALUE alone becomes --set KEY=VALUE, in its place, where no other words may look like that."""
+        flags = self._option_string_actions
+        others = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
+        if words is None or "--set" not in flags or others:
+            return None if words is None else list(words)
+        found = list[str]()
+        for before, word in zip(["", *words], words, strict=False):
+            value = before in flags and flags[before].nargs != 0  # of the flag before it
+            found += ["--set", word] if _SETTING.fullmatch(word) and not value else [word]
+        return found
+
+    def error(self, message: str) -> NoReturn:
         """Ends with code 2."""
-        if message.startswith("unrecognized arguments") and message.endswith("]"):
-            message += "; quote what holds blanks: --set 'KEY=[A, B]'"
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:
@@ -74,7 +136,9 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = Parser(
-        prog="trainer", description="Trains PyTorch models: fast, exact, explained.", allow_abbrev=False
+        prog="trainer",
+        description="Trains PyTorch models, so that what was computed can be checked.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"trainer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

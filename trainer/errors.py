@@ -18,3 +18,16 @@ class OutOfMemory(Exception):  # noqa: N818  (torch's own has that name)
 
 class BadInputError(Exception):
     """Input that the user can mend: shown as one line (what, where, how to fix it), exit code 2."""
+
+
+class OwnCodeError(BadInputError):
+    """What a user's own code raised for a sample: one line. In a rank that trains its traceback, too, and 1.
+
+    Attributes:
+        trace: The traceback within that code.
+    """
+
+    def __init__(self, line: str, trace: str) -> None:
+        """With the line."""
+        super().__init__(line)
+        self.trace = trace

@@ -38,9 +38,11 @@ class Purpose(IntEnum):
     SPLIT = 5
     DATA = 6
     REPLACEMENT = 7
-    PIECES = 8
+    SHARDS = 8
     BLOCK = 9
     FINGERPRINT = 10
+    UPDATE = 11
+    ITEM = 12
 
 
 def key(*parts: int) -> int:

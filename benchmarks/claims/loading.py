@@ -1,7 +1,6 @@
 """Ablations of how batches reach the device: workers, prefetch, uint8, packs, page-locked memory."""
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,21 +25,21 @@ from benchmarks.claims.measuring import (
 from benchmarks.photographs import write_photographs
 from trainer.commands.bench.paired import interleaved
 from trainer.commands.bench.setting import now
-from trainer.commands.bench.workers import grid_speeds
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.data import dataset as data
 from trainer.data.corrupt import Bad
-from trainer.data.fit import Loading
 from trainer.data.formats.files import in_folder
 from trainer.data.formats.pack import PackSettings, pack
 from trainer.data.loader import Loader, Source, make_loader
-from trainer.errors import BadInputError
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.launch.launcher import LocalRanks
 from trainer.rng import Float32, Ints
+from trainer.train.loading import settings_to_try
 from trainer.train.run import make_task
-from trainer.train.tune.loader import grid_of, search_now
+from trainer.train.tune.job import BUDGET_SECONDS, Job, time_loading
+from trainer.train.tune.search import fastest
 
 _BATCH, _VALIDATION = 8, 10
 _RECIPE = "resnet50-imagenet"
@@ -137,9 +136,9 @@ class _Epochs:
 
 def _loader_of(turns: Turns, dataset: data.Dataset | None = None) -> Loader:
     """A new loader of a run's data, or of other data in its place."""
-    training = turns.parts.training
-    dataset = training.task.train_data if dataset is None else dataset
-    source = Source(dataset, training.share, dataset.uniforms + training.task.uniforms)
+    run = turns.run
+    dataset = run.task.train_data if dataset is None else dataset
+    source = Source(dataset, run.share, dataset.uniforms + run.task.uniforms)
     return make_loader(source, turns.device, turns.recipe.data, workers_per_rank(read_limits(), 1))
 
 
@@ -166,7 +165,7 @@ def _persistence(wanted: Sequence[str], size: Size) -> Measurement:
         loops = {}
         for name, anew in chosen({"started anew": True, "persistent": False}, wanted).items():
             turns = Turns(scene, side, stack)
-            make = partial(_loader_of, turns) if anew else partial(_same, turns.parts.loader)
+            make = partial(_loader_of, turns) if anew else partial(_same, turns.run.loader)
             loops[name] = _Epochs(turns, make, anew, size)
         time = _epochs(loops, size)
     return Measurement(
@@ -208,7 +207,7 @@ def _floats(wanted: Sequence[str], size: Size) -> Measurement:
         loops, bytes_of = {}, {}
         for name in chosen({"float32": 0, "uint8": 0}, wanted):
             turns = Turns(scene, _one_worker_at_least(), stack)
-            dataset: data.Dataset = turns.parts.training.task.train_data
+            dataset: data.Dataset = turns.run.task.train_data
             if name == "float32":
                 dataset = AsFloats(dataset)
             loader = _loader_of(turns, dataset)
@@ -239,7 +238,7 @@ def _packs(wanted: Sequence[str], size: Size) -> Measurement:
         for name, folder in chosen(scenes, wanted).items():
             scene = only(folder(), "folder" if name == "JPEG files" else "pack")
             turns = Turns(scene, Side(("data.workers=1",)), stack)
-            loops[name] = _Epochs(turns, partial(_same, turns.parts.loader), False, size)
+            loops[name] = _Epochs(turns, partial(_same, turns.run.loader), False, size)
         time = _epochs(loops, size)
     return Measurement(
         f"the loader alone, 1 worker, epochs of {size.images} photographs, 224 x 224", {"time": time}
@@ -247,37 +246,21 @@ def _packs(wanted: Sequence[str], size: Size) -> Measurement:
 
 
 def _rules(wanted: Sequence[str], size: Size) -> Measurement:
-    """What the search takes, and the rules of thumb, timed by the search's own probe."""
-    scene = _scene(photographs(size))
+    """What `trainer tune` takes, and the rules of thumb."""
+    scene, limits = _scene(photographs(size)), read_limits()
     recipe = validated(Recipe, override(read_recipe(_RECIPE), list(scene.settings)), _RECIPE)
-    limits, task = read_limits(), make_task(recipe)
-    threads = threads_per_rank(limits, 1)
-    grid = grid_of(recipe, task, limits, 1)
-    with _own_cache(size.scratch):
-        found, _ = search_now(recipe, limits, grid, 1, threads)
+    settings = settings_to_try(recipe, make_task(recipe), limits, 1)
+    job = Job(recipe, LocalRanks(1, threads_per_rank(limits, 1)))
+    found = settings[fastest(time_loading(job, settings, BUDGET_SECONDS))]
     counts = {"75 % of the CPUs": workers_per_rank(limits, 1), "4 per GPU": 4}
-    sides = {"the search": found.choice}
-    sides |= {name: Loading(count, grid.start.prefetch) for name, count in counts.items()}
-    settings = list(dict.fromkeys(chosen(sides, wanted).values()))
-    speeds = grid_speeds(recipe, threads, settings, size.rounds, seconds=2 * size.turn_s)
-    if left_out := [str(setting) for setting in settings if setting not in speeds]:
-        raise BadInputError(f"{', '.join(left_out)}: could not be timed; `trainer bench workers` says why")
-    values = {name: [1e3 / speed for speed in speeds[sides[name]]] for name in chosen(sides, wanted)}
-    about = ", ".join(f"{name}: {sides[name]}" for name in values)
-    return Measurement(f"{_short(str(scene), size)}; {about}", {"time": Series(values, "ms a step")})
-
-
-@contextmanager
-def _own_cache(folder: Path) -> Iterator[None]:
-    """What is found here is no run's to take."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    try:
-        yield
-    finally:
-        del os.environ["XDG_CACHE_HOME"]
-        if before is not None:
-            os.environ["XDG_CACHE_HOME"] = before
+    loads = {"the search": found, **{name: found._replace(workers=count) for name, count in counts.items()}}
+    sides = {
+        name: Side((f"data.workers={workers}", f"data.prefetch={prefetch}"))
+        for name, (workers, prefetch) in loads.items()
+    }
+    measured = steps_of(scene, chosen(sides, wanted), size, per_turn=size.images // _BATCH)
+    about = ", ".join(f"{name}: {loads[name]}" for name in chosen(sides, wanted))
+    return measured._replace(conditions=f"{_short(measured.conditions, size)}; {about}")
 
 
 def _copies(wanted: Sequence[str], size: Size, computing: bool) -> Measurement:

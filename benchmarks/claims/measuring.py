@@ -19,9 +19,10 @@ from trainer.config.section import validated
 from trainer.distributed.parallel import World, silenced
 from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
 from trainer.models.precision import set_matmul_mode
-from trainer.observe.peak import Peak
-from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
-from trainer.train.step import Training, train_step
+from trainer.train.build import build, set_determinism
+from trainer.train.run import check_request, device_kind, make_task
+from trainer.train.state import Run
+from trainer.train.step import train_step
 
 MIB = 1 << 20
 _MOST_STEPS = 20_000  # a rate for each is worked out
@@ -97,20 +98,20 @@ class Side(NamedTuple):
 
     Attributes:
         settings: KEY=VALUE.
-        prepare: What the trainer doesn't offer, done to an assembled run.
+        prepare: What the trainer doesn't offer, done to a run that was built.
         each: The same, done after each step.
     """
 
     settings: tuple[str, ...] = ()
-    prepare: Callable[[Parts], object] | None = None
-    each: Callable[[Training], object] | None = None
+    prepare: Callable[[Run], object] | None = None
+    each: Callable[[Run], object] | None = None
 
 
 class Turns:
     """A run of a side, some steps at a time."""
 
     def __init__(self, scene: Scene, side: Side, stack: ExitStack, world: World | None = None) -> None:
-        """Assembles it; `stack` closes its loaders."""
+        """Builds it; `stack` closes its loaders."""
         values = override(read_recipe(scene.recipe), [*scene.settings, *side.settings, *_LENGTH])
         self.recipe = validated(Recipe, values, scene.recipe)
         task = make_task(self.recipe)
@@ -118,15 +119,15 @@ class Turns:
         check_request(self.recipe, task, world.size)
         limits = read_limits()
         self.device = world.device
-        self.parts = assemble(self.recipe, task, world, workers_per_rank(limits, 1))
-        stack.callback(self.parts.loader.close)
-        stack.callback(self.parts.evaluation_loader.close)
+        self.run = build(self.recipe, task, world, workers_per_rank(limits, 1))
+        stack.callback(self.run.loader.close)
+        stack.callback(self.run.evaluation_loader.close)
         if side.prepare is not None:
-            side.prepare(self.parts)
+            side.prepare(self.run)
         self._each, self._done = side.each, 0
         threads = self.recipe.parallel.threads
         self._threads = threads_per_rank(limits, world.size) if threads == "auto" else threads
-        self.parts.training.replica.train()
+        self.run.replica.train()
 
     def __call__(self, steps: int) -> float:
         """Does the next steps and returns the seconds.
@@ -137,15 +138,15 @@ class Turns:
         set_matmul_mode(self.recipe.precision)
         set_determinism(self.recipe)
         torch.set_num_threads(self._threads)
-        training, first = self.parts.training, self._done
+        run, first = self.run, self._done
         self._done += steps
-        accumulation = training.share.gradient_accumulation_steps
+        accumulation = run.share.gradient_accumulation_steps
         began = now(self.device)
-        batches = self.parts.loader(range(first * accumulation, self._done * accumulation))
+        batches = run.loader(range(first * accumulation, self._done * accumulation))
         for step in range(first, self._done):
-            train_step(training, batches, step)
+            train_step(run, batches, step)
             if self._each is not None:
-                self._each(training)
+                self._each(run)
         for _ in batches:  # there is none; the loader is told that this was the end
             pass
         return now(self.device) - began
@@ -154,19 +155,20 @@ class Turns:
         """Most bytes that a step needs above what was there at its start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            before, peak = torch.cuda.memory_allocated(self.device), Peak(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
             self(1)
-            return peak.close() - before
+            return torch.cuda.max_memory_allocated(self.device) - before
         with silenced(sys.stderr), profile(use_cpu=True, profile_memory=True) as seen:
             self(1)
         return _highest(seen)
 
     def lasting_bytes(self) -> int:
         """Bytes of weights, buffers, gradients that stay, and the optimiser's state."""
-        training = self.parts.training
-        tensors = [*training.model.parameters(), *training.model.buffers()]
-        tensors += [p.grad for p in training.parameters if p.grad is not None]
-        for state in training.optimizer.state.values():
+        run = self.run
+        tensors = [*run.state.model.parameters(), *run.state.model.buffers()]
+        tensors += [p.grad for p in run.gradients.parameters if p.grad is not None]
+        for state in run.state.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
 

@@ -1,6 +1,5 @@
 """Ablations of whole processes: allocators, CPU binding, a GPU's utilisation; and a fact of the recipes."""
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe, recipe_names
 from trainer.config.section import validated
 from trainer.errors import BadInputError
+from trainer.train.run_folder import read_rows
 
 _STEPS = 60
 _ROUNDS = 6  # of whole processes, each of which imports torch
@@ -26,7 +26,7 @@ _UTILISED_STEPS = 200
 
 def _runs(sides: dict[str, tuple[str, ...]], wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
     """Runs in processes of their own, in turn: their training's time, and what they reserved on a GPU."""
-    length = ("epochs=1000000000", f"max_steps={_STEPS}", "evaluate_every=0", "checkpoint.minutes=0")
+    length = ("epochs=1000000000", f"max_steps={_STEPS}", "evaluation.every=end", "checkpoint.minutes=0")
     names = [name for name in sides if name in wanted]
     found: dict[str, list[whole_runs.Figures]] = {name: [] for name in names}
     for number in range(_ROUNDS):
@@ -57,7 +57,7 @@ def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
             f"max_steps={_UTILISED_STEPS}",
             "epochs=1000000",
         ),
-        *("evaluate_every=0", "data.eval_batch_size=8", "optim.schedule=constant"),
+        *("evaluation.every=end", "data.eval_batch_size=8", "optim.schedule=constant"),
     ]
     with tempfile.TemporaryDirectory(dir=size.scratch) as folder:
         words = [word for setting in settings for word in ("--set", setting)]
@@ -65,7 +65,7 @@ def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
         done = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise BadInputError(f"the run that shows a GPU's utilisation ended with code {done.returncode}")
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = list(read_rows(Path(folder, "run"), "train"))
     busy = [row["gpu/utilisation"] for row in rows if "gpu/utilisation" in row][1:]
     if not busy:
         raise BadInputError("no row says how busy the GPU was: its driver doesn't tell")

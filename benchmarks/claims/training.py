@@ -22,8 +22,8 @@ from benchmarks.overhead import TinyTask, by_trainer, tiny_recipe
 from trainer.commands.bench.paired import interleaved
 from trainer.config.recipe_file import override, read_recipe
 from trainer.host.limits import read_limits, threads_per_rank
-from trainer.train.run import Parts
-from trainer.train.step import Training
+from trainer.train.reduction import FixedGradients
+from trainer.train.state import Run
 
 _ON_CPU = ("precision.mode=fp32", "model.channels_last=false", "model.name=small_resnet", "model.width=16")
 _SMALL = ("data.image_size=32", "data.samples=256", "data.classes=10")
@@ -73,27 +73,24 @@ def _accumulation(wanted: Sequence[str], size: Size) -> Measurement:
     return measure_steps(TEXT, chosen(sides, wanted), size, memory=True)
 
 
-def _with_optimizer(foreach: bool, parts: Parts) -> None:
+def _with_optimizer(foreach: bool, run: Run) -> None:
     """Puts torch's own AdamW in the fused one's place, with a rate that doesn't change."""
-    training = parts.training
+    state = run.state
     groups: list[dict[str, Any]] = [
         {"params": group["params"], "weight_decay": group["weight_decay"]}
-        for group in training.optimizer.param_groups
+        for group in state.optimizer.param_groups
     ]
-    betas = training.optimizer.param_groups[0]["betas"]
-    training.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=betas, foreach=foreach, fused=False)
+    betas = state.optimizer.param_groups[0]["betas"]
+    state.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=betas, foreach=foreach, fused=False)
 
 
-def _keep_gradients(parts: Parts) -> None:
+def _keep_gradients(run: Run) -> None:
     """Gradients are set to zero after a step and stay, as with zero_grad(set_to_none=False)."""
-    training = parts.training
-    training.keeps_gradients = True  # as it does for CUDA graphs
-    for parameter in training.parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    object.__setattr__(run, "gradients", FixedGradients(run.state.model))  # as it does for CUDA graphs
 
 
-def _read_loss(training: Training) -> float:
-    return training.loss.item()
+def _read_loss(run: Run) -> float:
+    return run.state.loss.item()
 
 
 def _threads(wanted: Sequence[str], size: Size) -> Measurement:

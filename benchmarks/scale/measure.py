@@ -17,6 +17,8 @@ from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host import strict_json
 from trainer.host.threads import wait_passively
 from trainer.observe.conditions import conditions
+from trainer.observe.rows import FILES
+from trainer.train.run_folder import read_rows
 
 _LLAMA = (
     "assumed: 419 unexpected interruptions in 54 days of 16,384 GPUs, 8 a node (The Llama 3 Herd of Models, "
@@ -69,9 +71,8 @@ def as_job(about: str, found: Mapping[str, tuple[Any, str]]) -> Job:
 def _of_rows(run: Path, recipe: Recipe) -> Found:
     """Seconds of the phases of a micro-batch, by the rows after the first; bytes of a row."""
     try:
-        lines = (run / "metrics.jsonl").read_bytes().splitlines()
         manifest = strict_json.parse((run / "manifest.json").read_bytes())
-        rows = [row for row in map(strict_json.parse, lines) if row["kind"] == "train"]
+        rows = list(read_rows(run, "train"))
         told = [row for row in rows if "time/wall" in row]
         spans = [(new["step"] - old["step"], new) for old, new in pairwise(told)]
         ranks, accumulation = int(manifest["world_size"]), int(manifest["gradient_accumulation_steps"])
@@ -85,7 +86,7 @@ def _of_rows(run: Path, recipe: Recipe) -> Found:
 
     written = sum(
         path.stat().st_size
-        for path in (run / "metrics.jsonl", run / "checksums.jsonl", *run.glob("tensorboard/*"))
+        for path in (run / FILES["train"], run / "checksums.jsonl", *run.glob("tensorboard/*"))
         if path.is_file()
     )
     per_row = statistics.median(float(row["time/logging"]) for _, row in spans)

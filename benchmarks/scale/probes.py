@@ -22,7 +22,8 @@ from trainer.config.recipe import Recipe
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
-from trainer.train.run import assemble, device_kind, make_task
+from trainer.train.build import build
+from trainer.train.run import device_kind, make_task
 
 _ASKING, _TIMES = 4, 1000  # clients of a store, and how often each asks
 _ROUNDS = 5
@@ -36,8 +37,7 @@ def of_buckets(recipe: Recipe) -> Found:
     torch.set_num_threads(threads_per_rank(read_limits(), 1))
     length = {"epochs": 10**9, "max_steps": _ROUNDS + 2}
     recipe = recipe.model_copy(update=length)
-    parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=0)
-    t = parts.training
+    run = build(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=0)
     alone = dist.HashStore()  # type: ignore[attr-defined]
     with silenced(sys.stdout):
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -59,15 +59,15 @@ def of_buckets(recipe: Recipe) -> Found:
 
     try:
         replica = DistributedDataParallel(
-            t.model, bucket_cap_mb=recipe.parallel.bucket_mb, gradient_as_bucket_view=True
+            run.state.model, bucket_cap_mb=recipe.parallel.bucket_mb, gradient_as_bucket_view=True
         )
         replica.register_comm_hook(None, seen)
         replica.train()
-        batches = parts.loader(t.share.batches())
+        batches = run.loader(run.share.batches())
         passes = []
         for _ in range(_ROUNDS + 2):  # the first two order the buckets and warm up
-            with t.autocast:
-                loss = t.task.loss(replica, next(batches))
+            with run.precision.autocast:
+                loss = run.task.loss(replica, next(batches))
             ready.clear()
             began = time.perf_counter()
             loss.backward()
@@ -77,8 +77,7 @@ def of_buckets(recipe: Recipe) -> Found:
             passes.append([(min(1.0, (at - began) / whole), size) for at, size in ready])
     finally:
         dist.destroy_process_group()
-        parts.loader.close()
-        parts.evaluation_loader.close()
+        run.close()
     kept = passes[2:]
     shares = [statistics.median(one[n][0] for one in kept) for n in range(len(kept[0]))]
     by = f"measured: DDP's hook in {_ROUNDS} backward passes of one rank"
@@ -180,7 +179,7 @@ def of_start(run: Path) -> Found:
     """Seconds from the command to the first row, of a run that is this one's recipe and one step."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "run" / "metrics.jsonl"
-        settings = ("max_steps=1", "log.every=1", "evaluate_every=0")
+        settings = ("max_steps=1", "log.every=1", "evaluation.every=end")
         words = [word for setting in settings for word in ("--set", setting)]
         command = [
             sys.executable,

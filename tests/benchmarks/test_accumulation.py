@@ -16,7 +16,7 @@ from benchmarks.against import timm
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
 from trainer.data.sampling import plan
-from trainer.train import step
+from trainer.train.reduction import RaggedItemCount
 
 
 def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,15 +29,15 @@ def test_the_trainer_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         assert float(row[5]) <= 1e-12
 
 
-def forget_the_true_num_items(_: Any, __: int, ___: int) -> torch.Tensor:
-    return torch.ones((), dtype=torch.float64)
+def forget_the_true_num_items(_: Any, loss: torch.Tensor, __: Any) -> torch.Tensor:
+    return loss
 
 
 @pytest.mark.parametrize(
     ("where", "what", "mutant"),
     [
         (plan.Plan, "step_samples", lambda self, _: self.global_batch_size),
-        (step, "_divide_by_true_num_items", forget_the_true_num_items),
+        (RaggedItemCount, "correct", forget_the_true_num_items),
     ],
 )
 def test_a_wrong_step_fails_the_bench(

@@ -11,6 +11,7 @@ import torch
 from benchmarks import optimizers
 from benchmarks.optimizers import Job, Learnt, Setting, best_of, prepare, tune_and_learn, updates_to
 from trainer.optim.muon import Muon
+from trainer.optim.optimizers import LRScheduler
 
 SETTING = Setting("transformer", 8, 10)
 
@@ -31,19 +32,20 @@ def test_updates_are_counted_to_the_first_evaluation_that_is_low_enough() -> Non
 def test_all_start_from_the_same_weights_with_their_own_optimiser(name: str) -> None:
     if name == "lamb" and importlib.util.find_spec("timm") is None:
         pytest.skip("timm isn't installed")
-    training = prepare(Job(SETTING, name, 0.01, 5)).training
-    expected = prepare(Job(SETTING, "adamw", 0.01, 5)).training
-    assert type(training.optimizer).__name__.lower() == name
-    for ours, theirs in zip(training.parameters, expected.parameters, strict=True):
+    run = prepare(Job(SETTING, name, 0.01, 5))
+    expected = prepare(Job(SETTING, "adamw", 0.01, 5))
+    assert type(run.state.optimizer).__name__.lower() == name
+    for ours, theirs in zip(run.gradients.parameters, expected.gradients.parameters, strict=True):
         assert torch.equal(ours, theirs)
-    held = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in training.parameters}
-    assert all(group["lr"] is training.rates.current for group in training.optimizer.param_groups)
+    held = {id(p) for group in run.state.optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in run.gradients.parameters}
+    assert isinstance(run.state.lr, LRScheduler)
+    assert all(group["lr"] is run.state.lr.current for group in run.state.optimizer.param_groups)
 
 
 def test_muon_has_matrices_in_both_models() -> None:
     for model in ("resnet", "transformer"):
-        optimizer = prepare(Job(Setting(model, 8, 10), "muon", 0.01, 0)).training.optimizer
+        optimizer = prepare(Job(Setting(model, 8, 10), "muon", 0.01, 0)).state.optimizer
         assert isinstance(optimizer, Muon)
         assert any(group["orthogonal"] for group in optimizer.param_groups)
 

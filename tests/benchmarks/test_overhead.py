@@ -14,7 +14,7 @@ from benchmarks import against, overhead
 from benchmarks.__main__ import main
 from tests.helpers.clock import Clock
 from tests.helpers.libraries import require
-from trainer.optim.optimizers import Rates
+from trainer.optim.optimizers import LRScheduler
 from trainer.rng import permuted
 
 Capsys = pytest.CaptureFixture[str]
@@ -30,20 +30,20 @@ def test_a_slower_loop_misses_the_target(
 
     What it really takes is measured by `make bench BENCH=overhead`; tests/train/test_counts.py counts it.
     """
-    clock, advance = Clock(), Rates.advance
+    clock, advance = Clock(), LRScheduler.advance
     cross_entropy: Callable[..., torch.Tensor] = nn.functional.cross_entropy
 
     def step(*arguments: Any, **keywords: Any) -> torch.Tensor:
         clock.move(2**-13)
         return cross_entropy(*arguments, **keywords)
 
-    def update(self: Rates, *arguments: Any) -> None:
+    def update(self: LRScheduler, *arguments: Any) -> None:
         clock.move(slower * 2**-16)
         advance(self, *arguments)
 
     monkeypatch.setattr(overhead, "time", clock.time)
     monkeypatch.setattr(nn.functional, "cross_entropy", step)
-    monkeypatch.setattr(Rates, "advance", update)
+    monkeypatch.setattr(LRScheduler, "advance", update)
     assert main(["overhead", "--rounds", "1", "--steps", "20"]) == code
     out = capsys.readouterr().out
     assert f"trainer - by hand           {told}   95 % interval {told} to {told}\n" in out

@@ -14,8 +14,7 @@ from benchmarks.resume import CUTS, judge
 from tests.helpers.libraries import require
 from tests.helpers.tables import table_rows
 from trainer.checkpoint import store
-from trainer.train.state import load_tensors
-from trainer.train.step import Training
+from trainer.train.state import TrainState, load_tensors
 
 
 def test_the_trainer_goes_on_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,20 +36,21 @@ def test_each_epoch_has_every_sample_once() -> None:
     assert len(set(resumed.whole.losses)) == UPDATES
 
 
-def forget_the_count(t: Training, step: int, saved: Any) -> None:
-    load_tensors(t, step, {**saved, "optimizer": {**saved["optimizer"], "updates": t.rates.updates.clone()}})
+def forget_the_count(state: TrainState, step: int, saved: Any) -> None:
+    optimizer = {**saved["optimizer"], "updates": state.lr.updates.clone()}
+    load_tensors(state, step, {**saved, "optimizer": optimizer})
 
 
-def forget_the_moments(t: Training, step: int, saved: Any) -> None:
-    load_tensors(t, step, saved)
-    for slots in t.optimizer.state.values():
+def forget_the_moments(state: TrainState, step: int, saved: Any) -> None:
+    load_tensors(state, step, saved)
+    for slots in state.optimizer.state.values():
         slots["exp_avg"].zero_()
 
 
-def one_bit(t: Training, step: int, saved: Any) -> None:
-    load_tensors(t, step, saved)
+def one_bit(state: TrainState, step: int, saved: Any) -> None:
+    load_tensors(state, step, saved)
     # Not the lowest: the next updates may round it away, on some processors and not on others.
-    t.parameters[0].detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 15)
+    next(state.model.parameters()).detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 15)
 
 
 def a_step_late(folder: Path) -> Any:

@@ -228,7 +228,7 @@ def test_leaping_over_quiet_checkpoints_changes_nothing(
 
 
 def test_a_life_by_hand() -> None:
-    # Training 0-10, copy to 11, on the disk at 14; fails at 13, when nothing is kept yet.
+    # Run 0-10, copy to 11, on the disk at 14; fails at 13, when nothing is kept yet.
     assert live(10, 1, 3, 5, [13.0]).lost_share == 1
     # Fails at 15: 10 s of training are kept. From 20 on again: copy at 30, on the disk at 34; fails at 40.
     assert live(10, 1, 3, 5, [15.0]).lost_share == pytest.approx(1 - 10 / 15)

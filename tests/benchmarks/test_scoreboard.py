@@ -455,10 +455,10 @@ def test_a_script_that_crashes_leaves_the_others_their_rows(
 
 @pytest.mark.usefixtures("alone")
 def test_wrong_steps_of_the_trainer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_only(t: Any, batches: Any, step: int) -> None:
-        train_step(t, batches, step)
+    def first_only(run: Any, batches: Any, step: int) -> None:
+        train_step(run, batches, step)
         if step:
-            t.optimizer._recorded.updates[-1][1].mul_(2)
+            run.state.optimizer._recorded.updates[-1][1].mul_(2)
 
     monkeypatch.setattr(accumulation, "train_step", first_only)
     part = by_accumulation(None)

@@ -5,9 +5,11 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,15 +20,19 @@ from torch.func import functional_call
 from benchmarks import targets, targets_graphs
 from benchmarks.targets_graphs import SmallTask, graphs, small_recipe
 from benchmarks.targets_parts import main
+from tests.helpers.rows import read_rows
 from tests.helpers.toys import TokenTask, make_recipe
-from trainer.distributed.parallel import World, replicate
+from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import read_checksums
-from trainer.train import explain
+from trainer.train import outputs
 from trainer.train.anomaly import AnomalyDetector
-from trainer.train.run import assemble
-from trainer.train.step import LossOf, Training, train_step
+from trainer.train.build import build
+from trainer.train.prepare import prepare_model
+from trainer.train.reduction import FixedGradients
+from trainer.train.state import Run
+from trainer.train.step import train_step
 
 CPU = torch.device("cpu")
 
@@ -66,24 +72,29 @@ class _Replay(torch.autograd.Function):
 
 def trained(
     replayed: bool, micro_batch_size: int, group: dist.ProcessGroup | None = None, **sections: Any
-) -> tuple[Training, list[torch.Tensor]]:
+) -> tuple[Run, list[torch.Tensor]]:
     recipe = make_recipe(
         epochs=3,
         data={"global_batch_size": 8, "micro_batch_size": micro_batch_size},
         ema={"decay": 0.9},
         **sections,
     )
-    parts = assemble(recipe, TokenTask(40), World(0, 1, 0, CPU, group), 0)
-    t = parts.training
-    t.cuda_graphs = replayed
-    if replayed:
-        t.replica = replicate(LossOf(t.task, Replayed(t.model)), group, recipe.parallel, CPU)
-    t.__post_init__()
-    batches = parts.loader(t.share.batches())
-    for step in range(t.share.plan.steps):
-        train_step(t, batches, step)
-    assert t.average is not None
-    return t, [t.loss, t.norm, *t.model.parameters(), *t.average.tensors.values()]
+
+    def as_graphs(*arguments: Any) -> Any:
+        prepared = prepare_model(*arguments)
+        return replace(prepared, call=Replayed(prepared.model), cuda_graphs=True) if replayed else prepared
+
+    with mock.patch("trainer.train.build.prepare_model", as_graphs):
+        run = build(recipe, TokenTask(40), World(0, 1, 0, CPU, group), 0)
+    batches, state = run.loader(run.share.batches()), run.state
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+    assert state.average is not None
+    return run, [state.loss, state.norm, *state.model.parameters(), *state.average.tensors.values()]
+
+
+def keeps_gradients(run: Run) -> bool:
+    return isinstance(run.gradients, FixedGradients)
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2])
@@ -100,11 +111,11 @@ def test_what_a_replay_overwrites_is_not_needed_any_more(
     sections: dict[str, Any], micro_batch_size: int
 ) -> None:
     _, expected = trained(False, micro_batch_size, **sections)
-    t, got = trained(True, micro_batch_size, **sections)
+    run, got = trained(True, micro_batch_size, **sections)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     # One shard's gradients are used where the graph has put them; several are added up elsewhere.
-    assert t.keeps_gradients == (micro_batch_size < 8)
-    assert all((p.grad is not None) == t.keeps_gradients for p in t.parameters)
+    assert keeps_gradients(run) == (micro_batch_size < 8)
+    assert all((p.grad is not None) == keeps_gradients(run) for p in run.gradients.parameters)
 
 
 @pytest.fixture
@@ -122,9 +133,9 @@ def test_ddp_has_its_own_place_for_gradients(group: dist.ProcessGroup, micro_bat
     optim = {"lr": 0.01, "max_grad_norm": 1.0}
     alone, expected = trained(False, micro_batch_size, optim=optim)
     eager, _ = trained(False, micro_batch_size, group, optim=optim)
-    t, got = trained(True, micro_batch_size, group, optim=optim)
-    assert (alone.keeps_gradients, eager.keeps_gradients, t.keeps_gradients) == (False, False, True)
-    assert all(p.grad is not None and not p.grad.any() for p in t.parameters)
+    run, got = trained(True, micro_batch_size, group, optim=optim)
+    assert (keeps_gradients(alone), keeps_gradients(eager), keeps_gradients(run)) == (False, False, True)
+    assert all(p.grad is not None and not p.grad.any() for p in run.gradients.parameters)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -173,9 +184,9 @@ def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     hand = targets_graphs.by_hand(task, recipe, CPU, 20, compiled=False)
     hand()
     training, own = (getclosurevars(turn).nonlocals for turn in (ours, hand))
-    t: Training = training["training"]
-    assert t.average is not None
-    weights, average = list(t.model.parameters()), list(t.average.tensors.values())
+    run: Run = training["run"]
+    assert run.state.average is not None
+    weights, average = list(run.state.model.parameters()), list(run.state.average.tensors.values())
     theirs = list(zip(own["params"], own["average"], strict=True))
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, (b, _) in zip(weights, theirs, strict=True))
     # By how much the average lags behind: little beside the weights, which would hide a difference.
@@ -185,7 +196,7 @@ def test_both_loops_do_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed are rows, fingerprints, explanations, the watching thread and what comes between steps."""
-    monkeypatch.setattr(explain, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(outputs, "_PAUSE_S", 0.0)
     looked: list[int] = []
     original = AnomalyDetector.look
 
@@ -201,14 +212,18 @@ def test_the_trainers_loop_is_the_one_of_a_run(tmp_path: Path, monkeypatch: pyte
         for _ in range(2):
             turn()
         assert threads("machine") == watching + 1
-        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        rows = read_rows(tmp_path, ())
     assert threads("machine") == watching
     figures = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in figures] == [50, 100] and looked == list(range(1, 101))
     assert all(row.keys() >= {"loss", "time/wall", "time/gc", "samples_per_s"} for row in figures)
-    assert [row["step"] for row in rows if row["kind"] == "memory"] == [64, 64]  # the end of an epoch
+    assert [row["step"] for row in rows if row["kind"] == "memory"] == [
+        0,
+        64,
+        64,
+    ]  # start, and the end of an epoch
     trace, names, bad = read_checksums(tmp_path / "checksums.jsonl")
-    assert not bad and [(row.step, len(row.tensors)) for row in trace] == [
+    assert not bad and [(row.step, len(row.tensors)) for row in trace if row.kind == "train"] == [
         (50, len(names)),
         (100, len(names)),
     ]

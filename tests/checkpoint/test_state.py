@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.toys import assemble_alone, make_recipe
-from trainer.train.run import Parts, make_task
-from trainer.train.state import load_tensors, tensors_of
+from tests.helpers.toys import build_alone, make_recipe
+from trainer.train.run import make_task
+from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 
 pytestmark = pytest.mark.compat
@@ -21,35 +21,34 @@ RUN: dict[str, Any] = {
 }
 
 
-def started(**sections: Any) -> Parts:
+def started(**sections: Any) -> Run:
     values = {
         name: section if not isinstance(section, dict) else {**RUN.get(name, {}), **section}
         for name, section in sections.items()
     }
     recipe = make_recipe(**{**RUN, **values})
-    parts = assemble_alone(recipe, make_task(recipe))
-    parts.training.replica.train()
-    return parts
+    run = build_alone(recipe, make_task(recipe))
+    run.replica.train()
+    return run
 
 
-def go_on(parts: Parts, steps: range) -> list[float]:
-    t = parts.training
+def go_on(run: Run, steps: range) -> list[float]:
     losses = []
-    batches = parts.loader(t.share.batches(steps.start))
+    batches = run.loader(run.share.batches(steps.start))
     for step in steps:
-        t.loss.zero_()
-        train_step(t, batches, step)
-        losses.append(float(t.loss))
+        run.state.loss.zero_()
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
     return losses
 
 
-def saved(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
+def saved(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     return {
         kind: {
             name: tensor.detach().clone(memory_format=torch.contiguous_format)
             for name, tensor in part.items()
         }
-        for kind, part in tensors_of(parts.training).items()
+        for kind, part in tensors_of(run.state).items()
     }
 
 
@@ -88,7 +87,7 @@ def test_a_run_that_was_cut_ends_with_the_same_bits(sections: dict[str, Any], cu
     begun = go_on(first, range(cut))
     kept = saved(first)
     second = started(**sections)
-    load_tensors(second.training, cut, kept)
+    load_tensors(second.state, cut, kept)
     assert begun + go_on(second, range(cut, 12)) == losses
     ended, wanted = saved(second), saved(whole)
     assert ended.keys() == wanted.keys() == {"model", "optimizer", "ema"}

@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +25,10 @@ from tests.helpers.netns import hosts, in_host, on_each
 from trainer.cli import main
 from trainer.commands.bench import links, preflight as preflight_module
 from trainer.commands.bench.comm import bench_comm
-from trainer.commands.bench.comm_fit import MIB, SIZES, Found, Timed, bus_factor, fitted, parsed_sizes
+from trainer.commands.bench.comm_fit import SIZES, CommResult, Timed, bus_factor, fitted, parsed_sizes
 from trainer.commands.bench.comm_rank import least_limit
 from trainer.commands.bench.comm_show import as_json, as_text
 from trainer.commands.bench.link_limit import (
-    addresses,
     host_limit,
     interface_speed,
     interface_to,
@@ -38,23 +37,25 @@ from trainer.commands.bench.link_limit import (
 from trainer.commands.bench.links import Link, called, calling, listening, rate
 from trainer.commands.bench.preflight import Place, _told, _tried, preflight
 from trainer.commands.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
+from trainer.config.sizes import MIB
 from trainer.errors import BadInputError
+from trainer.host.interfaces import addresses
 
 OPTIONS = argparse.Namespace(
-    ranks=None,
+    nproc_per_node=None,
     gpus=None,
     sizes="",
     dtypes="fp32",
     backend="gloo",
     rounds=1,
     json=False,
-    plot=None,
     limit=None,
     preflight=False,
     seconds=5.0,
-    nodes=None,
+    nnodes=None,
     node_rank=None,
-    master=None,
+    master_addr=None,
+    master_port=None,
 )
 Capfd = pytest.CaptureFixture[str]
 GIGABIT = 1e9 / 8
@@ -109,10 +110,10 @@ def test_sizes_are_read() -> None:
             parsed_sizes(f"4K,{wrong}", cpu=True)
 
 
-def found(limit: tuple[float | None, str] = (None, "loopback: no link, memory is the limit")) -> Found:
+def found(limit: tuple[float | None, str] = (None, "loopback: no link, memory is the limit")) -> CommResult:
     series = [Timed(4096, 100e-6, 90e-6, 120e-6), Timed(MIB, 1.1e-3, 1e-3, 1.2e-3)]
     fit = fitted(series)
-    return Found(4, 2, "gloo", "here and now", {"fp32": series}, fit, limit)
+    return CommResult(4, 2, "gloo", "here and now", {"fp32": series}, fit, limit)
 
 
 def test_what_a_plan_reads() -> None:
@@ -135,9 +136,8 @@ def test_the_table() -> None:
 
 
 @pytest.mark.compat
-def test_two_ranks_of_this_host(tmp_path: Path) -> None:
-    plot = tmp_path / "comm.svg"
-    words = ["--sizes", "4K,64K,1M", "--rounds", "2", "--dtypes", "fp32,bf16", "--json", "--plot", str(plot)]
+def test_two_ranks_of_this_host() -> None:
+    words = ["--sizes", "4K,64K,1M", "--rounds", "2", "--dtypes", "fp32,bf16", "--json"]
     command = [sys.executable, "-m", "trainer", "bench", "comm", "--backend", "gloo", *words]
     done = preloaded.run(command)
     assert done.returncode == 0, done.stderr
@@ -150,8 +150,6 @@ def test_two_ranks_of_this_host(tmp_path: Path) -> None:
     assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in told["sizes"])
     assert told["limit_bytes_per_s"] is None and told["limit"] == "loopback: no link, memory is the limit"
     assert told["latency_s"] == told["sizes"][0]["seconds"]
-    text = plot.read_text()
-    assert text.startswith("<svg ") and "fp32" in text and "bf16" in text and "1\u00a0MiB" in text
 
 
 @pytest.mark.parametrize(
@@ -162,8 +160,7 @@ def test_two_ranks_of_this_host(tmp_path: Path) -> None:
         (["--rounds", "0"], "--rounds 0"),
         (["--seconds", "0"], "--seconds 0"),
         (["--limit", "-1"], "--limit -1"),
-        (["--plot", "a.png"], "ends in .svg"),
-        (["--backend", "gloo", "--ranks", "0"], "--ranks 0"),
+        (["--backend", "gloo", "--nproc-per-node", "0"], "--nproc-per-node 0"),
     ],
 )
 def test_bad_options(capfd: Capfd, words: list[str], said: str) -> None:
@@ -172,8 +169,11 @@ def test_bad_options(capfd: Capfd, words: list[str], said: str) -> None:
 
 
 def test_one_rank_measures_nothing(capfd: Capfd) -> None:
-    assert main(["bench", "comm", "--backend", "gloo", "--ranks", "1"]) == 3
-    assert capfd.readouterr().out == "nothing measured: one rank has nobody to talk to: give --ranks 2\n"
+    assert main(["bench", "comm", "--backend", "gloo", "--nproc-per-node", "1"]) == 3
+    assert (
+        capfd.readouterr().out
+        == "nothing measured: one rank has nobody to talk to: give --nproc-per-node 2\n"
+    )
 
 
 # --- the link's limit ---
@@ -532,14 +532,14 @@ def test_a_rank_without_a_store_says_so() -> None:
 
 @pytest.mark.slow  # three processes that import torch
 def test_the_preflight_as_a_command(capfd: Capfd) -> None:
-    assert main(["bench", "comm", "--preflight", "--ranks", "2"]) == 0
+    assert main(["bench", "comm", "--preflight", "--nproc-per-node", "2"]) == 0
     assert capfd.readouterr().out.startswith("1 link between 2 ranks of ")
 
 
-def between_hosts(names: list[str], seconds: float, come: float = 60.0) -> list[dict[str, Any]]:
+def between_hosts(names: list[str], seconds: float, come: Sequence[float] = ()) -> list[dict[str, Any]]:
     def one(number: int) -> dict[str, Any]:
         place = Place(number, len(names), "10.79.0.1", 29512, number == 0)
-        return preflight(place, seconds, come_seconds=come)
+        return preflight(place, seconds, come_seconds=come[number] if come else 60.0)
 
     told: list[dict[str, Any]] = on_each(names, one)
     return told
@@ -559,7 +559,8 @@ def test_two_hosts_that_start_it_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(preflight_module, "interface_speed", lambda _: (None, ""))
 
     def one(number: int, seconds: float = 30.0) -> tuple[int, str]:
-        several = {"nodes": "2", "node_rank": number, "master": "10.79.0.1:29513"}
+        several = {"nnodes": "2", "node_rank": number}
+        several |= {"master_addr": "10.79.0.1", "master_port": 29513}
         options = argparse.Namespace(**{**vars(OPTIONS), **several, "preflight": True, "seconds": seconds})
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -587,13 +588,19 @@ def test_a_slow_host_in_a_real_network() -> None:
 
 
 @pytest.mark.parametrize("how", ["iptables", pytest.param("blackhole", marks=pytest.mark.slow)])
-def test_a_dead_link_in_a_real_network(how: str) -> None:
+def test_a_dead_link_in_a_real_network(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(server: Any, own: Host, one: Host, other: Host, number: int, seconds: float) -> Link:
+        dead = (one.rank, other.rank) == (1, 2)  # the others may be slow: so may this machine
+        return _try(server, own, one, other, number, 2.0 if dead else seconds)
+
+    _try = preflight_module._try
+    monkeypatch.setattr(preflight_module, "_try", tried)
     with hosts(3) as names:
         if how == "iptables":
             in_host(names[1], "iptables", "-A", "OUTPUT", "-d", "10.79.0.3", "-j", "DROP")
         else:
             in_host(names[1], "ip", "route", "add", "blackhole", "10.79.0.3/32")
-        told = between_hosts(names, 4.0)
+        told = between_hosts(names, 60.0)
     assert [(pair.one, pair.other, pair.why) for pair in told[0]["pairs"] if pair.why] == [
         (1, 2, "no answer")
     ]
@@ -601,9 +608,13 @@ def test_a_dead_link_in_a_real_network(how: str) -> None:
     assert line.startswith("trainer: link 10.79.0.2 (rank 1) - 10.79.0.3 (rank 2): no answer within 4 s")
 
 
-def test_a_host_that_is_down_in_a_real_network() -> None:
+def test_a_host_that_is_down_in_a_real_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told_in_time(store: Any, key: str, until: float) -> Any:
+        return None if key == "host-2" else _told(store, key, until + 60)
+
+    monkeypatch.setattr(preflight_module, "_told", told_in_time)
     with hosts(3) as names:
         in_host(names[2], "ip", "link", "set", "eth0", "down")
-        told = between_hosts(names, 1.0, come=3.0)
+        told = between_hosts(names, 60.0, come=[60.0, 60.0, 1.0])
     assert told[0]["missing"] == [2] and told[1] == told[0]
     assert "rank 2 on " in told[2]["alone"] and "10.79.0.1:29512" in told[2]["alone"]

@@ -9,7 +9,8 @@ from trainer.cli import main
 from trainer.commands.bench import setting
 from trainer.commands.bench.setting import bench_setting
 from trainer.errors import BadInputError
-from trainer.train.step import Training, train_step
+from trainer.train.state import Run
+from trainer.train.step import train_step
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ["data.global_batch_size=16", "data.micro_batch_size=4", "model.width=4"]
@@ -19,9 +20,9 @@ def test_settings_beside_the_recipe_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     """On a clock that each step moves, by 2 ms, of a wider model by 5 ms."""
     clock = Clock()
 
-    def step(training: Training, *arguments: Any) -> None:
-        train_step(training, *arguments)
-        clock.move(0.005 if training.parameters[0].shape[0] == 6 else 0.002)
+    def step(run: Run, *arguments: Any) -> None:
+        train_step(run, *arguments)
+        clock.move(0.005 if run.gradients.parameters[0].shape[0] == 6 else 0.002)
 
     monkeypatch.setattr(setting, "train_step", step)
     monkeypatch.setattr(setting, "now", lambda _: clock())

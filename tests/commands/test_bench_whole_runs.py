@@ -14,6 +14,7 @@ from trainer.commands.bench import whole_runs
 from trainer.commands.bench.setting import bench_setting
 from trainer.commands.bench.whole_runs import Figures, bench_whole_runs, figures
 from trainer.errors import BadInputError
+from trainer.observe.rows import FILES
 
 
 def test_sides_take_turns_and_are_compared_pair_by_pair(
@@ -53,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_real_run() -> None:
-    found = whole_runs.run("digits", ["max_steps=2", "evaluate_every=0", "parallel.threads=1"])
+    found = whole_runs.run("digits", ["max_steps=2", "evaluation.every=end", "parallel.threads=1"])
     assert found.samples_per_s > 0 and found.memory["resident"] > 0
 
 
@@ -85,6 +86,6 @@ def test_figures_are_the_most_of_all_rows(tmp_path: Path) -> None:
         {"kind": "memory", "memory/reserved_bytes": 4 << 30},
         {"kind": "end", "samples_per_s": 12.5},
     ]
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert figures(file) == Figures(12.5, {"reserved": 4.0, "used on the GPU": 5.0})
+    for row in rows:
+        (tmp_path / FILES[str(row["kind"])]).write_text(f"{json.dumps(row)}\n")
+    assert figures(tmp_path) == Figures(12.5, {"reserved": 4.0, "used on the GPU": 5.0})

@@ -6,12 +6,10 @@ import fcntl
 import json
 import os
 import resource
-import socket
+import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +17,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.doctor_box import GIB, MIB, healthy
-from trainer.commands.doctor import network, session
+from tests.helpers.planted import write
+from trainer.commands.doctor import network
 from trainer.commands.doctor.doctor import judge, read_box
-from trainer.commands.doctor.facts import Gpus
+from trainer.commands.doctor.facts import Gpus, Network, System
 from trainer.commands.doctor.gpu import read_gpus
-from trainer.commands.doctor.helpers import size
-from trainer.commands.doctor.kernel import lock, read_system
-from trainer.commands.doctor.plan import make_plan, read_for_plan
+from trainer.commands.doctor.kernel import read_system
+from trainer.commands.doctor.needs import make_needs, read_for_needs
 from trainer.commands.doctor.software import read_software
 from trainer.config.data import WITHOUT_WORKERS
 from trainer.config.recipe_file import recipe_names
@@ -34,17 +32,10 @@ from trainer.host import disks
 from trainer.host.disks import Folder, Mount, cache_folders, read_data, read_folder, read_mount
 from trainer.host.limits import Limits, read_limits
 from trainer.host.reading import within
+from trainer.observe.text import rough_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IN_ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
 
 
 # GPUs
@@ -87,21 +78,17 @@ def nvml(gpus: int = 2, init: int = 0, lost: tuple[int, ...] = (), **more: Any) 
         nvmlDeviceGetBrand=lambda _: 15,
         nvmlDeviceGetCudaComputeCapability=lambda _: (8, 9),
         nvmlDeviceGetMemoryInfo=memory,
-        nvmlDeviceGetPciInfo=lambda number: SimpleNamespace(busId=f"00000000:{number}A:00.0".encode()),
-        nvmlDeviceGetP2PStatus=lambda *_: 1,
         nvmlSystemGetDriverVersion=lambda: "570.86",
     )
 
 
 def test_gpus(tmp_path: Path) -> None:
-    plant(tmp_path, {"sys/bus/pci/devices/0000:1a:00.0/numa_node": "1", "dev/nvidiactl": ""})
+    write(tmp_path, {"dev/nvidiactl": ""})
     found = read_gpus(nvml(), tmp_path, {})
     assert (found.driver, found.nodes, found.problem) == ("570.86", True, "")
-    assert [card.node for card in found.cards] == [-1, 1]
     one = found.cards[0]
     assert (one.name, one.architecture, one.data_centre) == ("NVIDIA GeForce RTX 4090", "sm_89", False)
     assert (one.total, one.used) == (80 * GIB, GIB)
-    assert found.peers == ((0, 1, "the chipset can't"),)
 
 
 def test_visible_devices(tmp_path: Path) -> None:
@@ -125,7 +112,7 @@ def test_gpus_of_other_jobs_are_not_lost(tmp_path: Path) -> None:
 
 def test_nvml_that_does_not_start(tmp_path: Path) -> None:
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 1"
-    plant(tmp_path, {"proc/driver/nvidia/version": version})
+    write(tmp_path, {"proc/driver/nvidia/version": version})
     found = read_gpus(nvml(init=18), tmp_path, {})
     assert (found.code, found.problem) == (18, "Driver/library version mismatch")
     assert found.kernel == "570.86.15"
@@ -133,12 +120,12 @@ def test_nvml_that_does_not_start(tmp_path: Path) -> None:
 
 def test_the_open_kernel_module_has_a_version_too(tmp_path: Path) -> None:
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
-    plant(tmp_path, {"proc/driver/nvidia/version": version})
+    write(tmp_path, {"proc/driver/nvidia/version": version})
     assert read_gpus(nvml(init=12), tmp_path, {}).kernel == "580.65.06"
 
 
 def test_forward_compatibility(tmp_path: Path) -> None:
-    plant(
+    write(
         tmp_path,
         {
             "usr/local/cuda/compat/libcuda.so.580.65.06": "",
@@ -149,7 +136,7 @@ def test_forward_compatibility(tmp_path: Path) -> None:
     assert read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/opt/other"}).compat == ()
     found = read_gpus(nvml(), tmp_path, {"LD_LIBRARY_PATH": "/x:/usr/local/cuda/compat"})
     assert found.compat == ("580.65.06",)
-    plant(tmp_path, {"etc/ld.so.conf.d/000_cuda.conf": "/usr/local/cuda/compat"})
+    write(tmp_path, {"etc/ld.so.conf.d/000_cuda.conf": "/usr/local/cuda/compat"})
     assert read_gpus(nvml(), tmp_path, {}).compat == ("580.65.06",)
 
 
@@ -161,37 +148,31 @@ V2 = {
     "proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw",
     "sys/devices/system/cpu/online": "0-63",
     "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB\n"
-    "SwapTotal: 8388608 kB\nSwapFree: 4194304 kB\nCommitLimit: 1000 kB\nCommitted_AS: 3000 kB",
+    "CommitLimit: 1000 kB\nCommitted_AS: 3000 kB",
     "sys/fs/cgroup/cpu.max": "400000 100000",
     "sys/fs/cgroup/cpu.stat": "usage_usec 9\nnr_periods 200\nnr_throttled 50\nthrottled_usec 1",
     "sys/fs/cgroup/memory.max": str(8 * GIB),
     "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_unreclaimable 0",
     "sys/fs/cgroup/memory.events": "low 0\noom 4\noom_kill 3",
-    "proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-3,8\nMems_allowed_list:\t0",
-    "sys/devices/system/node/node0/cpulist": "0-31",
-    "sys/devices/system/node/node1/cpulist": "32-63",
+    "proc/self/status": "Name:\tpython\nCapEff:\t00000000a80465fb\nMems_allowed_list:\t0",
     "proc/sys/vm/overcommit_memory": "2",
-    "proc/sys/kernel/core_pattern": "|/usr/lib/systemd/systemd-coredump",
 }
 
 
 def test_the_kernel_with_cgroup_v2(tmp_path: Path) -> None:
-    root = plant(tmp_path, V2)
+    root = write(tmp_path, V2)
     (root / "dev/shm").mkdir(parents=True)
-    found = read_system(root, read_limits(root))
-    assert (found.machine_cpus, found.allowed_cpus) == (64, frozenset({0, 1, 2, 3, 8}))
-    assert {node: len(cpus) for node, cpus in found.nodes.items()} == {0: 32, 1: 32}
+    found = read_system(root, read_limits(root), {})
+    assert (found.machine_cpus, found.ipc_lock) == (64, True)
     assert found.throttled == 0.25
     assert (found.available, found.oom_kills) == (4 * GIB, 3)
-    assert (found.swap_total, found.swapped) == (8 * GIB, 4 * GIB)
     assert (found.overcommit, found.commit_left) == (2, -2000 * 1024)
-    assert found.core_pattern.startswith("|")
     assert found.shm is not None
-    assert set(found.rlimits) == {"nofile", "nproc", "stack", "core", "memlock"}
+    assert set(found.rlimits) == {"nofile", "nproc", "memlock"}
 
 
 def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
-    root = plant(
+    root = write(
         tmp_path,
         {
             "proc/meminfo": "MemTotal: 536870912 kB\nMemAvailable: 400000000 kB",
@@ -202,7 +183,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
         },
     )
-    found = read_system(root, read_limits(root))
+    found = read_system(root, read_limits(root), {})
     assert (found.available, found.oom_kills) == (2 * GIB, 1)
     assert found.throttled == 0.0  # no period has passed
     assert found.shm is None
@@ -211,7 +192,7 @@ def test_the_kernel_with_cgroup_v1(tmp_path: Path) -> None:
 def test_an_empty_root_tells_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     found = judge(read_box(None, None, tmp_path / "runs", tmp_path, {}, nvml(init=12)))
     assert len(found) >= 25
-    assert found["cpu.set"].status == found["gpu.driver"].status == "not available"
+    assert found["gpu.lost"].status == found["gpu.driver"].status == "not available"
     assert not any("can't be checked" in one.finding for one in found.values())
 
 
@@ -229,20 +210,11 @@ def as_nobody(imports: str, code: str, limit: int, value: int) -> str:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert not done.stderr, done.stderr
     return done.stdout.strip()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone limits it like this")
-def test_mlock_is_tried_for_real() -> None:
-    assert lock(0) is None
-    imports, code = "from trainer.commands.doctor.kernel import lock", "print(lock(64 << 20))"
-    got = int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 4 * MIB))
-    assert 2 * MIB <= got <= 4 * MIB
-    assert int(as_nobody(imports, code, resource.RLIMIT_MEMLOCK, 0)) == 0
 
 
 @IN_ROOT_ONLY
@@ -276,17 +248,17 @@ MOUNTS = """\
 @pytest.mark.parametrize(
     ("path", "mount"),
     [
-        ("/elsewhere", Mount("overlay", "/", "container layer", None)),
-        ("/cache/torch", Mount("ext4", "/cache", "volume", True)),
-        ("/data/pets/train", Mount("ext4", "/data/pets", "bind mount", True)),
-        ("/data/nfs", Mount("nfs4", "/data/nfs", "mount", None)),
-        ("/data/nfs2", Mount("overlay", "/", "container layer", None)),
-        ("/data/a b/c", Mount("fuse.s3fs", "/data/a b", "mount", None)),
-        ("/runs/1", Mount("xfs", "/runs", "volume", True)),
+        ("/elsewhere", Mount("overlay", "/", "container layer")),
+        ("/cache/torch", Mount("ext4", "/cache", "volume")),
+        ("/data/pets/train", Mount("ext4", "/data/pets", "bind mount")),
+        ("/data/nfs", Mount("nfs4", "/data/nfs", "mount")),
+        ("/data/nfs2", Mount("overlay", "/", "container layer")),
+        ("/data/a b/c", Mount("fuse.s3fs", "/data/a b", "mount")),
+        ("/runs/1", Mount("xfs", "/runs", "volume")),
     ],
 )
 def test_what_a_path_lies_on(tmp_path: Path, path: str, mount: Mount) -> None:
-    plant(tmp_path, {"proc/self/mountinfo": MOUNTS, "sys/dev/block/8:1/../queue/rotational": "1"})
+    write(tmp_path, {"proc/self/mountinfo": MOUNTS})
     assert read_mount(Path(path), tmp_path) == mount
 
 
@@ -296,7 +268,6 @@ def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     assert found.free > 0
     assert found.speed is not None
     assert found.speed > 0
-    assert abs(found.skew) < 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -384,7 +355,7 @@ def test_where_caches_lie() -> None:
 
 def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
     asked = 'Requires-Dist: nvidia-cudnn-cu12==9.10.2.21; platform_system == "Linux"\nRequires-Dist: numpy>=1'
-    root = plant(
+    root = write(
         tmp_path,
         {
             "site/torch/version.py": "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip = None",
@@ -423,7 +394,7 @@ def test_packages_are_read_from_their_files(tmp_path: Path) -> None:
 
 
 def test_a_torch_for_cpus(tmp_path: Path) -> None:
-    plant(tmp_path, {"torch/version.py": "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None"})
+    write(tmp_path, {"torch/version.py": "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None"})
     found = read_software([str(tmp_path)], tmp_path, "", {})
     assert (found.torch, found.cuda, found.wanted) == ("2.9.1+cpu", "", {})
 
@@ -436,22 +407,6 @@ def test_this_environment_is_that_of_its_lock() -> None:
 
 
 # Network
-
-
-@pytest.fixture
-def listening() -> Iterator[int]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield server.getsockname()[1]
-
-
-def test_ports(listening: int) -> None:
-    environ = {"JUPYTER_PORT": str(listening), "TENSORBOARD_PORT": "no", "MASTER_PORT": "99999"}
-    assert list(network.wanted_ports(environ).values()) == [29500, listening, 6006]
-    assert network.is_taken(listening)
-    found = network.read_network(Path("/"), environ)
-    assert found.taken["JupyterLab (JUPYTER_PORT)"] == listening
 
 
 def no_library(name: str) -> Any:
@@ -475,7 +430,7 @@ class Verbs:
 
 
 def test_infiniband(tmp_path: Path) -> None:
-    root = plant(
+    root = write(
         tmp_path,
         {
             "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
@@ -485,83 +440,86 @@ def test_infiniband(tmp_path: Path) -> None:
             "dev/infiniband/uverbs0": "",
         },
     )
-    found = network.read_network(root, {}, no_library)
+    found = network.read_network(root, no_library)
     assert (found.infiniband, found.verbs, found.peer_memory) == (("mlx5_0:1",), True, False)
     assert found.listed is None
     assert network.infiniband(healthy(network=found)).status == "warn"
-    found = network.read_network(root, {}, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
+    found = network.read_network(root, lambda name: Verbs(name, b"mlx5_0", b"mlx5_1"))
     assert found.listed == ("mlx5_0", "mlx5_1")
-    assert network.read_network(root, {}, Verbs).listed == ()
+    assert network.read_network(root, Verbs).listed == ()
     assert found.interfaces == ("eth0",)
     (root / "sys/module/nvidia_peermem").mkdir(parents=True)
-    assert network.read_network(root, {}).peer_memory
+    assert network.read_network(root).peer_memory
 
 
-def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_SECONDS", 0.05)
-    answered = threading.Event()
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_: answered.wait())
-    assert network.read_network(Path("/"), {}).resolves is None
-    answered.set()
+# A libibverbs.so.1 with one device, as far as the doctor calls it.
+VERBS = """
+#include <stdlib.h>
+static const char *device = "mlx5_0";
+void **ibv_get_device_list(int *count) {
+    void **list = calloc(2, 8);
+    list[0] = &device;
+    *count = 1;
+    return list;
+}
+const char *ibv_get_device_name(void *one) { return *(const char **)one; }
+void ibv_free_device_list(void **list) { free(list); }
+"""
+LISTED = "from pathlib import Path; import sys; from trainer.commands.doctor.network import read_network"
 
 
-def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any) -> Any:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+def test_infiniband_can_be_used_only_while_its_library_is_there(tmp_path: Path) -> None:
+    """A real library, which the loader finds by its name; then it is taken away."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    root = write(tmp_path / "root", {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"})
+    (tmp_path / "verbs.c").write_text(VERBS)
+    library = tmp_path / "libibverbs.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "verbs.c"], check=True)
 
-    monkeypatch.setattr("socket.getaddrinfo", unknown)
-    assert network.read_network(Path("/"), {}).resolves is False
+    def status() -> str:
+        code = f"{LISTED}; print(*read_network(Path(sys.argv[1])).listed or ())"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(root)],
+            env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = Network(
+            infiniband=("mlx5_0:1",), verbs=True, peer_memory=True, listed=tuple(done.stdout.split())
+        )
+        return network.infiniband(healthy(network=found)).status
+
+    assert status() == "ok"
+    library.unlink()
+    assert status() == "warn"
 
 
-# Who, when, where
-
-
-@pytest.mark.parametrize(
-    ("zone", "wrong"),
-    [
-        ("", False),
-        ("UTC", False),
-        ("CET-1CEST,M3.5.0,M10.5.0/3", False),
-        ("Europe/Berlin", False),
-        (":Europe/Berlin", False),
-        ("Mars/Here", True),
-        ("/no/such/file", True),
-    ],
-)
-def test_time_zones(tmp_path: Path, zone: str, wrong: bool) -> None:
-    plant(tmp_path, {"usr/share/zoneinfo/Europe/Berlin": ""})
-    assert bool(session.zone_error(tmp_path, {"TZ": zone})) == wrong
+# Who
 
 
 def test_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = time.time()
-    found = session.read_session(Path("/"), {"HOME": str(tmp_path)})
+    def read(environ: dict[str, str]) -> System:
+        return read_system(tmp_path, read_limits(tmp_path), environ)
+
+    found = read({"HOME": str(tmp_path)})
     assert (found.uid, found.home_error) == (os.getuid(), "")
-    assert before <= found.time <= time.time()
-    assert session.read_session(Path("/"), {}).home_error == "HOME isn't set"
-    assert session.read_session(Path("/"), {"HOME": "/no/such"}).home_error == "it isn't there"
+    assert read({}).home_error == "HOME isn't set"
+    assert read({"HOME": "/no/such"}).home_error == "HOME=/no/such isn't there"
     monkeypatch.setattr("os.getuid", lambda: 98765)
-    assert session.read_session(Path("/"), {}).name == ""
+    assert read({}).user == ""
 
 
-def test_a_locale_that_is_not_installed() -> None:
-    code = "from trainer.commands.doctor.session import read_session; from pathlib import Path; "
-    code += "print(read_session(Path('/'), {}).locale_error)"
-    environment = {**os.environ, "LC_ALL": "xx_YY.UTF-8", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "LC_ALL=xx_YY.UTF-8 isn't installed"
-
-
-# The plan
+# What a recipe needs
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
-def test_a_plan_of_every_recipe(recipe: str) -> None:
+def test_the_needs_of_every_recipe(recipe: str) -> None:
     """It can be read; and what is embedded, or held in memory, wants no workers."""
-    keys = read_for_plan(recipe, [])
-    workers = make_plan(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
+    keys = read_for_needs(recipe, [])
+    workers = make_needs(recipe, keys, Limits(16, 64 * GIB, GIB, None), Gpus()).workers
     assert (workers == 0) == (keys.data.name in WITHOUT_WORKERS)
 
 
@@ -570,35 +528,35 @@ def test_a_plan(tmp_path: Path) -> None:
     file.write_text(
         f"epochs: 1\ndata: {{name: folder, path: {tmp_path}, image_size: 160, micro_batch_size: 32}}\n"
     )
-    keys = read_for_plan(str(file), ["data.prefetch=2", "compile.mode=default"])
+    keys = read_for_needs(str(file), ["data.prefetch=2", "compile.mode=default"])
     assert keys.data.path == tmp_path
     gpus = read_gpus(nvml(), tmp_path, {})
-    plan = make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), gpus)
-    assert (plan.ranks, plan.workers, plan.prefetch, plan.compiles) == (2, 6, 2, True)
-    assert plan.batch_bytes == 32 * 3 * 160 * 160
-    assert plan.ahead == 2 * 6 * 2 * plan.batch_bytes
-    assert make_plan("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
-    digits = make_plan("digits", read_for_plan("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
+    needs = make_needs("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), gpus)
+    assert (needs.ranks, needs.workers, needs.prefetch, needs.compiles) == (2, 6, 2, True)
+    assert needs.batch_bytes == 32 * 3 * 160 * 160
+    assert needs.ahead == 2 * 6 * 2 * needs.batch_bytes
+    assert make_needs("pets.yaml", keys, Limits(16, 64 * GIB, GIB, None), Gpus()).ranks == 1
+    digits = make_needs("digits", read_for_needs("digits", []), Limits(16, 64 * GIB, GIB, None), Gpus())
     assert (digits.workers, digits.ahead, digits.loader_bytes) == (0, 0, 0)
 
 
-def test_a_plan_is_that_of_the_loader(tmp_path: Path) -> None:
+def test_the_needs_are_those_of_the_loader(tmp_path: Path) -> None:
     """The rule of `auto`, on the bytes of the data set that would be trained on."""
     file = tmp_path / "pets.yaml"
     file.write_text("epochs: 1\ndata: {name: folder, path: x, image_size: 512, micro_batch_size: 128}\n")
     limits = Limits(16, 64 * GIB, GIB, None)
-    plan = make_plan("pets.yaml", read_for_plan(str(file), []), limits, Gpus())
+    needs = make_needs("pets.yaml", read_for_needs(str(file), []), limits, Gpus())
     sample = 3 * 512 * 512
     sizes = Sizes(sample, 128 * sample, 256 * sample)
     chosen = by_rule("auto", "auto", sizes, limits, 1)
-    assert (plan.workers, plan.prefetch) == chosen == (12, 2)
-    assert plan.loader_bytes == bytes_needed(chosen, sizes)
-    tight = make_plan("pets.yaml", read_for_plan(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
+    assert (needs.workers, needs.prefetch) == chosen == (12, 2)
+    assert needs.loader_bytes == bytes_needed(chosen, sizes)
+    tight = make_needs("pets.yaml", read_for_needs(str(file), []), Limits(16, 4 * GIB, GIB, None), Gpus())
     assert tight.workers < 12
 
 
 def test_words() -> None:
-    assert [size(count) for count in (0, 2048, MIB, 1.5 * GIB, 64 * MIB, 2e12)] == [
+    assert [rough_size(count) for count in (0, 2048, MIB, 1.5 * GIB, 64 * MIB, 2e12)] == [
         *("0 KiB", "2 KiB", "1 MiB", "1.5 GiB", "64 MiB", "1.8 TiB"),
     ]
     over = threading.Event()

@@ -201,20 +201,20 @@ def test_a_signal_leaves_nothing_half_written(
     ]
 
 
-def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+def _forget_the_mean(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
     assert norm.running_mean is not None
     norm.running_mean.zero_()
     return _FOLDED(layer, norm)
 
 
-_FOLDED = fold_module.folded
+_FOLDED = fold_module._folded
 
 
 @pytest.mark.usefixtures("here")
 def test_a_wrong_fold_is_found_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fold_module, "folded", _forget_the_mean)
+    monkeypatch.setattr(fold_module, "_folded", _forget_the_mean)
     export(run, "--to", "torchscript", "--out", str(tmp_path / "out"), code=1)
     assert "differ from the trained model's" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
@@ -297,7 +297,7 @@ def _other_classes(folder: Path) -> None:
     [
         (_without_weights, "no weights yet"),
         (_bit_flipped, "isn't what the run wrote"),
-        (_no_manifest, "give a run folder"),
+        (_no_manifest, "not a run folder"),
         (_another_width, "isn't of the manifest's model"),
         (_other_classes, "the data here has other classes than the run was trained with"),
     ],

@@ -15,11 +15,10 @@ from pydantic import ValidationError
 from tests.helpers import job_files
 from tests.helpers.job_files import IMAGE, PLACES, job
 from trainer.commands.submit import compose, container, docker, kubeflow, kubernetes, slurm
-from trainer.commands.submit.places import render
+from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import BadInputError
-from trainer.launch.nodes.discover import find_nodes
-from trainer.launch.rank import is_rank
+from trainer.launch.nodes.discover import find_nodes, is_rank
 
 # Another value for each field of the specification.
 CHANGES: dict[str, Any] = {
@@ -27,10 +26,10 @@ CHANGES: dict[str, Any] = {
     "settings": ("optim.lr=0.1", "about=$(HOME) $x 'it\"s'"),
     "name": "another",
     "image": "registry.example/trainer:tag",
-    "nodes": 3,
-    "least_nodes": 1,
+    "nnodes": 3,
+    "min_nnodes": 1,
     "gpus_per_node": 4,
-    "ranks_per_node": 3,
+    "nproc_per_node": 3,
     "cpus_per_node": 7,
     "memory_gib": 33,
     "shm_gib": 5,
@@ -46,7 +45,7 @@ CHANGES: dict[str, Any] = {
     "files": {"mine.py": "/srv/mine.py"},
 }
 # What a place can't do; it must say so.
-REFUSED = {("docker", "nodes"), ("docker", "least_nodes"), ("trainjob", "least_nodes"), ("trainjob", "port")}
+REFUSED = {("docker", "nnodes"), ("docker", "min_nnodes"), ("trainjob", "min_nnodes"), ("trainjob", "port")}
 REFUSED |= {(where, "files") for where in ("job", "jobset", "trainjob", "pytorchjob")}
 
 
@@ -56,17 +55,17 @@ def change(where: str, field: str) -> dict[str, Any]:
         value = f"/srv/{value}" if where in ("docker", "compose") else f"pvc:{value}"
     if field == "recipe_text":
         return {"recipe": "mine.yaml", field: value}
-    return {"gpus_per_node": 0, field: value} if field == "ranks_per_node" else {field: value}
+    return {"gpus_per_node": 0, field: value} if field == "nproc_per_node" else {field: value}
 
 
 def read(where: str, spec: JobSpec) -> dict[str, Any]:
     place, site, reader = PLACES[where]
-    return reader(render(place, spec, site))
+    return reader(HOW[place].render(spec, site))
 
 
 def port(where: str, spec: JobSpec) -> int | None:
     # Of a single node's pod only PyTorchJob wants to know.
-    many = spec.nodes > 1 and where not in ("docker", "trainjob")
+    many = spec.nnodes > 1 and where not in ("docker", "trainjob")
     return spec.port if many or where == "pytorchjob" else None
 
 
@@ -87,10 +86,10 @@ def test_a_changed_field_changes_the_file(where: str, field: str) -> None:
         assert read(where, after) == job_files.expected(after, port(where, after))
     if (where, field) != ("docker", "port"):
         place, site, _ = PLACES[where]
-        assert render(place, before, site) != render(place, after, site)
+        assert HOW[place].render(before, site) != HOW[place].render(after, site)
 
 
-@pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "least_nodes"}))
+@pytest.mark.parametrize("field", sorted(set(CHANGES) - {"recipe_text", "user", "min_nnodes"}))
 def test_a_changed_field_changes_the_batch_script(field: str) -> None:
     for changes in ({}, change("compose", field)):
         spec = job("compose", **changes)
@@ -101,10 +100,10 @@ def test_a_changed_field_changes_the_batch_script(field: str) -> None:
 
 def test_what_is_rendered_is_what_nodes_find() -> None:
     """The launcher's own discovery reads what the files set."""
-    spec = job("compose", nodes=3, least_nodes=2, port=30000)
+    spec = job("compose", nnodes=3, min_nnodes=2, port=30000)
     services = yaml.safe_load(compose.render(spec, Site()))["services"]
     for rank, service in enumerate(services.values()):
-        found = find_nodes(service["environment"], None, None, None)
+        found = find_nodes(service["environment"], None, None, None, None)
         assert found
         assert found[:5] == (2, 3, rank, "node-0", 30000)
     # What the operators set (kubeflow/trainer: pkg/runtime/framework/plugins/torch/torch.go of v2.0.0 to
@@ -116,7 +115,7 @@ def test_what_is_rendered_is_what_nodes_find() -> None:
         "PET_MASTER_ADDR": "mine-node-0-0.mine",
         "PET_MASTER_PORT": "29500",
     }
-    found = find_nodes(v2, None, None, None)
+    found = find_nodes(v2, None, None, None, None)
     assert found
     assert found[:5] == (3, 3, 1, "mine-node-0-0.mine", 29500)
     v1 = v2 | {
@@ -131,11 +130,11 @@ def test_what_is_rendered_is_what_nodes_find() -> None:
         "WORLD_SIZE": "6",
         "PYTHONUNBUFFERED": "1",
     }
-    found = find_nodes(v1, None, None, None)
+    found = find_nodes(v1, None, None, None, None)
     assert found
     assert found[:5] == (2, 3, 1, "mine-master-0", 30000)
     assert not is_rank(v1)
-    assert find_nodes(v2 | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None, None, None) is None
+    assert find_nodes(v2 | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None, None, None, None) is None
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -143,7 +142,7 @@ def test_a_recipe_that_is_a_file_comes_along(where: str, tmp_path: Path) -> None
     file = tmp_path / "mine.yaml"
     spec = job(where, recipe=str(file), recipe_text="epochs: 3\nabout: '# ä'\n")
     place, site, _ = PLACES[where]
-    text = render(place, spec, site)
+    text = HOW[place].render(spec, site)
     if place in ("docker", "compose"):
         assert f"{file}" in text
         assert "/recipe/mine.yaml" in text
@@ -202,9 +201,9 @@ def test_whatever_a_job_says_every_place_says(
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("where", ["job", "jobset"])
 def test_pods_find_node_0(where: str, nodes: int) -> None:
-    spec = job(where, nodes=nodes, name="mine", least_nodes=1 if nodes == 3 else None)
+    spec = job(where, nnodes=nodes, name="mine", min_nnodes=1 if nodes == 3 else None)
     place, site, _ = PLACES[where]
-    objects = job_files.documents(render(place, spec, site))
+    objects = job_files.documents(HOW[place].render(spec, site))
     pod = job_files.indexed_job(objects)["template"]["spec"]
     variables = {
         one["name"]: one for one in pod["containers"][0]["env"] if one["name"] in job_files.VARIABLES
@@ -235,7 +234,7 @@ def test_pods_find_node_0(where: str, nodes: int) -> None:
 @pytest.mark.parametrize("where", ["trainjob", "pytorchjob"])
 def test_kubeflow_sets_what_nodes_find_each_other_by(where: str) -> None:
     place, site, _ = PLACES[where]
-    objects = job_files.documents(render(place, job(where), site))
+    objects = job_files.documents(HOW[place].render(job(where), site))
     for _, template in job_files.templates(objects):
         names = {one["name"] for one in template["spec"]["containers"][0]["env"]}
         assert not names & {*job_files.VARIABLES, "RANK", "WORLD_SIZE"}
@@ -243,7 +242,7 @@ def test_kubeflow_sets_what_nodes_find_each_other_by(where: str) -> None:
 
 
 def test_a_train_job_says_how_many_ranks_and_which_runtime() -> None:
-    objects = job_files.documents(render("kubeflow", job("trainjob"), Site()))
+    objects = job_files.documents(HOW["kubeflow"].render(job("trainjob"), Site()))
     train_job, runtime = objects["TrainJob"]["spec"], objects["TrainingRuntime"]
     assert train_job["trainer"]["numProcPerNode"] == 2
     assert train_job["runtimeRef"]["name"] == runtime["metadata"]["name"]
@@ -258,7 +257,7 @@ def test_a_train_job_says_how_many_ranks_and_which_runtime() -> None:
 
 
 def test_a_pytorch_job_says_how_many_ranks_and_where_they_meet() -> None:
-    objects = job_files.documents(kubeflow.render(job("pytorchjob", nodes=3), Site(kubeflow="v1")))
+    objects = job_files.documents(kubeflow.render(job("pytorchjob", nnodes=3), Site(kubeflow="v1")))
     spec = objects["PyTorchJob"]["spec"]
     assert spec["nprocPerNode"] == "2"
     assert {name: role["replicas"] for name, role in spec["pytorchReplicaSpecs"].items()} == {
@@ -271,9 +270,9 @@ def test_a_pytorch_job_says_how_many_ranks_and_where_they_meet() -> None:
         assert container_["ports"][0] == {"name": "pytorchjob-port", "containerPort": 29500}
         assert role["restartPolicy"] == "ExitCode"
     assert "elasticPolicy" not in spec
-    alone = job_files.documents(kubeflow.render(job("pytorchjob", nodes=1), Site(kubeflow="v1")))
+    alone = job_files.documents(kubeflow.render(job("pytorchjob", nnodes=1), Site(kubeflow="v1")))
     assert list(alone["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
-    elastic = job("pytorchjob", nodes=3, least_nodes=2, name="mine", port=30000)
+    elastic = job("pytorchjob", nnodes=3, min_nnodes=2, name="mine", port=30000)
     policy = job_files.documents(kubeflow.render(elastic, Site(kubeflow="v1")))["PyTorchJob"]["spec"]
     assert policy["elasticPolicy"] == {
         "minReplicas": 2,
@@ -368,7 +367,7 @@ def test_a_signal_passes_the_time_limit(number: int, code: int) -> None:
         assert process.stdout
         process.stdout.readline()
         process.send_signal(number)
-        assert process.wait(120) == code
+        assert process.wait(300) == code
 
 
 def test_after_a_checkpoint_a_pytorch_job_starts_again() -> None:
@@ -385,4 +384,4 @@ def test_after_a_checkpoint_a_pytorch_job_starts_again() -> None:
             assert process.stdout
             process.stdout.readline()
             os.killpg(process.pid, number)
-            assert process.wait(120) == code
+            assert process.wait(300) == code

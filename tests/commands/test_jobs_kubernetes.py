@@ -15,7 +15,7 @@ import yaml
 from tests.helpers import job_files
 from tests.helpers.job_files import PLACES, job
 from trainer.commands.submit import container, launching, pods
-from trainer.commands.submit.places import render
+from trainer.commands.submit.places import PLACES as HOW
 from trainer.commands.submit.spec import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
 
@@ -131,7 +131,7 @@ def check_all(text: str) -> None:
 
 def rendered(where: str, **changes: Any) -> dict[str, Any]:
     place, site, _ = PLACES[where]
-    return job_files.documents(render(place, job(where, **changes), site))
+    return job_files.documents(HOW[place].render(job(where, **changes), site))
 
 
 def each_pod(where: str, **changes: Any) -> Iterator[dict[str, Any]]:
@@ -140,25 +140,27 @@ def each_pod(where: str, **changes: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"nodes": 1}, {"gpus_per_node": 0}, {"least_nodes": 1}, {"cache": None}]
+    "changes", [{}, {"nnodes": 1}, {"gpus_per_node": 0}, {"min_nnodes": 1}, {"cache": None}]
 )
 @pytest.mark.parametrize("where", PODS)
 def test_manifests_are_valid(where: str, changes: dict[str, Any]) -> None:
-    if where == "trainjob" and "least_nodes" in changes:
+    if where == "trainjob" and "min_nnodes" in changes:
         return  # refused
     place, site, _ = PLACES[where]
-    check_all(render(place, job(where, recipe_text="epochs: 1\n", recipe="mine.yaml", **changes), site))
+    check_all(HOW[place].render(job(where, recipe_text="epochs: 1\n", recipe="mine.yaml", **changes), site))
 
 
 def test_the_check_finds_what_is_no_field() -> None:
     place, site, _ = PLACES["job"]
     with pytest.raises(kubernetes_validate.ValidationError):
-        check_all(render(place, job("job"), site).replace("restartPolicy:", "restartPolice:"))
+        check_all(HOW[place].render(job("job"), site).replace("restartPolicy:", "restartPolice:"))
     with pytest.raises(AssertionError, match=r"failurePolicy\.maxRestart\n"):
-        check_all(render(place, job("job"), PLACES["jobset"][1]).replace("maxRestarts:", "maxRestart:"))
+        check_all(HOW[place].render(job("job"), PLACES["jobset"][1]).replace("maxRestarts:", "maxRestart:"))
     with pytest.raises(kubernetes_validate.ValidationError):
         check_all(
-            render("kubeflow", job("pytorchjob"), PLACES["pytorchjob"][1]).replace("emptyDir", "emptyDire")
+            HOW["kubeflow"]
+            .render(job("pytorchjob"), PLACES["pytorchjob"][1])
+            .replace("emptyDir", "emptyDire")
         )
 
 
@@ -176,7 +178,7 @@ def fate(rules: list[dict[str, Any]], code: int, disrupted: bool = False) -> str
 
 @pytest.mark.parametrize("where", ["job", "jobset", "trainjob"])
 def test_exit_codes_decide_what_becomes_of_a_job(where: str) -> None:
-    spec = job_files.indexed_job(rendered(where, nodes=3))
+    spec = job_files.indexed_job(rendered(where, nnodes=3))
     rules = spec["podFailurePolicy"]["rules"]
     names = {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule}
     assert names == {one["name"] for one in spec["template"]["spec"]["containers"]}
@@ -252,8 +254,8 @@ def test_nodes_are_spread_over_hosts(where: str) -> None:
 @pytest.mark.parametrize("where", PODS)
 def test_the_namespace_is_everywhere(where: str) -> None:
     place, site, _ = PLACES[where]
-    text = render(
-        place, job(where, recipe_text="x: 1", recipe="a.yaml"), site.model_copy(update={"namespace": "lab"})
+    text = HOW[place].render(
+        job(where, recipe_text="x: 1", recipe="a.yaml"), site.model_copy(update={"namespace": "lab"})
     )
     assert {one["metadata"]["namespace"] for one in yaml.safe_load_all(text)} == {"lab"}
 
@@ -321,7 +323,7 @@ def overlaid(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["one-node", "several-nodes", "cpu"])
 def test_an_overlay_is_what_would_be_rendered(name: str) -> None:
     spec: JobSpec = render_examples.OVERLAYS[name]
-    wanted = job_files.documents(render("kubernetes", spec, PLACES["job"][1]))
+    wanted = job_files.documents(HOW["kubernetes"].render(spec, PLACES["job"][1]))
     folder = render_examples.FOLDER / "kustomize/overlays" / name
     assert overlaid(folder) == wanted
     check_all(container.dump(*wanted.values()))

@@ -14,9 +14,8 @@ import yaml
 
 from tests.helpers import job_files
 from trainer.cli import main
-from trainer.commands.submit import CONTAINERS, KUBEFLOW, PLACES, add_parser, carried, submit
+from trainer.commands.submit import CONTAINERS, KUBEFLOW, PLACES, add_parser, carried, places, submit
 from trainer.commands.submit.launching import job_fields
-from trainer.commands.submit.places import ENDINGS
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.config.recipe import Recipe
 from trainer.config.section import describe
@@ -55,6 +54,7 @@ class Tools:
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return Tools(tmp_path, monkeypatch)
 
 
@@ -81,10 +81,10 @@ CASES = [
     ),
     (["digits", "--on", "docker", *ENGINE, "--set", "optim.lr=fast"], "optim.lr=fast: "),
     (["digits", "--on", "docker", *ENGINE, "--set", "optim.lr"], "--set optim.lr: give KEY=VALUE"),
-    (["digits", "--on", "docker", *ENGINE, "--nodes", "2"], "--nodes 2: docker run starts one container"),
-    (["digits", "--on", "compose", *ENGINE, "--nodes", "two"], "--nodes two: give a number, or MIN:MAX"),
-    (["digits", "--on", "compose", *ENGINE, "--nodes", "0"], "--nodes 0: input should be greater"),
-    (["digits", "--on", "compose", *ENGINE, "--nodes", "3:2"], "--nodes: 3 is more than the 2 nodes"),
+    (["digits", "--on", "docker", *ENGINE, "--nnodes", "2"], "--nnodes 2: docker run starts one container"),
+    (["digits", "--on", "compose", *ENGINE, "--nnodes", "two"], "--nnodes two: give a number, or MIN:MAX"),
+    (["digits", "--on", "compose", *ENGINE, "--nnodes", "0"], "--nnodes 0: input should be greater"),
+    (["digits", "--on", "compose", *ENGINE, "--nnodes", "3:2"], "--nnodes: 3 is more than the 2 nodes"),
     (["digits", "--on", "docker", *ENGINE, "--time", "soon"], "--time soon: give minutes, HH:MM, HH:MM:SS"),
     (["digits", "--on", "docker", *ENGINE, "--time", "0"], "--time 0: give at least a minute"),
     (["digits", "--on", "docker", *ENGINE, "--grace", "0"], "--grace 0: input should be greater"),
@@ -96,15 +96,15 @@ CASES = [
     (["digits", "--on", "docker", *ENGINE, "--data", "/nowhere"], "--data /nowhere: no such folder here"),
     (["digits", "--on", "docker", *ENGINE, "--data", "pvc:x"], "--data pvc:x: docker has no claims"),
     (
-        ["digits", "--on", "docker", *ENGINE, "--gpus-per-node", "1", "--ranks-per-node", "2"],
-        "--ranks-per-node: with GPUs there is a rank for each",
+        ["digits", "--on", "docker", *ENGINE, "--gpus-per-node", "1", "--nproc-per-node", "2"],
+        "--nproc-per-node: with GPUs there is a rank for each",
     ),
     (["digits", "--on", "kubernetes", *ENGINE], "--runs runs: pods on Kubernetes don't see this machine's"),
     (["digits", "--on", "kubernetes", *CLUSTER, "--user", "0:0"], "--user 0:0: these pods never run as root"),
     (["digits", "--on", "kubernetes", *CLUSTER, "--data", "pvc:-"], "--data pvc:-: pods on Kubernetes"),
     (
-        ["digits", "--on", "kubeflow", *CLUSTER, "--nodes", "1:2"],
-        "--nodes 1:2: a TrainJob has a fixed number",
+        ["digits", "--on", "kubeflow", *CLUSTER, "--nnodes", "1:2"],
+        "--nnodes 1:2: a TrainJob has a fixed number",
     ),
     (["digits", "--on", "kubeflow", *CLUSTER, "--port", "3000"], "--port 3000: a TrainJob's nodes meet at"),
     (
@@ -113,7 +113,7 @@ CASES = [
     ),
     (["digits", "--on", "docker", *ENGINE], "no docker on PATH, which --on docker needs; --dry-run prints"),
     (
-        ["digits", "--on", "kubernetes", *CLUSTER, "--nodes", "3"],
+        ["digits", "--on", "kubernetes", *CLUSTER, "--nnodes", "3"],
         "data.global_batch_size=64 is not a multiple of data.micro_batch_size=64 x 3 ranks",
     ),
     # What --data sets is checked, too.
@@ -134,10 +134,10 @@ def test_bad_input_is_one_line(
 
 
 def test_gpus_that_this_machine_lacks(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
-    tools.add("nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
+    tools.add("nvidia-smi", "echo 'GPU 0: x (UUID: a)'; echo 'GPU 1: x (UUID: b)'")
     tools.add("docker")
     words = ["digits", "--on", "compose", *ENGINE, *SMALL, "--gpus-per-node"]
-    assert "that is 4 GPUs, and nvidia-smi shows 2" in refused([*words, "2", "--nodes", "2"], capsys)
+    assert "that is 4 GPUs, and nvidia-smi shows 2" in refused([*words, "2", "--nnodes", "2"], capsys)
     assert main(["submit", *words, "2", "--dry-run"]) == 0
 
 
@@ -152,7 +152,7 @@ def test_a_dry_run_prints_and_does_nothing(tools: Tools, capsys: pytest.CaptureF
 
 def test_a_micro_batch_may_be_chosen_there(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     del tools
-    words = ["--nodes", "3", "--set", "data.micro_batch_size=auto", "--dry-run"]
+    words = ["--nnodes", "3", "--set", "data.micro_batch_size=auto", "--dry-run"]
     assert main(["submit", "digits", "--on", "kubernetes", *CLUSTER, *words]) == 0
     assert "data.micro_batch_size=auto" in capsys.readouterr().out
 
@@ -168,15 +168,16 @@ def test_a_tag_is_warned_of(tools: Tools, capsys: pytest.CaptureFixture[str]) ->
 
 def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("docker")
-    words = ["digits", "--on", "docker", *ENGINE, "--name", "mine", "--env", "TOKEN=a b$c", "--set", "seed=3"]
+    words = ["digits", "--on", "docker", *ENGINE, "--name", "mine", "--env", "WORDS=a b$c", "--set", "seed=3"]
     assert main(["submit", *words]) == 0
     removed, ran = tools.calls()
     assert removed == ["docker", "rm", "mine"]
     file = Path("runs/.jobs/mine.sh")
     read = job_files.read_docker(file.read_text())
-    assert ran[:3] == ["docker", "run", "--detach"]
-    assert "TOKEN=a b$c" in ran
-    assert read["environment"]["TOKEN"] == "a b$c"
+    assert ran[:2] == ["docker", "run"]
+    assert "--detach" in ran
+    assert "WORDS=a b$c" in ran
+    assert read["environment"]["WORDS"] == "a b$c"
     assert read["user"] == f"{os.getuid()}:{os.getgid()}"
     assert read["command"][-2:] == ["--set", "seed=3"]
     assert file.stat().st_mode & 0o777 == 0o600  # variables may be secrets
@@ -191,18 +192,18 @@ def test_docker_is_given_the_words(tools: Tools, capsys: pytest.CaptureFixture[s
 def test_compose_is_given_the_file(tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("docker")
     assert (
-        main(["submit", "digits", "--on", "compose", *ENGINE, "--nodes", "2", "--name", "mine", *SMALL]) == 0
+        main(["submit", "digits", "--on", "compose", *ENGINE, "--nnodes", "2", "--name", "mine", *SMALL]) == 0
     )
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["docker", "compose", "--file", file, "up", "--detach"]]
-    assert job_files.read_compose(Path(file).read_text())["nodes"] == 2
+    assert job_files.read_compose(Path(file).read_text())["nnodes"] == 2
     assert f"stop       docker compose --file {file} stop" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["kubernetes", "kubeflow"])
 def test_kubectl_is_given_the_file(place: str, tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     tools.add("kubectl", "echo job.batch/mine created")
-    words = ["--on", place, *CLUSTER, "--name", "mine", "--namespace", "lab", "--nodes", "2", *SMALL]
+    words = ["--on", place, *CLUSTER, "--name", "mine", "--namespace", "lab", "--nnodes", "2", *SMALL]
     assert main(["submit", "digits", *words]) == 0
     file = "runs/.jobs/mine.yaml"
     assert tools.calls() == [["kubectl", "apply", "--filename", file]]
@@ -461,7 +462,7 @@ def test_every_option_reaches_the_specification() -> None:
     same = {name for name in JobSpec.model_fields if getattr(spec, name) == getattr(plain, name)}
     assert same == {
         "recipe",
-        "ranks_per_node",
+        "nproc_per_node",
         "recipe_text",
         "files",
     }  # with GPUs there are no ranks to give
@@ -474,16 +475,17 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     words = (
-        "submit digits --on slurm --set seed=1 --name mine --image x:y --nodes 2:3 --gpus-per-node 2 "
+        "submit digits --on slurm --set seed=1 --name mine --image x:y --nnodes 2:3 --gpus-per-node 2 "
         "--cpus-per-node 5 --memory 30 --shm 3 --time 1:00 --grace 40 --data d --runs r --cache c "
-        "--port 3000 --user 1:2 --env A=b --ranks-per-node 1 --partition p --account a --qos q "
-        "--container venv --venv v --namespace n --jobset --kubeflow v1"
+        "--port 3000 --user 1:2 --env A=b --nproc-per-node 1 --partition p --account a --qos q "
+        "--container venv --venv v --namespace n --jobset --kubeflow v1 --sbatch-arg=--nice --queue q "
+        "--service-account s --env-from file:f --rdma host --patch p.yaml"
     )
     return parser.parse_args(shlex.split(words))
 
 
 def test_choices_are_those_of_the_specification() -> None:
-    assert get_args(Place) == PLACES == tuple(ENDINGS) == tuple(submit._TOOLS)
+    assert get_args(Place) == PLACES == tuple(places.PLACES)
     for name, choices in (("container", CONTAINERS), ("kubeflow", KUBEFLOW)):
         kinds: Any = Site.model_fields[name].annotation
         assert set(get_args(kinds)) == set(choices)

@@ -34,8 +34,8 @@ def test_what_sinfo_prints_is_read() -> None:
     ("asked", "partition", "words"),
     [
         ({"gpus_per_node": 8}, None, ""),
-        ({"gpus_per_node": 4, "nodes": 2}, None, ""),
-        ({"gpus_per_node": 8, "nodes": 2}, None, "--nodes 2: partition main has 1 nodes"),
+        ({"gpus_per_node": 4, "nnodes": 2}, None, ""),
+        ({"gpus_per_node": 8, "nnodes": 2}, None, "--nnodes 2: partition main has 1 nodes"),
         ({"gpus_per_node": 9}, None, "--gpus-per-node 9: no node of partition main has more than 8 GPUs"),
         ({"minutes": "2-00:01"}, None, "--time 2881: partition main lets a job run for 2880 minutes"),
         ({"minutes": "2-00:01"}, "cpu", ""),
@@ -66,7 +66,7 @@ def test_a_folder_that_compute_nodes_may_not_see_is_named(monkeypatch: pytest.Mo
 
 
 def test_where_nothing_is_known_nothing_is_refused() -> None:
-    fits(JobSpec(recipe="digits", nodes=99), Site(partition="x"), [])
+    fits(JobSpec(recipe="digits", nnodes=99), Site(partition="x"), [])
 
 
 def test_a_signal_must_not_be_due_before_there_is_progress() -> None:

@@ -13,12 +13,12 @@ from tests.helpers.forked import attempt
 from trainer.cli import main
 from trainer.commands.predict import boxes
 from trainer.config.recipe import Recipe
-from trainer.models.detection import Found
+from trainer.models.detection import Detections
 from trainer.train.model_of_run import open_run, read_samples
 
 _ALL = {
     "epochs": 1,
-    "evaluate_every": 0,
+    "evaluation": {"every": "end"},
     "parallel": {"threads": 1},
     "log": {"to": []},
     "checkpoint": {"every": 0, "minutes": 0, "best": False},
@@ -132,10 +132,10 @@ def test_text_goes_on_and_moves_no_cursor(letters: Path, capsys: pytest.CaptureF
 def test_boxes_are_told_in_the_files_pixels_and_drawn(
     squares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def one(_model: Any, images: torch.Tensor, least: float) -> list[Found]:
+    def one(_model: Any, images: torch.Tensor, least: float) -> list[Detections]:
         assert images.shape[1:] == (3, 32, 32)
         assert least == 0.25
-        return [Found(torch.tensor([[4.0, 8, 16, 12]]), torch.tensor([0.75]), torch.tensor([2]))] * len(
+        return [Detections(torch.tensor([[4.0, 8, 16, 12]]), torch.tensor([0.75]), torch.tensor([2]))] * len(
             images
         )
 

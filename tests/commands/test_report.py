@@ -14,18 +14,33 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.report_runs import manifest, train_row, write_run
+from tests.helpers.report_runs import alone, manifest, train_row, write_run
+from tests.helpers.rows import read_rows
 from trainer.cli import main
 from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import Line, line, line_chart
 from trainer.observe.charts.thin import Cell, Rows, thinned
-from trainer.observe.text import count, duration, escaped, number, plain, scaled, share, size
+from trainer.observe.rows import FILES
+from trainer.observe.text import (
+    age,
+    count,
+    duration,
+    escaped,
+    megabytes,
+    memory_size,
+    number,
+    plain,
+    scaled,
+    share,
+    size,
+)
 from trainer.train.report import figures, page as page_of, write
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import read_run
 from trainer.train.report.write import leave_report, write_report
+from trainer.train.run_folder import FORMAT
 
 _VOID = {"meta", "link", "br"}
 _TAGS = {
@@ -88,6 +103,12 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
         assert f"<h2>{section}</h2>" in html
     for chart in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Samples", "Tokens", "Arithmetic"):
         assert f"<b>{chart}</b>" in html
+    for chart in (
+        "Gradients, root mean square",
+        "Activations, root mean square",
+        "Zeros among the activations",
+    ):
+        assert f"<b>{chart}</b>" in html
     for chart in ("Device memory", "CPUs", "Disk", "Network", "GPU busy", "GPU power", "GPU temperature"):
         assert f"<b>{chart}</b>" in html
     for words in (
@@ -112,6 +133,23 @@ def test_everything_that_a_run_says_is_there(run: Path) -> None:
     assert "3 data" in parsed.text  # the slow rank
 
 
+def test_the_model_is_shown_by_its_parts(tmp_path: Path) -> None:
+    row = {"block": "layer1", "kind": "3 x Bottleneck", "parameters": 215808, "trainable": 215808}
+    total = {**row, "block": "all", "kind": "ResNet", "flops": None}
+    model = {
+        "rows": [{**row, "flops": 1.03e12, "bytes": 2621440}, "odd"],
+        "total": total,
+        "memory": "weights",
+    }
+    text = _Parsed(page_of.page([read_run(write_run(tmp_path / "run", 4, model=model))])).text
+    assert "layer1 3 x Bottleneck 215,808 215,808 1.03 T 2.5 MiB" in text
+    assert "all ResNet 215,808 215,808 – –" in text  # noqa: RUF001
+    assert "Memory of each rank: weights; activations come on top." in text
+    odds: list[Any] = ["x", {"rows": 5, "total": []}, {"rows": [{}]}, {}]
+    for odd in odds:
+        _Parsed(page_of.page([read_run(write_run(tmp_path / "odd", 4, model=odd))]))
+
+
 def test_the_page_takes_nothing_from_elsewhere_and_runs_nothing(run: Path) -> None:
     html, parsed = _report(run)
     assert {tag for tag, _ in parsed.tags} <= _TAGS
@@ -124,17 +162,17 @@ def test_the_page_takes_nothing_from_elsewhere_and_runs_nothing(run: Path) -> No
 def test_every_chart_has_labels_and_tells_what_it_shows(run: Path) -> None:
     html, parsed = _report(run)
     plots = [have for tag, have in parsed.tags if tag == "svg" and have.get("class") == "plot"]
-    assert len(plots) > 20 and all(have["role"] == "img" and have["aria-label"] for have in plots)
-    assert len(re.findall(r'<text class="axis x"[^>]*>step</text>', html)) == len(plots)
-    assert len(re.findall(r'<text class="axis y"[^>]*>[^<]*\S[^<]*</text>', html)) == len(plots)
+    maps = [have for tag, have in parsed.tags if tag == "svg" and have.get("class") == "plot heat"]
+    assert len(plots) > 20 and all(have["role"] == "img" and have["aria-label"] for have in plots + maps)
+    assert len(re.findall(r'<text class="axis x"[^>]*>step</text>', html)) == len(plots + maps)
+    assert len(re.findall(r'<text class="axis y"[^>]*>[^<]*\S[^<]*</text>', html)) == len(plots + maps)
 
 
 def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
     timed = dict(figures.totals(read_run(run)))
     assert list(timed) == [phase for phase in PHASES if phase in timed]
     assert len(timed) == len(PHASES)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    wall = sum(row["time/wall"] for row in rows if row["kind"] == "train")
+    wall = sum(row["time/wall"] for row in read_rows(run, ("train",)))
     assert sum(timed.values()) == pytest.approx(wall)
     _, parsed = _report(run)
     bar = next(have["aria-label"] for tag, have in parsed.tags if (have.get("class") or "").startswith("bar"))
@@ -143,7 +181,7 @@ def test_the_time_of_a_run_is_split_into_its_phases(run: Path) -> None:
 
 def test_the_end_of_a_run_knows_its_times_best(tmp_path: Path) -> None:
     folder = write_run(tmp_path, rows=2, attempts=[{"started": "", "step": 0}])
-    with (folder / "metrics.jsonl").open("a") as file:
+    with (folder / "summary.jsonl").open("a") as file:
         end = {"kind": "end", "step": 100, "time/wall": 99.0, "time/forward": 60.0, "time/evaluation": 39.0}
         file.write(json.dumps(end) + "\n")
     assert figures.totals(read_run(folder)) == [("forward", 60.0), ("evaluation", 39.0)]
@@ -179,15 +217,16 @@ def test_whatever_is_shown_is_escaped(tmp_path: Path, text: str) -> None:
     }
     folder = write_run(tmp_path / "one", rows=3, **wild)
     rows: list[dict[str, Any]] = [
-        {"kind": "evaluation", "step": 150, text[:100]: 0.5, "accuracy": text},
+        {"kind": "eval", "step": 150, text[:100]: 0.5, "accuracy": text},
         {"kind": "train", "step": 150, text[:90]: 1.0, "gpu/throttle_reason": text, "loss": text},
         {"kind": "train", "step": 150, "slow_rank": 1, "slow_phase": text, "slow_excess": 0.1},
         {"kind": "verdict", "step": 100, "cause": text, "text": text, "share": text, "final": 0},
         {"kind": "verdict", "step": 100, "cause": text, "text": text, "share": 0.5, "final": 1},
         {"kind": text, "step": 150},
     ]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    for row in rows:
+        with (folder / FILES.get(str(row["kind"]), "metrics.jsonl")).open("a") as file:
+            file.write(json.dumps(row) + "\n")
     anomaly = {"number": text, "step": 3, "kind": text, "policy": text, "loss": text, "time": text}
     (folder / "anomalies.jsonl").write_text(json.dumps(anomaly) + "\n")
     quiet, _ = _report(write_run(tmp_path / "quiet", rows=3))
@@ -210,7 +249,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path, rows=3, config=config, command="trainer train x --password hunter2", reason="token=hunter2"
     )
-    with (folder / "metrics.jsonl").open("a") as file:
+    with (folder / "verdicts.jsonl").open("a") as file:
         row = {"kind": "verdict", "step": 3, "final": 1, "cause": "x", "text": "s3://a:hunter2@b is slow"}
         file.write(json.dumps(row) + "\n")
     anomaly = {"number": 1, "step": 3, "kind": "spike", "policy": "password: hunter2"}
@@ -235,7 +274,7 @@ _ODD = {
     b'{"kind": "end", "step": 1, "energy/joules": 1e199, "cost/money": -1e199}\n',
     "a huge end": b'{"kind": "end", "step": 1, "time/wall": 1e199, "time/data": 1e199}\n',
     "only null": b'{"kind": "train", "step": 5, "loss": null}\n'
-    b'{"kind": "evaluation", "step": 5, "accuracy": null}\n',
+    b'{"kind": "eval", "step": 5, "accuracy": null}\n',
     "a long line": b'{"kind": "train", "step": 5, "x": "'
     + b"x" * 3_000_000
     + b'"}\n{"kind": "end", "step": 7}\n',
@@ -251,7 +290,7 @@ _ODD = {
     "facts", [{}, {"versions": 3, "device": [], "attempts": "x", "config": [1], "notes": {}}]
 )
 def test_what_is_torn_or_odd_is_left_out(tmp_path: Path, rows: bytes | None, facts: dict[str, Any]) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 2, **facts}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": FORMAT, **facts}))
     if rows is not None:
         (tmp_path / "metrics.jsonl").write_bytes(rows)
         (tmp_path / "anomalies.jsonl").write_bytes(rows)
@@ -264,6 +303,7 @@ def test_what_is_torn_or_odd_is_left_out(tmp_path: Path, rows: bytes | None, fac
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path, rows=3)
+    alone(folder)
     rows = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(b"\xff\n" + rows + b'{"kind": "train"}\n{"cut')
     run = read_run(folder)
@@ -319,6 +359,7 @@ def test_a_report_of_a_million_rows_is_below_a_megabyte(tmp_path: Path) -> None:
     import random
 
     folder, draw = write_run(tmp_path, rows=20), random.Random(0)
+    alone(folder)
     lines = [json.dumps(train_row(n, 1000, draw)) for n in range(1, 1001)]
     with (folder / "metrics.jsonl").open("w") as file:
         for thousand in range(1000):
@@ -326,7 +367,7 @@ def test_a_report_of_a_million_rows_is_below_a_megabyte(tmp_path: Path) -> None:
                 at = line.index('"step": ') + 10
                 file.write(f"{line[:at]}{thousand * 1000 + n}{line[line.index(',', at) :]}\n")
     html, parsed = _report(folder)
-    assert len(html) < 1_000_000 and "from 1,000,000 rows of metrics.jsonl" in parsed.text
+    assert len(html) < 1_000_000 and "from 1,000,000 rows of metrics" in parsed.text
 
 
 def test_a_figure_that_was_not_finite_is_a_gap() -> None:
@@ -357,6 +398,12 @@ def test_axes_have_a_few_round_ticks_between_their_ends(
     assert len({text for _, text in axis.ticks}) == len(axis.ticks)
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_share_that_stays_the_same_is_no_more_than_all(zero: bool) -> None:
+    assert make_axis(1.0, 1.0, "share", zero=zero).high == 1
+    assert make_axis(0.2, 0.2, "share", zero=zero).high < 1
+
+
 @given(st.integers(0, 10**15))
 def test_the_axis_of_steps_ends_with_the_last_one(last: int) -> None:
     axis = step_axis(last)
@@ -385,6 +432,13 @@ def test_the_axis_of_steps_ends_with_the_last_one(last: int) -> None:
         (duration(750), "12 min 30 s"),
         (duration(3599.7), "1 h"),
         (duration(187_200), "2 d 4 h"),
+        (age(119), "119 s"),
+        (age(46 * 3600), "46 h"),
+        (age(50 * 3600), "2 d"),
+        (memory_size((1 << 30) - 1), "1,024 MiB"),
+        (memory_size(1 << 30), "1.00 GiB"),
+        (megabytes(9.6e6), "9.6 MB"),
+        (megabytes(9.96e6), "10 MB"),
     ],
 )
 def test_values_are_written_as_people_read_them(text: str, wanted: str) -> None:
@@ -456,8 +510,8 @@ def test_bad_input_is_one_line(run: Path, tmp_path: Path, capsys: Any, monkeypat
         (["empty"], "empty: not a run folder"),
         (["no/such"], "no/such: not a run folder"),
         ([str(run), "empty"], "empty: not a run folder"),
-        (["torn"], "torn/manifest.json: can't be read as a manifest (not JSON"),
-        (["list"], "list/manifest.json: can't be read as a manifest (not a JSON object)"),
+        (["torn"], "torn/manifest.json: can't be read as a run's manifest (not JSON"),
+        (["list"], "list/manifest.json: can't be read as a run's manifest (not a JSON object)"),
         (["deep"], "nested too deeply"),
         ([str(run), "--out", "empty"], "--out empty: is a folder"),
         (
@@ -530,9 +584,10 @@ def test_a_report_is_replaced_in_one_move(tmp_path: Path, monkeypatch: Any) -> N
 
 def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path, rows=3, status="running", ended=None)
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    early = [row for row in rows if '"final": 1' not in row and '"kind": "end"' not in row]
-    (folder / "metrics.jsonl").write_text("\n".join(early) + "\n")
+    (folder / "summary.jsonl").unlink()
+    rows = (folder / "verdicts.jsonl").read_text().splitlines()
+    early = [row for row in rows if '"final": 1' not in row]
+    (folder / "verdicts.jsonl").write_text("\n".join(early) + "\n")
     assert "So far: data-cpu : the GPU waits 27 %" in _report(folder)[1].text
     for status in ("failed", "diverged"):
         facts = manifest(3, status=status, reason="RuntimeError: out of memory")
@@ -542,7 +597,7 @@ def test_a_run_that_goes_on_or_failed_says_so(tmp_path: Path) -> None:
 
 def test_the_report_needs_no_torch() -> None:
     code = "import sys, trainer.train.report.write; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
 
 # Machado, Oliveira, Fernandes 2009, severity 1.0: what people see whose cones for red, green or blue fail.

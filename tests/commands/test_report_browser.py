@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import Page, chromium, find_chromium
-from tests.helpers.report_runs import write_run
+from tests.helpers.report_runs import alone, write_run
 from trainer.train.report.write import write_report
 
 _PATH = find_chromium()
@@ -81,6 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("runs")
     full, short = write_run(root / "full", leap=30), write_run(root / "short", rows=3)
     poor = write_run(root / "poor", rows=1, command="x" * 3000, notes=["y" * 500], recipe="z" * 80)
+    alone(poor)
     (poor / "metrics.jsonl").write_text('{"kind": "train", "step": 50, "loss": 2.5}\n')
     made = {"one": [full], "poor": [poor], "two": [full, short], "many": [short] * 14}
     for name, folders in made.items():

@@ -1,30 +1,34 @@
 """Promise: `trainer tune`, its file, and `data.micro_batch_size: auto`: chosen once, before ranks."""
 
-import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.helpers import preloaded
+from tests.helpers.manifests import least_manifest
 from tests.helpers.waiting import until
 from trainer.cli import main
 from trainer.commands.tune import tune as command
 from trainer.config.recipe_file import load_recipe
-from trainer.launch import rank as ranks
+from trainer.data.fit import Loading
+from trainer.launch import worker
 from trainer.train import start
+from trainer.train.request import Request
 from trainer.train.tune import auto
 from trainer.train.tune.job import Interrupted, Job
-from trainer.train.tune.loader import LoaderChoice
-from trainer.train.tune.micro_batch_size import Found, Probe, ProbeFailed
+from trainer.train.tune.search import Probe, ProbeFailed, SizeSearchResult
 
 GIB = 1 << 30
 FITS = Probe(16, True, 2 * GIB, 4 * GIB, GIB, "memory (planted)", 100.0, 3.0)
@@ -36,16 +40,16 @@ class Starts:
     """What was asked of the launcher and of the search, neither of which does anything."""
 
     def __init__(self) -> None:
-        self.words: list[list[str]] = []
+        self.requests: list[dict[str, Any]] = []
         self.jobs: list[Job] = []
-        self.found: Found | Exception = Found(FITS, [FITS])
+        self.found: SizeSearchResult | Exception = SizeSearchResult(FITS, [FITS])
         self.probe = FITS
 
-    def launch(self, words: list[str], **_: Any) -> int:
-        self.words.append(words)
+    def launch(self, _: str, request: dict[str, Any], *__: Any, **___: Any) -> int:
+        self.requests.append(request)
         return 0
 
-    def choose(self, job: Job, *_: Any) -> Found:
+    def choose(self, job: Job, *_: Any) -> SizeSearchResult:
         self.jobs.append(job)
         if isinstance(self.found, Exception):
             raise self.found
@@ -55,10 +59,10 @@ class Starts:
         self.jobs.append(job)
         return replace(self.probe, micro_batch_size=micro_batch_size)
 
-    def settings(self) -> list[str]:
-        """Those of the last start, in their order."""
-        words = self.words[-1]
-        return [value for word, value in itertools.pairwise(words) if word == "--set"]
+    def data(self) -> dict[str, Any]:
+        """What the ranks of the last start are to load."""
+        data: dict[str, Any] = self.requests[-1]["recipe"]["data"]
+        return data
 
 
 @pytest.fixture
@@ -77,26 +81,19 @@ def stored(folder: Path, micro_batch_size: int) -> None:
 
     recipe = load_recipe("digits", [*SMALL[1::2], f"data.micro_batch_size={micro_batch_size}"])
     folder.mkdir()
-    manifest = {
-        "format": 2,
-        "config": recipe.model_dump(mode="json"),
-        "threads": 2,
-        "device": {"kind": "cpu"},
-        "world_size": 1,
-        "status": "stopped",
-        "fingerprint": data_of(make_task(recipe)),
-    }
+    manifest = least_manifest(
+        config=recipe.model_dump(mode="json"), threads=2, fingerprint=data_of(make_task(recipe))
+    )
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_auto_is_chosen_once_and_handed_to_the_ranks(
     starts: Starts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "digits", *SMALL, *AUTO, "--ranks", "2"]) == 0
+    assert main(["train", "digits", *SMALL, *AUTO, "--nproc-per-node", "2"]) == 0
     assert len(starts.jobs) == 1
     assert (starts.jobs[0].ranks, starts.jobs[0].recipe.data.global_batch_size) == (2, 64)
-    # Ranks take the last of several, so that none sees auto.
-    assert starts.settings()[-1] == "data.micro_batch_size=16"
+    assert starts.data()["micro_batch_size"] == 16
     said = capsys.readouterr().out
     assert "2.00 GiB beside 1.00 GiB of others, of 4.00 GiB of memory (planted)" in said
     assert "accumulation 2 keeps data.global_batch_size=64" in said
@@ -105,10 +102,10 @@ def test_auto_is_chosen_once_and_handed_to_the_ranks(
 def test_a_recipe_may_say_auto(starts: Starts, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("epochs: 1\ndata: {micro_batch_size: auto}\ndevice: cpu\n")
     assert main(["train", "mine.yaml"]) == 0
-    assert starts.settings() == ["data.micro_batch_size=16"]
+    assert starts.data()["micro_batch_size"] == 16
     assert main(["train", "mine.yaml", "--set", "data.micro_batch_size=32"]) == 0
     assert len(starts.jobs) == 1
-    assert starts.settings() == ["data.micro_batch_size=32"]
+    assert starts.data()["micro_batch_size"] == 32
 
 
 def test_a_run_goes_on_with_what_it_was_begun_with(
@@ -118,23 +115,22 @@ def test_a_run_goes_on_with_what_it_was_begun_with(
     request = ["train", "digits", *SMALL, "--out", "run"]
     for mode in ("auto", "force"):
         assert main([*request, *AUTO, "--resume", mode]) == 0
-        assert starts.settings()[-1] == "data.micro_batch_size=8"
+        assert starts.data()["micro_batch_size"] == 8
     assert starts.jobs == []
     assert main([*request, "--set", "data.micro_batch_size=16"]) == 2
     assert "data.micro_batch_size: 8, now 16" in capsys.readouterr().err
     assert main([*request, "--set", "data.micro_batch_size=16", "--resume", "force"]) == 0
-    assert starts.settings()[-1] == "data.micro_batch_size=16"
+    assert starts.data()["micro_batch_size"] == 16
 
 
 def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
     starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained: list[int] = []
-    monkeypatch.setattr(start, "run_rank", lambda rank: rank())
-    monkeypatch.setattr(ranks, "register", lambda: None)  # this process is no rank
+    monkeypatch.setattr(worker, "Worker", lambda: nullcontext(SimpleNamespace(exit_code=0)))  # it is no rank
 
-    def train_rank(recipe: Any, *_: Any) -> int:
-        trained.append(recipe.data.micro_batch_size)
+    def train_rank(request: Request, _: Any) -> int:
+        trained.append(request.recipe.data.micro_batch_size)
         return 0
 
     monkeypatch.setattr(start, "train_rank", train_rank)
@@ -153,7 +149,7 @@ def test_ranks_of_torchrun_take_what_is_stored_or_say_what_to_do(
     ("found", "code", "line"),
     [
         (
-            Found(
+            SizeSearchResult(
                 None,
                 [
                     replace(
@@ -181,7 +177,7 @@ def test_what_ends_the_search_is_one_line(
     assert line in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
-    assert starts.words == []
+    assert starts.requests == []
 
 
 def test_help_shows_auto(starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +186,7 @@ def test_help_shows_auto(starts: Starts, capsys: pytest.CaptureFixture[str]) -> 
     assert "int | auto" in line
     assert line.endswith("(digits: auto)")
     assert main(["train", "digits", "--set", "data.micro_batch_size=most"]) == 2
-    assert "allowed: int | auto" in capsys.readouterr().err
+    assert "allowed: a whole number or auto" in capsys.readouterr().err
     assert starts.jobs == []
 
 
@@ -218,9 +214,10 @@ def test_what_was_tuned_is_written_with_its_evidence_and_used(
     assert (file["recipe"], file["ranks"], file["device"]) == ("digits", 1, "cpu")
     assert file["evidence"]["probes"][0]["peak_bytes"] == 2 * GIB
     assert file["evidence"]["limits"]["memory_bytes"] > 0
-    assert "--tuned tuned.yaml" in capsys.readouterr().out
-    assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 0
-    assert starts.settings() == ["data.micro_batch_size=16", *SMALL[1::2]]
+    (written,) = [line for line in capsys.readouterr().out.splitlines() if "written to tuned.yaml" in line]
+    printed = shlex.split(written.partition(": trainer ")[2])  # it can be typed as it stands
+    assert main(printed) == 0
+    assert (starts.data()["micro_batch_size"], starts.requests[-1]["recipe"]["model"]["width"]) == (16, 4)
     # What a user gives wins, and what changes no memory may differ.
     more = [
         "--set",
@@ -233,23 +230,34 @@ def test_what_was_tuned_is_written_with_its_evidence_and_used(
         "epochs=2",
     ]
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml", *more]) == 0
-    assert starts.settings()[-4:] == more[1::2]
+    asked = starts.requests[-1]["recipe"]
+    assert (starts.data()["micro_batch_size"], asked["optim"]["lr"], asked["epochs"]) == (8, 0.5, 2)
     assert len(starts.jobs) == 1
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["runs", "tuned.yaml"]
 
 
-def test_the_loaders_settings_are_written_too(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose_loader(recipe: Any, name: str, settings: list[str], ranks: int) -> Any:
-        assert (recipe.data.micro_batch_size, name, ranks) == (16, "digits", 1)
-        assert settings[-1] == "data.micro_batch_size=16"
-        return LoaderChoice(3, 2, ["three are enough"])
+def test_the_loaders_settings_are_written_too(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [Loading(1, 4), Loading(0, 4), Loading(3, 2)]
 
-    monkeypatch.setattr(command, "choose_loader", choose_loader)
+    def time_loading(job: Job, asked: list[Loading], _: float) -> list[list[float]]:
+        assert (job.recipe.data.micro_batch_size, asked) == (16, settings)
+        return [[10.0, 11.0], [8.0, 9.0], [12.0, 14.0]]
+
+    monkeypatch.setattr(command, "settings_to_try", lambda *_: settings)
+    monkeypatch.setattr(command, "time_loading", time_loading)
     file = tuned(starts)
     assert file["settings"]["data"] == {"micro_batch_size": 16, "workers": 3, "prefetch": 2}
-    assert file["evidence"]["loader"] == ["three are enough"]
+    assert file["evidence"]["loader"] == [
+        "1 worker x prefetch 4: 10.5 steps/s (10 to 11)",
+        "no workers: 8.5 steps/s (8 to 9)",
+        "3 workers x prefetch 2: 13 steps/s (12 to 14)",
+        "taken: 3 workers x prefetch 2 (the rule's is 1 worker x prefetch 4)",
+    ]
+    assert file["evidence"]["loader"][-1] in capsys.readouterr().out
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 0
-    assert {"data.workers=3", "data.prefetch=2"} < set(starts.settings())
+    assert (starts.data()["workers"], starts.data()["prefetch"]) == (3, 2)
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> None:
@@ -263,7 +271,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], list[str], str]] = [
     (lambda _: None, ["--set", "memory.allocator=async"], 'memory.allocator: the default, now "async"'),
     (lambda _: None, ["--set", "optim.name=sgd"], 'optim.name: the default, now "sgd"'),
     (lambda _: None, ["--set", "data.global_batch_size=128"], "data.global_batch_size: the default, now 128"),
-    (lambda _: None, ["--ranks", "2"], "was made for 1 rank, not for 2"),
+    (lambda _: None, ["--nproc-per-node", "2"], "was made for 1 rank, not for 2"),
     (lambda file: file.update(device="cuda"), [], "was made on cuda, and this is cpu"),
     (lambda file: file.update(rank=1), [], "unknown key 'rank'; did you mean 'ranks'?"),
     (lambda file: file["settings"]["data"].update(worker=1), [], "did you mean 'settings.data.workers'?"),
@@ -273,8 +281,8 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], list[str], str]] = [
         [],
         "settings.data.micro_batch_size=auto",
     ),
-    (lambda file: file["differs"].update({"model.width": 64}), [], "'differs' was changed by hand"),
-    (lambda file: file.pop("recipe_hash"), [], "recipe_hash"),
+    (lambda file: file["differs"].update({"model.width": 64}), [], "model.width: 64, now 4"),
+    (lambda file: file.pop("differs"), [], "differs"),
 ]
 
 
@@ -292,7 +300,7 @@ def test_a_file_that_does_not_belong_here_is_refused(
     said = capsys.readouterr().err
     assert line in said
     assert "--tuned tuned.yaml" in said
-    assert starts.words == []
+    assert starts.requests == []
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "recipe: [", "x" * (1 << 20), "\0"])
@@ -303,7 +311,7 @@ def test_a_file_of_something_else_is_one_line(
     assert main(["train", "digits", *SMALL, "--tuned", "tuned.yaml"]) == 2
     assert main(["train", "digits", *SMALL, "--tuned", "no/such.yaml"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-    assert starts.words == []
+    assert starts.requests == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(
@@ -382,7 +390,7 @@ def test_a_signal_in_the_middle_leaves_nothing(number: signal.Signals, tmp_path:
         (file,) = folder.glob("trainer-tune-*/rank-0.pid")
         pid = int(file.read_text())
         process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 1

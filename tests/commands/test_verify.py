@@ -1,6 +1,7 @@
 """Promise: a run is proved to the bit by training it again, or the first that differs is named."""
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,9 +21,9 @@ from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying, verify as module
+from trainer.commands.verify.recorded import Part, last_step, parts_of, read_recorded
 from trainer.commands.verify.verdict import differences_here
 from trainer.config.recipe_file import load_recipe
-from trainer.train.recorded import Part, last_step, parts_of, read_run
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -55,7 +56,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     """Replays in a fork instead of a launch; what was asked for."""
     asked = list[argparse.Namespace]()
 
-    def start(request: argparse.Namespace, _: int) -> int:
+    def start(request: argparse.Namespace, *_: Any) -> int:
         asked.append(request)
         recipe = load_recipe(request.recipe, request.set)
         return attempt(request.out, recipe, request.resume, stop_after=request.stop_after).code
@@ -81,8 +82,8 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("forked")
 def test_an_identical_run(whole: Path, capsys: Capsys) -> None:
     told = verify(whole, code=0, capsys=capsys)
-    # A row: epoch, loss, rate, applied; with every evaluation loss, accuracy and epoch.
-    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 38 metrics" in told
+    # A row: epoch, loss, rate, gradient norm, applied; with every evaluation loss, accuracy and epoch.
+    assert f"{whole}: identical\n  16 of 16 steps on 1 rank of 1 thread: 10 rows with 46 metrics" in told
     names = list(safetensors.torch.load_file(whole / "model.safetensors"))
     assert f"{8 * len(names)} fingerprints of {len(names)} tensors\n" in told
     assert told.endswith("  final weights: model.safetensors, ema.safetensors\n")
@@ -187,8 +188,8 @@ def test_an_environment_that_differs_is_told_with_the_same_bits(
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda m: m.pop("attempts"), "lacks what verify needs"),
-        (lambda m: m.update(weights=3), "lacks what verify needs"),
+        (lambda m: m.pop("attempts"), "can't be read as a run's manifest"),
+        (lambda m: m.update(weights=3), "can't be read as a run's manifest"),
         (lambda m: m["config"].update(lrr=1), "unknown key 'lrr'"),
         (lambda m: m["config"]["data"].update(name="folder", path="/nowhere"), "/nowhere"),
         (
@@ -223,7 +224,7 @@ def test_nothing_recorded_is_not_identical(tmp_path: Path, whole: Path, capsys: 
             (folder / "checksums.jsonl").write_text(text)
         assert "nothing was recorded to compare with" in verify(folder, code=2, capsys=capsys)
     (folder / "manifest.json").unlink()
-    assert "can't be read (No such file or directory)" in verify(folder, code=2, capsys=capsys)
+    assert "not a run folder (it holds no manifest.json)" in verify(folder, code=2, capsys=capsys)
 
 
 @pytest.mark.usefixtures("forked")
@@ -239,7 +240,7 @@ def test_a_replay_that_is_stopped_proves_nothing(
 ) -> None:
     """By a signal it ends with the code that a part of a replay ends with."""
 
-    def start(request: argparse.Namespace, _: int) -> int:
+    def start(request: argparse.Namespace, *_: Any) -> int:
         recipe = load_recipe(request.recipe, request.set)
         return attempt(request.out, recipe, request.resume, stop_at=3).code
 
@@ -292,6 +293,7 @@ def without_tensors(lines: list[dict[str, Any]]) -> None:
 
 
 METRICS, TRACE = "metrics.jsonl", "checksums.jsonl"
+EVALUATIONS, SUMMARY = "evaluations.jsonl", "summary.jsonl"
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "loss": (
         rows(METRICS, lambda lines: of_kind("train", lines)[3].update(loss=0.01)),
@@ -306,12 +308,12 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         "metrics.jsonl, step 2: epoch 1.5, recorded 0.25",
     ),
     "accuracy": (
-        rows(METRICS, lambda lines: of_kind("evaluation", lines)[1].update(accuracy=0.99)),
-        "metrics.jsonl, step 16: accuracy 0.99, recorded ",
+        rows(EVALUATIONS, lambda lines: of_kind("eval", lines)[1].update(accuracy=0.99)),
+        "evaluations.jsonl, step 16: accuracy 0.99, recorded ",
     ),
     "accuracy at the end": (
-        rows(METRICS, lambda lines: of_kind("end", lines)[0].update(accuracy=0.99)),
-        "metrics.jsonl, the last row: accuracy 0.99, and ",
+        rows(SUMMARY, lambda lines: of_kind("end", lines)[0].update(accuracy=0.99)),
+        "summary.jsonl: accuracy 0.99, and ",
     ),
     "summary": (
         manifest(lambda m: m["summary"].update(accuracy=0.99)),
@@ -319,14 +321,22 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "both": (
         lambda folder: [
-            rows(name, lambda lines: of_kind("evaluation", lines)[0].update(accuracy=0.75))(folder)
-            for name in (METRICS, TRACE)
+            rows(name, lambda lines: of_kind("eval", lines)[0].update(accuracy=0.75))(folder)
+            for name in (EVALUATIONS, TRACE)
         ],
         "first at step 8: accuracy 0.75, now ",
     ),
     "row of metrics": (
         rows(METRICS, lambda lines: lines.remove(of_kind("train", lines)[4])),
         "metrics.jsonl: the row of train metrics of step 10 is missing",
+    ),
+    "row of another kind": (
+        rows(EVALUATIONS, lambda lines: lines.append({"kind": "memory", "step": 16})),
+        "1 lines of evaluations.jsonl can't be read, or are there twice",
+    ),
+    "file of evaluations": (
+        lambda folder: (folder / EVALUATIONS).unlink(),
+        "evaluations.jsonl can't be read (No such file",
     ),
     "file of metrics": (
         lambda folder: (folder / METRICS).unlink(),
@@ -340,7 +350,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "end of the trace": (
         rows(TRACE, lambda lines: lines.__delitem__(slice(5, None))),
-        "first at step 8: row of evaluation metrics missing, now there",
+        "first at step 8: row of eval metrics missing, now there",
     ),
     "fingerprints": (rows(TRACE, without_tensors), "first at step 2: stem.weight, "),
     "names": (
@@ -397,7 +407,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "stopped without weights": (
         manifest(lambda m: m.update(status="stopped", weights={})),
-        "manifest.json: status is stopped, though metrics.jsonl has the row of the run's end",
+        "manifest.json: status is stopped, though summary.jsonl has the row of the run's end",
     ),
     "steps": (
         manifest(lambda m: m.update(steps=14)),
@@ -486,16 +496,16 @@ def test_a_stopped_run_that_lacks_its_last_rows_is_replayed_up_to_its_checkpoint
 ) -> None:
     folder = shutil.copytree(cut, tmp_path / "run")
     rows(TRACE, lambda lines: lines.__delitem__(slice(-2, None)))(folder)
-    run = read_run(folder)
+    run = read_recorded(folder)
     assert max(row.step for row in run.rows) < 10 == last_step(run, None)
 
 
 def parts(folder: Path, until: int, *attempts: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-    run = read_run(folder)
+    run = read_recorded(folder)
     one = run.manifest.attempts[0]
     made = [one.model_copy(update={"step": w, "ranks": r, "log_every": e}) for w, r, e in attempts]
-    manifest = run.manifest.model_copy(update={"attempts": made})
-    return [(part.until, part.ranks, part.every) for part in parts_of(folder, manifest, until, None)]
+    changed = dataclasses.replace(run, manifest=run.manifest.model_copy(update={"attempts": made}))
+    return [(part.until, part.ranks, part.every) for part in parts_of(changed, until, None)]
 
 
 def test_a_run_is_replayed_on_the_ranks_that_trained_it(whole: Path) -> None:
@@ -510,7 +520,7 @@ def test_a_run_is_replayed_on_the_ranks_that_trained_it(whole: Path) -> None:
     assert parts(whole, 4, (0, 4, 2), (5, 2, 2)) == [(4, 4, 2)]
     # The attempt from 5 on left no checkpoint; the one before it began again.
     assert parts(whole, 16, (0, 4, 2), (0, 2, 2), (5, 1, 2), (5, 8, 2)) == [(5, 2, 2), (16, 8, 2)]
-    assert parts_of(whole, read_run(whole).manifest, 8, 3) == [Part(8, 3, 1, 2)]
+    assert parts_of(read_recorded(whole), 8, 3) == [Part(8, 3, 1, 2)]
 
 
 def test_an_older_field_is_no_difference() -> None:
@@ -541,7 +551,7 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
         return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=tmp_path, env=environment)
 
     words = [word for one in settings for word in ("--set", one)]
-    asked = ["train", "digits", *words, "--out", "run", "--ranks", str(ranks), "--stop-after", "6"]
+    asked = ["train", "digits", *words, "--out", "run", "--nproc-per-node", str(ranks), "--stop-after", "6"]
     cut = trainer(*asked)
     assert (cut.returncode, cut.stderr) == (75, "")
     assert "stopped after step 6 as asked; without --stop-after it goes on from there" in cut.stdout

@@ -24,7 +24,7 @@ def replays_with(before: Callable[[], None] | None, monkeypatch: pytest.MonkeyPa
     """Replays in a fork with a fault in it; returns what these will have said."""
     said = list[str]()
 
-    def start(request: argparse.Namespace, _: int) -> int:
+    def start(request: argparse.Namespace, *_: Any) -> int:
         recipe = load_recipe(request.recipe, request.set)
         done = attempt(request.out, recipe, request.resume, stop_after=request.stop_after, before=before)
         said.append(done.said)

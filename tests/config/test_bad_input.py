@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.few_pictures import write_pictures
+from tests.helpers.manifests import least_manifest
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
@@ -57,7 +58,7 @@ CASES = [
     (["train", "digits", "--set", "zzzz=1"], "unknown key 'zzzz'; --help-config shows every key"),
     (["train", "digits", "--set", "optim.lr=fast"], "optim.lr=fast: input should be a valid number"),
     (["train", "digits", "--set", "optim.lr=-1"], "optim.lr=-1: input should be greater than 0"),
-    (["train", "digits", "--set", "data.workers=many"], "allowed: int | auto\n"),
+    (["train", "digits", "--set", "data.workers=many"], "allowed: a whole number or auto\n"),
     (
         ["train", "digits", "--set", "data.workers=-1"],
         "data.workers=-1: input should be greater than or equal to 0",
@@ -74,16 +75,17 @@ CASES = [
     (["train", "digits", "--set", "optim.lr=.inf"], "optim.lr=.inf: input should be a finite number"),
     (
         ["train", "digits", "--set", "optim.lr=true"],
-        "optim.lr=true: true and false are no",
+        "optim.lr=true: true and false are no numbers and no words here; allowed: a number\n",
     ),
     (
         ["train", "digits", "--set", "optim.bogus=1"],
         "unknown key 'optim.bogus'; --help-config shows every key",
     ),
     (["train", "digits", "--set", "device=gpu"], "device=gpu: not among them; allowed: auto | cpu | cuda\n"),
+    (["train", "digits", "--set", "evaluation.every=5"], 'or "500 steps", or "end"\n'),
     (["train", "digits", "--set", "optim.lr=null"], "optim.lr=null: input should be a valid number"),
     (["train", "digits", "--set", "model.blocks=[null, true]"], "model.blocks=null: "),
-    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "allowed: float (and 1 more problem)\n"),
+    (["train", "digits", "--set", "optim={lr: a, eps: b}"], "allowed: a number (and 1 more problem)\n"),
     (["train", "digits", "--set", "about=a\x00b"], "character U+0000 isn't allowed"),
     (["train", "digits", "--set", "seed=on"], "seed=on: input should be a valid integer"),
     (["train", "digits", "--set", "optim.betas=[2, -1]"], "optim.betas"),
@@ -104,11 +106,16 @@ CASES = [
         ["train", "digits", "--set", "data.micro_batch_size=48"],
         "data.global_batch_size=64 is not a multiple of",
     ),
-    (["train", "digits", "--ranks", "3"], "x 3 ranks: change one of them or the number of ranks"),
-    (["train", "digits", "--ranks", "0"], "--ranks 0"),
+    (["train", "digits", "--nproc-per-node", "3"], "x 3 ranks: change one of them or the number of ranks"),
+    (["train", "digits", "--nproc-per-node", "0"], "--nproc-per-node 0"),
     (["train", "digits", "--grace", "0"], "--grace 0.0: give a number of seconds above 0"),
     (["train", "digits", "--grace", "nan"], "--grace nan"),
     (["train", "digits", "--grace", "soon"], "--grace: invalid float value"),
+    (
+        ["train", "digits", "--set", "optim.warmup_steps=2.5"],
+        "from 1 on it is a number of steps, which is whole",
+    ),
+    (["train", "digits", "--set", "optim.warmup=0.1"], "did you mean 'optim.warmup_steps'?"),
     (["train", "digits", "--set", "model.name=resnet51"], "no model 'resnet51'; did you mean 'resnet"),
     (["train", "digits", "--set", "data.name=folder"], "data.path is missing"),
     (
@@ -140,8 +147,40 @@ CASES = [
     (["train", "digits", "--set", "precision.mode=tf32"], "needs an NVIDIA GPU"),
     (["train", "digits", "--set", "data.last_batch=weighted"], "BatchNorm"),
     (["train", "digits", "--out", "/proc/x"], "--out /proc/x: can't be written"),
-    (["train"], "required: RECIPE"),
-    (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st a=1"),
+    (["train"], "RECIPE is missing: give one"),
+    (["train", "digits", "--st", "a=1"], "unrecognized arguments: --st; did you mean '--set'?"),
+    (["train", "digits", "--resume", "foce"], "did you mean 'force'?"),
+    (["train", "digits", "max_steps=x"], "; allowed: a whole number or null\n"),
+    (
+        ["train", "digits", "--resume", "none"],
+        "no manifest.json, and there is no runs/none); give one, or auto",
+    ),
+    (
+        ["train", "--resume", "a", "--from", "b"],
+        "--from b and --resume a: give one of them; --resume goes on",
+    ),
+    (["train", "."], ". is a folder, and no recipe; to go on with a run give --resume ., to begin a new one"),
+    (
+        ["submit", "digits", "--on", "docker", "--from", "a"],
+        "arguments: --from a; a job begins its run anew, or",
+    ),
+    (
+        ["submit", "digits", "--on", "docker", "--resume", "a"],
+        "; a job goes on by itself with the run of its",
+    ),
+    (["train", "digits", "--resume", "runs/none"], "--resume runs/none: no run folder (it holds no manifest"),
+    (["train", "digits", "--resume", "x" * 300], "can't be read (File name too long)"),
+    (["train", "digits", "optim.lr=1", "--batch-size", "3"], "did you mean 'data.global_batch_size=…'?"),
+    (["train", "digits", "--lr", "0.1"], "--lr 0.1; did you mean 'optim.lr=…'?"),
+    (["tune", "digits", "--batch-size=8"], "--batch-size=8; did you mean 'data.global_batch_size=…'?"),
+    (["train", "digits", "optim.clip=1"], "unknown key 'optim.clip'; did you mean 'optim.max_grad_norm'?"),
+    (["train", "digits", "batch_size=8"], "did you mean 'data.global_batch_size'?"),
+    (["train", "digits", "--num-workers", "2"], "--num-workers 2; did you mean 'data.workers=…'?"),
+    (["train", "digits", "optim.lrr=0.1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    (["recipes", "optim.lr=0.1"], "unrecognized arguments: optim.lr=0.1"),
+    (["train", "digits", "--ranks", "2"], "--ranks 2; did you mean '--nproc-per-node'?"),
+    (["submit", "digits", "--on", "slurm", "--ranks-per-node=2"], "did you mean '--nproc-per-node'?"),
+    (["submit", "digits", "--on", "slurm", "--nodes", "2"], "--nodes 2; did you mean '--nnodes'?"),
     (["fly"], "invalid choice: 'fly'"),
     ([], "required: COMMAND"),
     (["train", "text.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a single value"),
@@ -218,6 +257,10 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
         f"train {task} --set optim.lrr=1": (2, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
         "tune digist": (2, "no recipe 'digist'; did you mean 'digits'?"),
         "tune digits --set data.micro_batch_size=auto --set seeed=1": (2, "did you mean 'seed'?"),
+        "evaluate nothing": (2, "nothing: not a run folder"),
+        "predict nothing x.png": (2, "nothing: not a run folder"),
+        "verify nothing": (2, "nothing: not a run folder"),
+        "export nothing --to onnx": (2, "nothing: not a run folder"),
     }
     done = subprocess.run(
         [sys.executable, "-c", QUICK, *said], cwd=ROOT, capture_output=True, text=True, check=True
@@ -239,7 +282,7 @@ def test_a_gpu_where_there_is_none(arguments: list[str], capsys: pytest.CaptureF
     assert main(["train", "digits", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "device=cpu" in err or "--ranks N" in err
+    assert "device=cpu" in err or "--nproc-per-node N" in err
 
 
 def test_files_are_looked_up_before_ranks_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +305,7 @@ def test_more_ranks_than_samples(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "epochs: 1\ndata: "
         "{name: synthetic, samples: 2, image_size: 8, global_batch_size: 4, micro_batch_size: 1}\n"
     )
-    assert main(["train", "few.yaml", "--ranks", "4"]) == 2
+    assert main(["train", "few.yaml", "--nproc-per-node", "4"]) == 2
     assert "4 ranks for 2 samples: use at most 2 ranks" in capsys.readouterr().err
 
 
@@ -280,15 +323,15 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     (tmp_path / "manifest.json").write_text("{}")
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     assert "can't be read as a run's manifest" in capsys.readouterr().err
-    manifest = {"config": {}, "threads": 1, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
+    manifest = least_manifest(format=1)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
-    older = "a run folder of format 1, written by another version of trainer; this one reads format 2"
+    older = "a run folder of format 1, written by another version of trainer; this one reads format 4"
     assert older in capsys.readouterr().err
-    for words in (["verify"], ["report"], ["predict"], ["export", "--to", "safetensors"]):
+    for words in (["verify"], ["report"], ["checkpoints"], ["predict"], ["export", "--to", "safetensors"]):
         assert main([*words, str(tmp_path)]) == 2
         assert older in capsys.readouterr().err
-    manifest["format"] = 2
+    manifest["format"] = 4
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", "digits", "--out", str(tmp_path)]) == 2
     assert "holds a run with another configuration" in capsys.readouterr().err

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.cli import main
+from trainer.cli import main, make_parser
 from trainer.config.data import EMBEDDED
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, parse_recipe, read_recipe, recipe_names
 from trainer.config.section import _nearest_key, config_hash, describe, validated
+from trainer.config.suggest import MEANT
 from trainer.train.run import check_request, make_task
 
 
@@ -99,7 +100,8 @@ SLIPS = {
     "optim.moment": "optim.momentum",
     "optim.beta": "optim.betas",
     "optim.weight_decy": "optim.weight_decay",
-    "optim.learning_rate": "",
+    "optim.learning_rate": "optim.lr",
+    "optim.clip": "optim.max_grad_norm",
     "optim.foo": "",
     "optim.scheduler": "optim.schedule",
     "optim.max_grad_nrom": "optim.max_grad_norm",
@@ -112,6 +114,8 @@ SLIPS = {
     "lrr": "optim.lr",
     "momentun": "optim.momentum",
     "epoch": "epochs",
+    "max_windows": "max_steps",
+    "batch_size": "data.global_batch_size",
     "sead": "seed",
     "zzzz": "",
     "name": "data.name",
@@ -123,8 +127,29 @@ SLIPS = {
 }
 
 
+def test_what_other_tools_say_leads_to_a_key() -> None:
+    assert set(MEANT.values()) <= {key.name for key in describe(Recipe)}
+
+
 @pytest.mark.parametrize("typed", SLIPS)
 def test_a_slip_is_told_what_was_meant_and_another_word_nothing(typed: str) -> None:
     said = _nearest_key(typed, [key.name for key in describe(Recipe)])
     meant = SLIPS[typed]
     assert said == (f"; did you mean '{meant}'?" if meant else "; --help-config shows every key")
+
+
+@pytest.mark.parametrize("command", ["train", "tune", "doctor"])
+def test_a_key_and_its_value_alone_are_a_setting(command: str) -> None:
+    words = [command, "digits", "optim.lr=0.1", "--set", "epochs=2", "--out", "x", "max_steps=3"]
+    options = make_parser().parse_args(words)
+    assert options.set == ["optim.lr=0.1", "epochs=2", "max_steps=3"]  # in the order of the words
+    assert options.recipe == "digits"
+    assert make_parser().parse_args([command, "digits"]).set == []
+    assert make_parser().parse_args([command, "seed=3", "digits"]).set == ["seed=3"]
+
+
+def test_where_words_may_look_like_settings_they_are_not_taken_for_some() -> None:
+    sides = make_parser().parse_args(["bench", "setting", "digits", "data.workers=1", "data.workers=2"])
+    assert (sides.settings, sides.set) == (["data.workers=1", "data.workers=2"], [])
+    files = make_parser().parse_args(["predict", "RUN", "a=b.png"])
+    assert (files.files, files.set) == ([Path("a=b.png")], [])

@@ -13,20 +13,21 @@ from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
-from trainer.launch import exit_record, launcher as launch, rank
+from trainer.launch import exit_record, launcher as launch
+from trainer.launch.worker import Worker
 from trainer.observe.console import ProgressBar, warn
-from trainer.train.manifest import command
+from trainer.train.request import typed
 
 SECRET = "hunter2hunter2"
 # Fails at the end, when all else has been written; a rank imports it at its start.
 FAULT = f"""
 import os
 if "RANK" in os.environ:
-    from trainer.train import attempt
+    from trainer.train import trainer
     def finish(*_):
         api_key = "{SECRET}"
         raise RuntimeError(f"can't push to https://me:{{api_key}}@host/x with {{dict(api_key=api_key)}}")
-    attempt.finish = finish
+    trainer.finish = finish
 """
 
 
@@ -116,13 +117,11 @@ def test_what_is_said_and_hashed(capfd: pytest.CaptureFixture[str]) -> None:
     ProgressBar(1).say(text)
     warn(text)
     launch.say(f"{text}\n")
-    rank._leave_word(exit_record.Outcome(0, 1, line=text))
-    rank._leave_word(exit_record.Outcome(0, 1, traceback=f"Error: {text}\n"))
+    Worker().write_exit_record(exit_record.ExitRecord(0, 1, line=text))
+    Worker().write_exit_record(exit_record.ExitRecord(0, 1, traceback=f"Error: {text}\n"))
     told = capfd.readouterr()
     assert SECRET not in told.out + told.err
     assert (told.out + told.err).count("password=***") == 5
-    # Under a plain torchrun there is no variable; a rank still knows its own words.
-    assert command({}, ["x", "train", "--token", SECRET, "a b"]) == "trainer train --token '***' 'a b'"
-    assert command({"TRAINER_COMMAND": "as typed"}, ["x"]) == "as typed"
+    assert typed(["x", "train", "--token", SECRET, "a b"]) == "trainer train --token '***' 'a b'"
     one, other = (Recipe(epochs=1, about=f"password={secret}") for secret in "ab")
     assert config_hash(one) == config_hash(other) != config_hash(Recipe(epochs=1))

@@ -3,13 +3,14 @@
 # registry can be reached.
 #   engine.sh start [FOLDER]     start an engine in FOLDER (default /var/tmp/trainer-engine); print its environment
 #   engine.sh stop [FOLDER]      stop it; what it stored stays
+#   engine.sh clear [FOLDER]     stop it and delete what it stored
 #   engine.sh stand-in TAG       import a small Debian with Python and a compiler as image TAG
 # Trixie's packages are unpacked into FOLDER, because Debian 12's engine is too old; only what has to run as part
 # of the system (runc, iptables, debootstrap) is installed.
 set -euo pipefail
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -49,8 +50,9 @@ start() {
     [[ -x $root/system/usr/sbin/dockerd ]] || fetch "$root" >&2
     eval "$(environment "$root")"
     if ! docker version >/dev/null 2>&1; then
-        # The containerd image store exports OCI archives with rewritten timestamps.
-        echo '{"features": {"containerd-snapshotter": true}}' >"$root/daemon.json"
+        # The containerd image store exports OCI archives with rewritten timestamps. By default the builder deletes its
+        # cache on a disk that is 80 % full, and makes every layer a second time: 15 GB more.
+        echo '{"features": {"containerd-snapshotter": true}, "builder": {"gc": {"enabled": false}}}' >"$root/daemon.json"
         PATH=$root/system/usr/libexec/docker:$PATH setsid dockerd --config-file "$root/daemon.json" \
             --host "$DOCKER_HOST" --data-root "$root/data" --exec-root "$root/exec" --pidfile "$root/dockerd.pid" \
             </dev/null >"$root/dockerd.log" 2>&1 &
@@ -76,10 +78,26 @@ stand_in() {
     tar -C "$tree" --sort=name --mtime=@0 --numeric-owner -c . | docker import - "$tag"
 }
 
+stop() {
+    local pid
+    [[ -s $1/dockerd.pid ]] || return 0
+    pid=$(<"$1/dockerd.pid")
+    kill "$pid" 2>/dev/null || return 0
+    while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+}
+
+clear_data() {
+    stop "$1"
+    # The engine mounts its folder onto itself, and leaves that behind.
+    while mountpoint -q "$1/data"; do umount "$1/data"; done
+    rm -rf "$1/data"
+}
+
 root=${2:-/var/tmp/trainer-engine}
 case ${1:-} in
     start) start "$root" ;;
-    stop) [[ ! -s $root/dockerd.pid ]] || kill "$(<"$root/dockerd.pid")" ;;
+    stop) stop "$root" ;;
+    clear) clear_data "$root" ;;
     stand-in) stand_in "${2:?engine.sh stand-in TAG}" ;;
     *) usage ;;
 esac

@@ -45,7 +45,7 @@ def exit_code(name: str) -> int:
 
 def start(spec: JobSpec, words: list[str]) -> None:
     """Starts the container of a job with other words in it."""
-    engine(*docker.words(spec)[1 : -len(container.timed(spec))], *words)
+    engine(*docker.words(spec, Site())[1 : -len(container.timed(spec))], *words)
 
 
 def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec: JobSpec) -> None:

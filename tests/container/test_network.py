@@ -61,7 +61,7 @@ def test_training_on_two_ranks_asks_nobody(train_image: str) -> None:
         set -e
         short="--set parallel.threads=1 --set max_steps=4 --set checkpoint.every=2"
         compiled="--set data.micro_batch_size=32 --set compile.mode=default"
-        trainer train digits --ranks 2 $short $compiled --out /tmp/r
+        trainer train digits --nproc-per-node 2 $short $compiled --out /tmp/r
         trainer report /tmp/r
         trainer checkpoints /tmp/r
         python -c 'import tensorboard, tokenizers, s3fs, torchaudio, torchvision'

@@ -18,7 +18,8 @@ from hypothesis import given, strategies as st
 from tests.helpers.batches import CPU, read_all, source
 from trainer.config.data import LoaderConfig, OnCorrupt
 from trainer.data.corrupt import Bad
-from trainer.data.formats.audio import AUDIO, LABEL, AudioFolder
+from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
+from trainer.data.formats.files import in_folder
 from trainer.data.loader import RingLoader
 from trainer.errors import BadInputError
 
@@ -41,7 +42,7 @@ def write(path: Path, sound: Any, rate: int = RATE, **how: Any) -> Path:
 def folder(
     root: Path, seconds: float = 0.1, random_crop: bool = False, on_corrupt: OnCorrupt = "fail"
 ) -> AudioFolder:
-    return AudioFolder(root, seconds, RATE, random_crop, on_corrupt)
+    return AudioFolder(in_folder(root, SUFFIXES), seconds, RATE, random_crop, on_corrupt)
 
 
 class Read(list[Any]):
@@ -70,7 +71,7 @@ def test_a_cut_is_a_part_of_the_recording(
 ) -> None:
     shutil.rmtree(tmp_path / "a", ignore_errors=True)
     write(tmp_path / "a" / f"x.{suffix}", ramp(frames))
-    data = AudioFolder(tmp_path, length / RATE, RATE, random is not None, "fail")
+    data = AudioFolder(in_folder(tmp_path, SUFFIXES), length / RATE, RATE, random is not None, "fail")
     assert data.fields[AUDIO].shape == (length,)
     (cut,) = Read(data, random=random)
     heard = [value for value in cut if value]
@@ -108,7 +109,7 @@ def test_channels_and_sample_formats(tmp_path: Path, sound: Any, how: dict[str, 
     wide = np.asarray(sound)
     sound = wide if wide.dtype == np.int32 else wide.astype(np.int16 if whole else np.float64)
     write(tmp_path / "a" / "x.wav", sound, **how)
-    data = AudioFolder(tmp_path, len(expected) / RATE, RATE, False, "fail")
+    data = AudioFolder(in_folder(tmp_path, SUFFIXES), len(expected) / RATE, RATE, False, "fail")
     assert list(Read(data)) == [expected]
 
 
@@ -133,7 +134,7 @@ def test_classes_subfolders_and_odd_names(tmp_path: Path) -> None:
     (tmp_path / "bird" / "none.txt").write_text("not a sound")
     data = folder(tmp_path)
     read = Read(data)
-    assert list(data.classes) == ["bird", "cat", "dog"]
+    assert list(data.records.classes) == ["bird", "cat", "dog"]
     assert read.label == [1, 1, 2, 2]
     assert [sound[0] for sound in read] == [1, 2, 3, 4]
 
@@ -264,7 +265,7 @@ def test_damage_within_a_cut_is_found(tmp_path: Path) -> None:
     root, victim = with_victim(tmp_path, "flac")
     flipped(victim)
     with pytest.raises(BadInputError, match=r"victim.flac: (can't be decoded|is cut short)"):
-        Read(AudioFolder(root, 20.0, RATE, False, "fail"), [0])
+        Read(AudioFolder(in_folder(root, SUFFIXES), 20.0, RATE, False, "fail"), [0])
 
 
 def test_a_decoder_that_stops_is_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

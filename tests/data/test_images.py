@@ -27,9 +27,9 @@ from trainer.data.formats.crop import Box
 from trainer.data.formats.files import Files, in_folder, in_table
 from trainer.data.formats.images import ImageDataset
 from trainer.data.formats.pack import PackSettings, pack
-from trainer.data.formats.pieces import in_pieces
 from trainer.data.formats.records import Records
-from trainer.data.formats.shards import index_shards
+from trainer.data.formats.sharded import in_shards
+from trainer.data.formats.tar_shards import index_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import common_classes, load_images
@@ -260,9 +260,9 @@ def opened(kind: str, folder: Path, root: Path) -> Records:
     if kind == "parquet":
         return in_table(as_parquet(folder, root))
     if kind == "shards":
-        return in_pieces(as_shards(folder, root))
+        return in_shards(as_shards(folder, root))
     pack(in_folder(folder), root / "pack", PackSettings(64 if kind == "raw" else None, raw=kind == "raw"))
-    return in_pieces(root / "pack")
+    return in_shards(root / "pack")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "shards", "pack"])
@@ -458,7 +458,7 @@ def test_odd_names(tmp_path: Path) -> None:
     assert all(records.read(sample) == data for sample in range(5))
     records.name(2).encode()  # can be printed
     pack(records, tmp_path / "packed", PackSettings())
-    packed = in_pieces(tmp_path / "packed")
+    packed = in_shards(tmp_path / "packed")
     assert [packed.file_name(n) for n in range(5)] == [records.file_name(n) for n in range(5)]
 
 
@@ -567,12 +567,12 @@ def test_a_folder_that_may_not_be_listed_is_asked_for_each(
     assert [number for number, _ in unreadable(os.fsencode(tmp_path), names)] == [0]
 
 
-def test_pieces_that_are_not_there_are_counted(photographs: Path, tmp_path: Path) -> None:
+def test_shards_that_are_not_there_are_counted(photographs: Path, tmp_path: Path) -> None:
     records = opened("shards", photographs, tmp_path)
     checked(records)
     (tmp_path / "001.tar").unlink()
     os.truncate(tmp_path / "003.tar", 5000)
-    message = rf"2 of 5 pieces of {tmp_path} can't be read; the first: {tmp_path}/001.tar \(No such file"
+    message = rf"2 of 5 shards of {tmp_path} can't be read; the first: {tmp_path}/001.tar \(No such file"
     with pytest.raises(BadInputError, match=message):
         checked(records)
 
@@ -668,7 +668,7 @@ def test_a_closed_loader_leaves_nothing_open(photographs: Path, tmp_path: Path) 
 
     before = opened_files()
     for _ in range(2):
-        records = in_pieces(as_shards(photographs, tmp_path))
+        records = in_shards(as_shards(photographs, tmp_path))
         source = Source(ImageDataset(records, SIDE, True), Share(Plan(30, 4, 4, 1, last="cross", seed=1)), 4)
         loader = RingLoader(source, CPU, 0, LoaderConfig())
         next(loader(range(2)))

@@ -33,8 +33,9 @@ from trainer.errors import BadInputError
 from trainer.host import processes
 from trainer.launch.exit_record import dead_worker
 from trainer.rng import Float32, Ints
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.run import assemble, make_task
+from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 
@@ -266,20 +267,20 @@ def test_a_folder_can_be_trained_on(tmp_path: Path, workers: int) -> None:
         model={"name": "small_resnet", "width": 8},
     )  # fmt: skip
     task = make_task(recipe)
-    parts = assemble(recipe, task, World(0, 1, 0, CPU, None), workers)
-    batches = parts.loader(parts.training.share.batches())
-    for step in range(parts.training.share.plan.steps):
-        train_step(parts.training, batches, step)
+    run = build(recipe, task, World(0, 1, 0, CPU, None), workers)
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
     figures = evaluate(
         task,
-        parts.training.model,
-        parts.evaluation_loader,
-        parts.evaluation_share,
+        run.state.model,
+        run.evaluation_loader,
+        run.evaluation_share,
         World(0, 1, 0, CPU, None),
         recipe.precision,
     )
-    parts.loader.close()
-    parts.evaluation_loader.close()
+    run.loader.close()
+    run.evaluation_loader.close()
     assert np.isfinite(figures["loss"])
     assert figures["accuracy"] * 6 == pytest.approx(round(figures["accuracy"] * 6))
 
@@ -425,12 +426,12 @@ def test_a_worker_ends_with_its_rank() -> None:
     rank.start()
     worker = ours.recv()
     rank.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while runs(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not runs(worker)
     # One whose parent was gone before it could say so ends by itself.
     late = multiprocessing.get_context("fork").Process(target=begin_worker, args=(-1, 0))
     late.start()
-    late.join(60)
+    late.join(300)
     assert late.exitcode == 1

@@ -180,6 +180,15 @@ def test_epochs_done_counts_epochs_that_are_whole(plan: Plan) -> None:
     assert counts[-1] == plan.epochs
 
 
+@given(plan=plans(), epochs=st.integers(1, 3))
+def test_the_next_end_of_an_epoch_is_the_first_step_that_ends_one(plan: Plan, epochs: int) -> None:
+    for done in range(plan.steps + 1):
+        later = range(done + 1, plan.steps + 1)
+        through = plan.epochs_done(done) // epochs
+        ends = [step for step in later if plan.epochs_done(step) // epochs > through]
+        assert plan.next_epoch_end(done, epochs) == (ends[0] if ends else plan.steps + 1)
+
+
 @given(plan=plans())
 def test_what_has_been_seen_adds_up(plan: Plan) -> None:
     totals = [plan.step_samples(step) for step in range(plan.steps)]

@@ -1,4 +1,4 @@
-"""Promise: behind S3 the batches are the same, and with a small cache a piece comes once an epoch."""
+"""Promise: behind S3 the batches are the same, and with a small cache a shard comes once an epoch."""
 
 import json
 import os
@@ -17,22 +17,22 @@ from tests.helpers.remote import S3, asked_for, files_below, wait_until_answered
 from trainer.config.data import DataConfig, LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.data.corrupt import Quarantine
-from trainer.data.formats.pieces import About
+from trainer.data.formats.sharded import About
 from trainer.data.loader import RingLoader, Source
-from trainer.data.remote import cache
-from trainer.data.remote.cache import CachedPieces
+from trainer.data.remote.cache import CachedShards
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import load_images, order_of
 from trainer.errors import BadInputError
+from trainer.host import files as disk
 from trainer.train.run import data_of, make_plan, make_task
 
-PIECES = [8] * 8
+SHARDS = [8] * 8
 
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pack")
-    write_pack(folder / "train", PIECES)
+    write_pack(folder / "train", SHARDS)
     write_pack(folder / "val", [4, 2], seed=1)
     return folder
 
@@ -65,8 +65,8 @@ def remote(s3: S3, folder: Path, **changes: Any) -> DataConfig:
 
 def batches(what: DataConfig, workers: int, method: Any = "fork", epochs: int = 3) -> Iterator[list[bytes]]:
     data = load_images(what, 0).train
-    pieces, together = order_of(data)
-    plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, pieces=pieces, together=together)
+    shards, shards_per_block = order_of(data)
+    plan = Plan(len(data), 8, 4, epochs, "cross", seed=5, shards=shards, shards_per_block=shards_per_block)
     wait_until_answered()
     loading = LoaderConfig(start_method=method, prefetch=2)
     loader = RingLoader(Source(data, Share(plan), 4), CPU, workers, loading, Quarantine("training", 0))
@@ -86,28 +86,28 @@ def test_batches_are_those_of_the_local_folder(
     epochs = 1 if method == "spawn" else 2
     expected = list(batches(config(path=pack), 0, epochs=epochs))
     assert list(batches(remote(s3, tmp_path, cache_limit="1MB"), workers, method, epochs)) == expected
-    assert asked_for(s3.app, about) == [1] * len(PIECES)
+    assert asked_for(s3.app, about) == [1] * len(SHARDS)
     list(batches(remote(s3, tmp_path), 0, epochs=1))
-    assert asked_for(s3.app, about) == [1] * len(PIECES)
+    assert asked_for(s3.app, about) == [1] * len(SHARDS)
 
 
-def limit_for(about: About, together: int) -> int:
-    return 2 * together * max(piece.bytes for piece in about.pieces)
+def limit_for(about: About, shards_per_block: int) -> int:
+    return 2 * shards_per_block * max(shard.bytes for shard in about.shards)
 
 
-def test_with_a_small_cache_each_piece_comes_once_an_epoch(s3: S3, about: About, tmp_path: Path) -> None:
-    epochs, together = 3, 2
-    limit = limit_for(about, together)
+def test_with_a_small_cache_each_shard_comes_once_an_epoch(s3: S3, about: About, tmp_path: Path) -> None:
+    epochs, shards_per_block = 3, 2
+    limit = limit_for(about, shards_per_block)
     what = remote(s3, tmp_path, cache_limit=f"{limit}B")
-    assert order_of(load_images(what, 0).train) == (tuple(PIECES), together)
+    assert order_of(load_images(what, 0).train) == (tuple(SHARDS), shards_per_block)
     largest = 0
     for _ in batches(what, 2, epochs=epochs):
-        with cache._locked(tmp_path / "trainer-cache.lock"):  # nobody makes room while this counts
-            largest = max(largest, sum(path.stat().st_size for path in tmp_path.glob("*.piece")))
+        with disk.locked(tmp_path / "trainer-cache.lock"):  # nobody makes room while this counts
+            largest = max(largest, sum(path.stat().st_size for path in tmp_path.glob("*.shard")))
     asked = asked_for(s3.app, about)
     assert max(asked) <= epochs
-    # At each border between epochs some of the last two steps' pieces may still be there.
-    assert epochs * len(PIECES) - 2 * together * (epochs - 1) <= sum(asked) <= epochs * len(PIECES)
+    # At each border between epochs some of the last two blocks' shards may still be there.
+    assert epochs * len(SHARDS) - 2 * shards_per_block * (epochs - 1) <= sum(asked) <= epochs * len(SHARDS)
     assert limit / 2 < largest <= limit
 
 
@@ -120,61 +120,61 @@ def test_batches_in_steps_are_the_same_with_any_number_of_workers(
     assert list(batches(remote(s3, tmp_path), 0, epochs=1)) != expected[:16]
 
 
-def test_a_piece_that_vanishes_is_fetched_again(s3: S3, pack: Path, about: About, tmp_path: Path) -> None:
+def test_a_shard_that_vanishes_is_fetched_again(s3: S3, pack: Path, about: About, tmp_path: Path) -> None:
     read = list[list[bytes]]()
     for batch in batches(remote(s3, tmp_path), 0, epochs=2):
         read.append(batch)
         if len(read) == 16:  # an epoch: all are there, and open
-            for path in tmp_path.glob("*.piece"):
+            for path in tmp_path.glob("*.shard"):
                 path.unlink()
     assert read == list(batches(config(path=pack), 0, epochs=2))
     # Who has it open goes on with it; the next run fetches.
     list(batches(remote(s3, tmp_path), 0, epochs=1))
-    assert asked_for(s3.app, about) == [2] * len(PIECES)
+    assert asked_for(s3.app, about) == [2] * len(SHARDS)
 
 
-def test_an_evicted_piece_does_not_take_up_the_disk(s3: S3, about: About, tmp_path: Path) -> None:
+def test_an_evicted_shard_does_not_take_up_the_disk(s3: S3, about: About, tmp_path: Path) -> None:
     """A process closes what was evicted when it opens the next."""
     data = load_images(remote(s3, tmp_path, cache_limit=f"{limit_for(about, 1)}B"), 0).train
     records: Any = data
-    pieces = records.records
-    assert isinstance(pieces, CachedPieces)
-    for sample in range(0, sum(PIECES), PIECES[0]):
-        pieces.read(sample)
-    assert len(pieces._files) <= 3
-    assert sum(os.fstat(file).st_nlink == 0 for file in pieces._files.values()) <= 1
+    shards = records.records
+    assert isinstance(shards, CachedShards)
+    for sample in range(0, sum(SHARDS), SHARDS[0]):
+        shards.read(sample)
+    assert len(shards._files) <= 3
+    assert sum(os.fstat(file).st_nlink == 0 for file in shards._files.values()) <= 1
 
 
-def test_a_limit_below_two_pieces_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
+def test_a_limit_below_two_shards_names_the_smallest(s3: S3, about: About, tmp_path: Path) -> None:
     smallest = limit_for(about, 1)
     with pytest.raises(BadInputError, match=f"={smallest - 1}B is too low: .* set {smallest}B"):
         load_images(remote(s3, tmp_path, cache_limit=f"{smallest - 1}B"), 0)
     load_images(remote(s3, tmp_path, cache_limit=f"{smallest}B"), 0)
 
 
-def test_as_many_pieces_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
-    for together in (1, 2, 3):
-        for more in (0, 2 * max(piece.bytes for piece in about.pieces) - 1):
-            limit = limit_for(about, together) + more
+def test_as_many_shards_are_shuffled_together_as_fit_twice(s3: S3, about: About, tmp_path: Path) -> None:
+    for shards_per_block in (1, 2, 3):
+        for more in (0, 2 * max(shard.bytes for shard in about.shards) - 1):
+            limit = limit_for(about, shards_per_block) + more
             images = load_images(remote(s3, tmp_path, cache_limit=f"{limit}B"), 0)
-            assert order_of(images.train)[1] == together
+            assert order_of(images.train)[1] == shards_per_block
             assert order_of(images.evaluation) == ((), 0)
-    total = sum(path.stat().st_size for path in tmp_path.glob("*.piece"))
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
     assert total == 0  # only indices were fetched
 
 
-def test_samples_that_are_numbered_across_pieces_need_all_of_them(tmp_path: Path) -> None:
-    from trainer.data.remote.cache import Cached, pieces_together
+def test_samples_that_are_numbered_across_shards_need_all_of_them(tmp_path: Path) -> None:
+    from trainer.data.remote.cache import Cached, fitting_shards_per_block
     from trainer.data.shared import Columns
 
     about = write_pack(tmp_path / "train", [3, 3])
-    columns = Columns.hold({"piece": np.array([0, 1, 0, 1, 0, 1], np.int32)})
-    pieces = CachedPieces(about, columns, Cached("https://host/x", tmp_path, None))
-    total = sum(piece.bytes for piece in about.pieces)
-    assert pieces_together(total, [pieces]) == 0
-    about.pieces.append(about.pieces[0])
-    with pytest.raises(BadInputError, match="https://host/x: its samples are numbered across its pieces"):
-        pieces_together(total, [pieces])
+    columns = Columns.hold({"shard": np.array([0, 1, 0, 1, 0, 1], np.int32)})
+    shards = CachedShards(about, columns, Cached("https://host/x", tmp_path, None))
+    total = sum(shard.bytes for shard in about.shards)
+    assert fitting_shards_per_block(total, [shards]) == 0
+    about.shards.append(about.shards[0])
+    with pytest.raises(BadInputError, match="https://host/x: its samples are numbered across its shards"):
+        fitting_shards_per_block(total, [shards])
 
 
 def recipe(data: DataConfig) -> Recipe:
@@ -193,9 +193,9 @@ def test_a_run_tells_its_order_so_that_a_resume_with_another_is_refused(
     ):
         task = make_task(recipe(data))
         orders.append(data_of(task))
-        assert bool(make_plan(recipe(data), task).together) == ("pieces" in orders[-1]["order"])
+        assert bool(make_plan(recipe(data), task).shards_per_block) == ("shards" in orders[-1]["order"])
     assert orders[0] == orders[1] == orders[2]
-    assert orders[3] == {**orders[0], "order": "shuffled within 2 pieces"}
+    assert orders[3] == {**orders[0], "order": "shuffled in blocks of 2 shards"}
 
 
 @pytest.mark.slow
@@ -223,4 +223,4 @@ def test_a_run_behind_s3_ends_with_the_weights_of_a_local_one(s3: S3, pack: Path
         if (local / weights).exists():
             assert (away / weights).read_bytes() == (local / weights).read_bytes()
     assert json.loads((away / "manifest.json").read_text())["status"] == "finished"
-    assert torch.cuda.is_available() or list((tmp_path / "cache").glob("*.piece"))
+    assert torch.cuda.is_available() or list((tmp_path / "cache").glob("*.shard"))

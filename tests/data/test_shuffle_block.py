@@ -1,4 +1,4 @@
-"""Promise: where not all pieces fit, the order needs few at a time and is still looked up, not carried."""
+"""Promise: where not all shards fit, the order needs few at a time and is still looked up, not carried."""
 
 from typing import get_args
 
@@ -7,60 +7,62 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trainer.config.data import Last
-from trainer.data.sampling.piece_order import in_blocks
+from trainer.data.sampling.block_order import in_blocks
 from trainer.data.sampling.plan import Plan, Share
 from trainer.rng import Ints, permuted
 
 pytestmark = pytest.mark.compat
 
-sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda pieces: sum(pieces) > 0)
+sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda shards: sum(shards) > 0)
 
 
-def epoch_of(pieces: list[int], together: int, seed: int = 0, epoch: int = 0) -> Ints:
-    total = sum(pieces)
-    return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(pieces), together)
+def epoch_of(shards: list[int], shards_per_block: int, seed: int = 0, epoch: int = 0) -> Ints:
+    total = sum(shards)
+    return in_blocks(seed, np.full(total, epoch), np.arange(total), tuple(shards), shards_per_block)
 
 
-def runs(pieces: list[int], order: Ints) -> list[int]:
-    """The pieces of an order, each where it comes first."""
-    piece = np.repeat(np.arange(len(pieces)), pieces)[order]
-    return list(dict.fromkeys(piece.tolist()))
+def runs(shards: list[int], order: Ints) -> list[int]:
+    """The shards of an order, each where it comes first."""
+    shard = np.repeat(np.arange(len(shards)), shards)[order]
+    return list(dict.fromkeys(shard.tolist()))
 
 
-@given(pieces=sizes, together=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-def test_an_epoch_is_a_permutation(pieces: list[int], together: int, seed: int, epoch: int) -> None:
-    order = epoch_of(pieces, together, seed, epoch)
-    assert np.array_equal(np.sort(order), np.arange(sum(pieces)))
+@given(
+    shards=sizes, shards_per_block=st.integers(1, 31), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000)
+)
+def test_an_epoch_is_a_permutation(shards: list[int], shards_per_block: int, seed: int, epoch: int) -> None:
+    order = epoch_of(shards, shards_per_block, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(sum(shards)))
 
 
-@given(pieces=sizes, together=st.integers(1, 31), seed=st.integers(0, 9), epoch=st.integers(0, 9))
-def test_a_stretch_needs_the_pieces_of_its_block_only(
-    pieces: list[int], together: int, seed: int, epoch: int
+@given(shards=sizes, shards_per_block=st.integers(1, 31), seed=st.integers(0, 9), epoch=st.integers(0, 9))
+def test_a_stretch_needs_the_shards_of_its_block_only(
+    shards: list[int], shards_per_block: int, seed: int, epoch: int
 ) -> None:
     """Wherever one looks, what is needed from there on and was needed before is less than a block's."""
-    order = epoch_of(pieces, together, seed, epoch)
-    piece = np.repeat(np.arange(len(pieces)), pieces)[order]
-    first = {number: int(np.flatnonzero(piece == number)[0]) for number in set(piece.tolist())}
-    last = {number: int(np.flatnonzero(piece == number)[-1]) for number in first}
+    order = epoch_of(shards, shards_per_block, seed, epoch)
+    shard = np.repeat(np.arange(len(shards)), shards)[order]
+    first = {number: int(np.flatnonzero(shard == number)[0]) for number in set(shard.tolist())}
+    last = {number: int(np.flatnonzero(shard == number)[-1]) for number in first}
     for position in range(len(order)):
-        assert sum(first[number] <= position <= last[number] for number in first) <= together
+        assert sum(first[number] <= position <= last[number] for number in first) <= shards_per_block
 
 
-def test_blocks_are_shuffled_in_themselves_and_pieces_among_each_other() -> None:
-    pieces, together = [50] * 12, 4
-    order = epoch_of(pieces, together)
-    piece = (order // 50).reshape(3, 200)
-    for block in piece:
+def test_blocks_are_shuffled_in_themselves_and_shards_among_each_other() -> None:
+    shards, shards_per_block = [50] * 12, 4
+    order = epoch_of(shards, shards_per_block)
+    shard = (order // 50).reshape(3, 200)
+    for block in shard:
         assert np.bincount(block, minlength=12)[np.unique(block)].tolist() == [50] * 4
         changes = int((block[1:] != block[:-1]).sum())
-        assert 120 < changes < 180  # of 199 neighbours three quarters lie in different pieces
-    assert sorted(runs(pieces, order)) != runs(pieces, order)
-    inside = order[:200][piece[0] == piece[0, 0]] % 50
+        assert 120 < changes < 180  # of 199 neighbours three quarters lie in different shards
+    assert sorted(runs(shards, order)) != runs(shards, order)
+    inside = order[:200][shard[0] == shard[0, 0]] % 50
     assert np.abs(np.corrcoef(inside, np.arange(50))[0, 1]) < 0.5
-    other = epoch_of(pieces, together, epoch=1)
+    other = epoch_of(shards, shards_per_block, epoch=1)
     assert (order == other).mean() < 0.05
-    assert set(runs(pieces, order)[:4]) != set(runs(pieces, other)[:4])
-    assert (order == epoch_of(pieces, together, seed=1)).mean() < 0.05
+    assert set(runs(shards, order)[:4]) != set(runs(shards, other)[:4])
+    assert (order == epoch_of(shards, shards_per_block, seed=1)).mean() < 0.05
 
 
 def test_seed_and_block_key_the_order_inside() -> None:
@@ -70,11 +72,11 @@ def test_seed_and_block_key_the_order_inside() -> None:
     assert (first == second).mean() < 0.1
 
 
-def test_pieces_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
-    """Chi-squared over many epochs: (piece, block), and (sample, place in its block)."""
-    epochs, pieces = 1000, [5] * 6
+def test_shards_come_to_each_block_and_samples_to_each_place_equally_often() -> None:
+    """Chi-squared over many epochs: (shard, block), and (sample, place in its block)."""
+    epochs, shards = 1000, [5] * 6
     epoch = np.repeat(np.arange(epochs), 30)
-    order = in_blocks(3, epoch, np.tile(np.arange(30), epochs), tuple(pieces), 2).reshape(epochs, 30)
+    order = in_blocks(3, epoch, np.tile(np.arange(30), epochs), tuple(shards), 2).reshape(epochs, 30)
     block_of = np.stack([np.bincount((order[:, at * 10 : at * 10 + 10] // 5).ravel()) for at in range(3)]) / 5
     place_of = np.stack([np.bincount(order[:, at::10].ravel(), minlength=30) for at in range(10)])
     for counts, freedom in ((block_of, 2 * 5), (place_of, 9 * 29)):
@@ -89,15 +91,26 @@ def test_the_order_never_changes_between_versions() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    pieces = tuple(draw(sizes))
+    shards = tuple(draw(sizes))
     micro_batch_size = draw(st.integers(1, 4))
     last: Last = draw(st.sampled_from(get_args(Last)))
     global_batch_size = micro_batch_size * 4
-    if last == "drop" and sum(pieces) < global_batch_size:
+    if last == "drop" and sum(shards) < global_batch_size:
         last = "cross"
-    epochs, seed, together = draw(st.integers(1, 3)), draw(st.integers(0, 9)), draw(st.integers(1, 31))
+    epochs, seed, shards_per_block = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 9)),
+        draw(st.integers(1, 31)),
+    )
     return Plan(
-        sum(pieces), global_batch_size, micro_batch_size, epochs, last, seed, pieces=pieces, together=together
+        sum(shards),
+        global_batch_size,
+        micro_batch_size,
+        epochs,
+        last,
+        seed,
+        shards=shards,
+        shards_per_block=shards_per_block,
     )
 
 
@@ -106,7 +119,7 @@ def test_a_plan_has_this_order_in_every_epoch_also_across_the_border(plan: Plan)
     epoch, sample, weight = (part.flatten() for part in plan.read(np.arange(plan.steps * plan.micro_batches)))
     for number in range(plan.epochs):
         seen = sample[(epoch == number) & (weight > 0)]
-        expected = epoch_of(list(plan.pieces), plan.together, plan.seed, number)
+        expected = epoch_of(list(plan.shards), plan.shards_per_block, plan.seed, number)
         assert np.array_equal(seen, expected[: len(seen)])
         assert plan.last == "drop" or len(seen) == plan.samples
 
@@ -128,10 +141,10 @@ def test_a_batch_is_the_same_alone_and_among_others(plan: Plan, data: st.DataObj
     assert np.array_equal(plan.read(np.array([micro_batch])).sample[0], whole[micro_batch])
 
 
-def test_the_plain_order_is_the_one_without_pieces() -> None:
+def test_the_plain_order_is_the_one_without_shards() -> None:
     plain = Plan(100, 10, 5, 3, "cross", 7)
-    pieces = Plan(100, 10, 5, 3, "cross", 7, pieces=(40, 60))
+    shards = Plan(100, 10, 5, 3, "cross", 7, shards=(40, 60))
     micro_batches = np.arange(plain.steps * plain.micro_batches)
-    assert np.array_equal(plain.read(micro_batches).sample, pieces.read(micro_batches).sample)
+    assert np.array_equal(plain.read(micro_batches).sample, shards.read(micro_batches).sample)
     epoch, position = np.divmod(np.arange(300), 100)
     assert np.array_equal(plain.read(micro_batches).sample.flatten(), permuted(7, epoch, position, 100))

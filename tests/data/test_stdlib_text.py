@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.compression import apart, bench_compression, by_gzip, by_xz, stream, together
+from tests.helpers.manifests import least_manifest
 from tests.helpers.toys import make_recipe
 from trainer.checkpoint.store import newest_good, write
 from trainer.cli import main
@@ -22,9 +23,10 @@ from trainer.data.builtin.stdlib import END, is_held_out, read_modules, stdlib_t
 from trainer.data.formats.documents import StreamDataset
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.train.attempt import _go_on
-from trainer.train.run import assemble, make_task
-from trainer.train.state import tensors_of
+from trainer.train.build import build
+from trainer.train.restore import load_checkpoint
+from trainer.train.run import make_task
+from trainer.train.state import numbers_of, tensors_of
 from trainer.train.step import train_step
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -87,21 +89,19 @@ def test_a_short_run_learns_and_goes_on_with_the_same_bits(tmp_path: Path) -> No
     task = make_task(recipe)
 
     def steps(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, bytes]]:
-        t = (parts := assemble(recipe, task, ALONE, 0)).training
+        run = build(recipe, task, ALONE, 0)
+        state = run.state
         if first:
-            found, _ = newest_good(folder)
-            assert _go_on(t, found, ALONE).step == first
-        t.replica.train()
-        batches, losses = parts.loader(t.share.batches(first)), []
+            load_checkpoint(run, newest_good(folder)[0])
+            assert state.step == first
+        run.replica.train()
+        batches, losses = run.loader(run.share.batches(first)), []
         for step in range(first, last):
-            before = float(t.loss)
-            train_step(t, batches, step)
-            losses.append(float(t.loss) - before)
-        tensors = tensors_of(t)
-        state = {
-            "row": 0, "losses": [float(t.loss)], "seconds": 0.0, "samples": 0, "metrics": {}, "best": None,
-        }  # fmt: skip
-        write(folder, last, tensors, state)
+            before = float(state.loss)
+            train_step(run, batches, step)
+            losses.append(float(state.loss) - before)
+        tensors = tensors_of(state)
+        write(folder, last, tensors, numbers_of(state, [float(state.loss)]))
         saved = {f"{kind}/{name}": tensor for kind, part in tensors.items() for name, tensor in part.items()}
         return losses, {name: tensor.detach().numpy().tobytes() for name, tensor in saved.items()}
 
@@ -145,12 +145,12 @@ def test_the_bench_compares_a_run_with_the_same_modules(
     monkeypatch.setattr("benchmarks.compression.read_modules", lambda: library)
     recipe = short_recipe()
     task = make_task(recipe)
-    manifest = {
-        "format": 2,
-        "config": recipe.model_dump(mode="json"), "threads": 1, "device": {"kind": "cpu"}, "world_size": 1,
-        "status": "finished", "summary": {"bits_per_byte": 2.5},
-        "fingerprint": {"evaluation data": task.evaluation_data.fingerprint()},
-    }  # fmt: skip
+    manifest = least_manifest(
+        config=recipe.model_dump(mode="json"),
+        status="finished",
+        summary={"bits_per_byte": 2.5},
+        fingerprint={"evaluation data": task.evaluation_data.fingerprint()},
+    )
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps(manifest))
     assert bench_compression(tmp_path, 2.6) == 0

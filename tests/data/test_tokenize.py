@@ -2,13 +2,10 @@
 never half-written; what can't be tokenized is one line.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +17,9 @@ from hypothesis import given, strategies as st
 
 from tests.helpers.batches import rows
 from tests.helpers.forked import replace
+from trainer.cli import main
 from trainer.data.formats import encoders, tokenize as module
-from trainer.data.formats.tokenize import add_parser, list_files, tokenize
+from trainer.data.formats.tokenize import list_files, tokenize
 from trainer.data.formats.tokens import TokenDataset, read_about, verify_tokens
 from trainer.errors import BadInputError
 
@@ -297,7 +295,7 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, after: str, there: bytes) ->
     tokenize(tmp_path / "old.txt", target, "bytes")
     process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, after))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     assert np.fromfile(target, np.uint16).tolist() == [*there, 256]
     if after == "chunk":
@@ -336,35 +334,15 @@ def test_what_was_changed_is_found(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
     (tmp_path / "x.txt").write_text("hello")
-    options = parser.parse_args(
-        ["tokenize", str(tmp_path / "x.txt"), str(tmp_path / "t.bin"), "--tokenizer", "bytes"]
-    )
-    assert options.run(options) == 0
-    assert "t.bin: 6 tokens (uint16) of 1 files, vocabulary 257" in capsys.readouterr().out
-    with pytest.raises(BadInputError, match=r"--force replaces|or --force"):
-        options.run(options)
-    options.force = True
-    assert options.run(options) == 0
-
-
-def test_lines_tell_how_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)
-    (tmp_path / "x.txt").write_bytes(bytes(3 << 20))
-    said = list[str]()
-    tokenize(tmp_path / "x.txt", tmp_path / "t.bin", "bytes", say=said.append)
-    assert [line.strip() for line in said[:3]] == ["1 of 3 MB", "2 of 3 MB", "3 of 3 MB"]
-
-
-def test_the_parser_is_quick_to_import() -> None:
-    code = (
-        "import sys, trainer.data.formats.tokenize\n"
-        "print(sorted({'numpy', 'torch', 'pydantic', 'tokenizers', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    request = ["data", "tokenize", str(tmp_path / "x.txt"), str(tmp_path / "t.bin"), "--tokenizer", "bytes"]
+    assert main(request) == 0
+    said = capsys.readouterr()
+    assert "t.bin: 6 tokens (uint16) of 1 files, vocabulary 257" in said.out
+    assert "x.txt: 100 %" in said.err
+    assert main(request) == 2
+    assert "or --force" in capsys.readouterr().err
+    assert main([*request, "--force"]) == 0
 
 
 def test_files_are_sorted_by_the_bytes_of_their_names(tmp_path: Path) -> None:

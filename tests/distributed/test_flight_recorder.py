@@ -210,7 +210,7 @@ from tests.helpers import preloaded
 from trainer.distributed.flight_recorder import dump, parse
 
 def settled():  # gloo's thread counts a collective a moment after it let the caller go
-    for _ in range(100):
+    for _ in range(3000):
         text = dump() or '{"pg_status": {}}'
         groups = json.loads(text)["pg_status"].values()
         if any(int(group["last_completed_collective"]) == 2 for group in groups):

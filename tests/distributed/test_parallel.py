@@ -259,6 +259,7 @@ from functools import partial
 import torch
 from torch import distributed as dist
 from trainer.distributed import parallel
+from trainer.launch import worker
 
 def together():
     with parallel.joined_world("cpu", 60) as world:
@@ -272,7 +273,7 @@ for attempt in range(100):
     corner = dist.PrefixStore(str(attempt), store)
     dist.init_process_group = partial(join, store=corner, rank=rank, world_size=2)
     together()
-    parallel._gloo.clear()  # what the end of the process does
+    worker._held.clear()  # what the end of the process does
 """
 
 
@@ -285,7 +286,7 @@ def test_leaving_the_others_never_hangs() -> None:
         for rank in ("0", "1")
     ]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

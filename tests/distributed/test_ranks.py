@@ -7,15 +7,14 @@ import torch
 
 from tests.helpers import digits_steps
 from tests.helpers.digits_steps import train_digits
-from tests.helpers.toys import make_recipe
+from tests.helpers.toys import make_recipe, rows_to
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, check_agreement
 from trainer.errors import BadInputError
-from trainer.observe.log import MetricLogger
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
-from trainer.train.run import assemble, make_task
-from trainer.train.step import take_metrics
+from trainer.train.run import make_task
 
 DIGITS = digits_steps.DIGITS
 
@@ -44,9 +43,9 @@ def evaluate_untrained(world: World, batch: int, padded: bool) -> dict[str, floa
     data = DIGITS["data"] | {"eval_batch_size": batch, "resident": padded}
     recipe = make_recipe(**DIGITS | {"data": data})
     task = make_task(recipe)
-    parts = assemble(recipe, task, world, workers=0)
+    run = build(recipe, task, world, workers=0)
     return evaluate(
-        task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
     )
 
 
@@ -84,15 +83,10 @@ def test_worlds_agree_with_every_part_of_the_recipe(ranks: Ranks, parts: dict[st
 
 def logged_rows(world: World) -> list[Any]:
     recipe = make_recipe(**DIGITS | {"log": {"every": 2}})
-    parts = assemble(recipe, make_task(recipe), world, workers=0)
-    t = parts.training
+    run = build(recipe, make_task(recipe), world, workers=0)
     rows: list[Any] = []
-    logger = MetricLogger(t.share.plan, world.device, [rows.append], lambda: take_metrics(t))
-    steps = range(t.share.plan.steps)
-    train(
-        t, parts.loader(t.share.batches()), steps, logger, 2, lambda _: False, lambda _: None, lambda _: None
-    )
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+    train(run, rows_to(run, rows.append))
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if row["kind"] == "train"]
 
 
 def test_every_rank_logs_the_loss_of_all(ranks: Ranks) -> None:
@@ -125,11 +119,11 @@ def test_evaluation_is_the_same_to_the_last_bit_in_every_world(ranks: Ranks, bat
     # Counted once each: accuracy over 360 images, computed without the trainer.
     recipe = make_recipe(**DIGITS)
     task = make_task(recipe)
-    parts = assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0)
+    run = build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0)
     images: Any = task.evaluation_data.arrays
     pixels = (torch.from_numpy(images["image"]).permute(0, 3, 1, 2).float() / 255 - 0.287) / 0.354
     with torch.inference_mode():
-        logits = parts.training.model.eval()(pixels)
+        logits = run.state.model.eval()(pixels)
     label = torch.from_numpy(images["label"])
     assert answers[0]["accuracy"] == float((logits.argmax(1) == label).sum()) / 360
     assert answers[0]["loss"] == pytest.approx(

@@ -14,15 +14,16 @@ from tests.chaos import Tally
 from tests.helpers.digits_steps import DIGITS, train_digits
 from tests.helpers.steps import State, assert_same_bits, train_some
 from tests.helpers.topologies import topologies
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed import consensus
 from trainer.distributed.parallel import World
 from trainer.distributed.tree import Sums, Tournament, TreeReduction, shares_a_tree
 from trainer.errors import BadInputError
-from trainer.train import attempt
-from trainer.train.run import assemble, check_request, make_task
+from trainer.train.build import build
+from trainer.train.run import check_request, make_task
 from trainer.train.step import take_metrics, train_step
+from trainer.train.trainer import choose_threads
 
 KINDS: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"width": 8, "norm": "batch"}},
@@ -126,12 +127,11 @@ def train_tokens(world: World, reduction: str) -> tuple[float, list[torch.Tensor
         optim={"lr": 0.1, "max_grad_norm": 0.5},
         parallel={"threads": 1, "reduction": reduction},
     )
-    training_parts = assemble(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)
-    t = training_parts.training
-    batches = training_parts.loader(t.share.batches())
-    for step in range(t.share.plan.steps):
-        train_step(t, batches, step)
-    return float(take_metrics(t)["loss"]), [p.detach().clone() for p in t.parameters]
+    run = build(recipe, TokenTask(29, dtype=torch.float32), world, workers=0)
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+    return float(take_metrics(run)["loss"]), [p.detach().clone() for p in run.gradients.parameters]
 
 
 def test_valid_tokens_and_padding(ranks: Ranks) -> None:
@@ -186,11 +186,11 @@ def trained_sometimes(world: World, above: float, reduction: str, **parallel: An
         optim={"lr": 0.01, "weight_decay": 0.1},
         parallel={"threads": 1, "reduction": reduction, **parallel},
     )
-    parts = assemble(recipe, task, world, workers=0)
-    batches = parts.loader(parts.training.share.batches())
-    for step in range(parts.training.share.plan.steps):
-        train_step(parts.training, batches, step)
-    return {name: tensor.clone() for name, tensor in parts.training.model.state_dict().items()}
+    run = build(recipe, task, world, workers=0)
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+    return {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("above", [-9.0, 0.3, 9.0])
@@ -299,24 +299,24 @@ def test_an_unused_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         optim={"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
         parallel={"threads": 1, "reduction": "tree"},
     )
-    parts = assemble_alone(recipe, task)
-    model = parts.training.model
+    run = build_alone(recipe, task)
+    model = run.state.model
     before = [p.detach().clone() for p in model.parameters()]
-    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
+    train_step(run, run.loader(run.share.batches()), 0)
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert moved == [True, True, False, False]
 
 
 def starts_apart(world: World) -> torch.Tensor:
-    """A weight after assembly, where the ranks' models were not the same."""
+    """A weight of a run that was built where the ranks' models were not the same."""
     recipe = make_recipe(parallel={"reduction": "tree"}, data={"global_batch_size": 8, "micro_batch_size": 1})
     task = TokenTask(16)
     model = task.model()
     first = next(model.parameters())
     first.data = first.data.t().contiguous().t().fill_(float(world.rank + 1))
     task.model = lambda: model  # type: ignore[method-assign]
-    parts = assemble(recipe, task, world, workers=0)
-    return next(parts.training.model.parameters()).detach().clone()
+    run = build(recipe, task, world, workers=0)
+    return next(run.state.model.parameters()).detach().clone()
 
 
 def test_all_ranks_take_the_first_ones_weights(ranks: Ranks) -> None:
@@ -410,8 +410,10 @@ def test_a_run_may_change_its_ranks_again_and_again(monkeypatch: pytest.MonkeyPa
 def test_threads_do_not_depend_on_the_number_of_ranks() -> None:
     tree = make_recipe(parallel={"reduction": "tree"})
     for ranks_here in (1, 2, 4):
-        threads, (note,) = attempt._threads(tree, None, "auto", ranks_here, torch.device("cpu"))
+        threads, (note,) = choose_threads(
+            tree, None, "auto", World(0, 1, 0, torch.device("cpu"), None, local_size=ranks_here)
+        )
         assert threads == 1
         assert "parallel.threads" in note
     set_by_hand = make_recipe(parallel={"reduction": "tree", "threads": 3})
-    assert attempt._threads(set_by_hand, None, "auto", 1, torch.device("cpu")) == (3, [])
+    assert choose_threads(set_by_hand, None, "auto", World(0, 1, 0, torch.device("cpu"), None)) == (3, [])

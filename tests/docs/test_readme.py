@@ -1,41 +1,53 @@
-"""Promise: a figure that the README publishes stands in the results that it links to."""
+"""Promise: what README.md and docs/ show can be typed, leads somewhere, and was measured."""
 
-import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 
+from benchmarks.__main__ import make_parser as make_bench_parser
+from tests.helpers.rows import read_rows
+from trainer.cli import make_parser
+from trainer.config.recipe_file import load_recipe, recipe_names
+from trainer.observe.rows import FILES
+
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FIGURE = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w,]*\w)")
-_LINK = re.compile(r"\]\((docs/results/[\w.-]+\.md)")
+_LINK = re.compile(r"\]\(([^)#:\s]+\.md)")
 
 
-def measured() -> list[tuple[str, str, str]]:
-    """The rows of the README's table of what was measured: claim, result, where."""
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("## Measured") :].partition("\n\nThe libraries")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if "|" in line
-    ]
-    return [(row[0].strip("| "), row[1], row[2]) for row in rows[2:] if len(row) == 3]
+def measured() -> list[tuple[Path, str, str, str]]:
+    """The rows of the tables of what was measured: page, claim, result, where."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "docs/results/index.md"):
+        for table in page.read_text().split("| claim | result | command |\n")[1:]:
+            for line in table.splitlines()[1:]:
+                if not line.startswith("|"):
+                    break
+                claim, result, where = line.strip("| ").split(" | ")
+                found.append((page, claim, result, where))
+    return found
 
 
-ROWS = [row for row in measured() if _LINK.search(row[2]) and _FIGURE.search(_LINK.sub("", row[1]))]
+ROWS = [row for row in measured() if _LINK.search(row[3]) and _FIGURE.search(_LINK.sub("", row[2]))]
 
 
 def test_there_are_some() -> None:
-    assert len(measured()) > 15
-    assert len(ROWS) > 8
+    assert len(measured()) > 20
+    assert len(ROWS) > 12
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:50])
-def test_its_figures_stand_in_the_results(row: tuple[str, str, str]) -> None:
-    _, result, where = row
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].stem}-{row[1][:50]}")
+def test_its_figures_stand_in_the_results(row: tuple[Path, str, str, str]) -> None:
+    page, _, result, where = row
     files = _LINK.findall(where)
-    there = "\n".join((ROOT / name).read_text() for name in files)
+    there = "\n".join((page.parent / name).read_text() for name in files)
     numbers = [float(figure.replace(",", "")) for figure in _FIGURE.findall(there)]
     missing = [figure for figure in _FIGURE.findall(result) if not _stands(figure.replace(",", ""), numbers)]
     assert not missing, f"not in {', '.join(files)}: {missing}"
@@ -54,10 +66,51 @@ def test_a_figure_that_nobody_measured_is_found() -> None:
     assert not _stands("70", [71.0])
 
 
-def test_links_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """The lines of code blocks that call trainer, make or a bench: page and command, comments cut off."""
+    for page in PAGES:
+        for block in re.findall(r"```(?:|bash|sh)\n(.*?)```", page.read_text(), re.S):
+            for line in re.split(r"\n| && ", block.replace("\\\n", " ")):
+                command = line.removeprefix("$ ").partition("  # ")[0].strip()
+                if re.match(r"(trainer|make|python -m benchmarks) [a-z]", command) and "…" not in command:
+                    yield page, command
+
+
+COMMANDS = sorted(set(commands()))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def test_there_are_many_commands() -> None:
+    assert len(COMMANDS) > 45
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), COMMANDS, ids=[f"{page.stem}: {line[:70]}" for page, line in COMMANDS]
+)
+def test_a_command_can_be_typed(page: Path, command: str) -> None:
+    """Its words are parsed, and its keys are set in the recipe, but nothing is run."""
+    words = shlex.split(re.split(r" [>|] ", command)[0])
+    if words[0] == "make":
+        assert {word for word in words[1:] if "=" not in word} <= TARGETS, page
+        return
+    if words[0] == "python":
+        make_bench_parser(words[3:]).parse_args(words[3:])
+        return
+    options = make_parser().parse_args(words[1:])
+    settings = [value for value in getattr(options, "set", None) or [] if not value.startswith("KEY")]
+    if getattr(options, "recipe", None) in recipe_names():
+        load_recipe(options.recipe, settings)
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_a_page_made_of_the_code_is_current(page: str) -> None:
+    assert (ROOT / "docs" / page).read_text() == reference.PAGES[page](), "python scripts/reference.py"
 
 
 # docs/run-folder.md
@@ -87,8 +140,9 @@ def test_every_key_of_a_row_is_in_the_document(digits_run: Path) -> None:
         for name in re.findall(r"`([^`]+)`", cells[0])
         for kind in cells[1].split(", ")
     }
-    rows = [json.loads(line) for line in (digits_run / "metrics.jsonl").read_text().splitlines()]
-    assert {"train", "evaluation", "end"} <= {row["kind"] for row in rows}
+    rows = read_rows(digits_run, ())
+    assert {"train", "eval", "end"} <= {row["kind"] for row in rows}
+    assert {cells[0].strip("| `") for cells in table if cells[0].endswith(".jsonl`")} == set(FILES.values())
     for row in rows:
         for key in row:
             names = (key, f"{key.partition('/')[0]}/*")

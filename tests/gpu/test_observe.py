@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.config.sizes import MIB
 from trainer.observe.machine import Machine
-from trainer.observe.memory import MIB, PhasePeaks, memory_metrics, memory_tracker, used_memory
+from trainer.observe.memory import memory_metrics, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.phases import enter_phase
 from trainer.observe.profile import TRACE, Profile
@@ -39,21 +40,10 @@ def test_nvml_sees_the_work() -> None:
     assert 0 < float(found["gpu/temperature_c"]) < 120
 
 
-def test_trackers_and_phases() -> None:
-    peaks = PhasePeaks(GPU)
-    with memory_tracker("all", GPU, None) as tracked:
-        peaks.enter("forward")
-        block = torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
-        del block
-        peaks.enter("backward")
-        kept = torch.empty(8 * MIB, dtype=torch.uint8, device=GPU)
-        peaks.leave()
-    assert tracked.after - tracked.before == kept.nbytes == 8 * MIB
-    assert tracked.peak - tracked.before == 64 * MIB
-    found = peaks.take()
-    assert found["memory/peak/forward"] - found["memory/peak/backward"] == 56 * MIB
-    assert used_memory(GPU) >= tracked.peak
-    assert memory_metrics(GPU)["memory/peak_bytes"] == used_memory(GPU)
+def test_the_peak_is_the_process_s() -> None:
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
+    del block
+    assert memory_metrics(GPU)["memory/peak_bytes"] == used_memory(GPU) >= 64 * MIB
 
 
 def test_running_out_is_explained(tmp_path: Path) -> None:

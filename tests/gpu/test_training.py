@@ -4,22 +4,24 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.helpers.toys import make_recipe
+from tests.helpers.toys import make_recipe, rows_to
 from trainer.checkpoint.store import newest_good, write
 from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch, Source, make_loader
 from trainer.distributed.parallel import World
 from trainer.models.compiling import missing_for_compiling
 from trainer.observe.checksums import Checksums, fingerprints_of
-from trainer.observe.log import MetricLogger
+from trainer.train import loop
+from trainer.train.build import build
 from trainer.train.loop import train
-from trainer.train.run import assemble, make_task
-from trainer.train.state import load_tensors, tensors_of
-from trainer.train.step import Training, take_metrics, train_step
+from trainer.train.run import make_task
+from trainer.train.state import Run, load_tensors, tensors_of
+from trainer.train.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,41 +39,31 @@ DIGITS: dict[str, Any] = {
 }
 
 
-def make_batches(t: Training, recipe: Recipe) -> Iterator[Batch]:
+def make_batches(run: Run, recipe: Recipe) -> Iterator[Batch]:
     """Batches on the device, of a run of one rank."""
-    source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
-    return make_loader(source, torch.device("cuda", 0), recipe.data, 0)(t.share.batches())
+    source = Source(run.task.train_data, run.share, run.task.train_data.uniforms + run.task.uniforms)
+    return make_loader(source, torch.device("cuda", 0), recipe.data, 0)(run.share.batches())
 
 
 def losses_on(device: torch.device, strict: bool, **sections: Any) -> list[float]:
     recipe = make_recipe(**{**DIGITS, **sections})
-    parts = assemble(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=2)
-    t = parts.training
+    run = build(recipe, make_task(recipe), World(0, 1, 0, device, None), workers=2)
     rows: list[Any] = []
     traced: list[Any] = []
-    trace = Checksums(fingerprints_of(t.model), lambda _, prints: traced.append(prints))
-    meter = MetricLogger(t.share.plan, device, [rows.append], lambda: take_metrics(t), trace)
-    batches = parts.loader(t.share.batches())
+    trace = Checksums(fingerprints_of(run.state.model), lambda _, prints: traced.append(prints))
 
     def strict_after_warm_up(done: int) -> None:
         if strict and done == 10:
             torch.cuda.set_sync_debug_mode("error")
 
+    out = rows_to(run, rows.append, checksums=trace, each_step=[strict_after_warm_up])
     try:
-        train(
-            t,
-            batches,
-            range(t.share.plan.steps),
-            meter,
-            recipe.log.every,
-            lambda _: False,
-            lambda _: None,
-            strict_after_warm_up,
-        )
+        with mock.patch.object(loop, "next_evaluation", lambda *_: 0):
+            train(run, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        parts.loader.close()
-    return [row["loss"] for row in rows]
+        run.close()
+    return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16", "bf16"])
@@ -115,15 +107,15 @@ def test_an_average_on_the_host_is_the_one_on_the_device(precision: str) -> None
             **DIGITS | {"ema": {"decay": 0.9, "every": 3, "on_cpu": on_cpu}, "precision": {"mode": precision}}
         )
         world = World(0, 1, 0, torch.device("cuda", 0), None)
-        t = assemble(recipe, make_task(recipe), world, workers=0).training
-        assert t.average is not None
-        batches = make_batches(t, recipe)
+        run = build(recipe, make_task(recipe), world, workers=0)
+        assert run.state.average is not None
+        batches = make_batches(run, recipe)
         for step in range(30):
-            train_step(t, batches, step)
-        kept_on = next(iter(t.average.tensors.values())).device.type
+            train_step(run, batches, step)
+        kept_on = next(iter(run.state.average.tensors.values())).device.type
         assert kept_on == ("cpu" if on_cpu else "cuda")
-        with t.average.in_place():
-            averages.append([p.detach().cpu() for p in t.model.parameters()])
+        with run.state.average.in_place():
+            averages.append([p.detach().cpu() for p in run.state.model.parameters()])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*averages, strict=True))
 
 
@@ -153,27 +145,27 @@ def test_a_deterministic_run_that_was_cut_ends_with_the_same_bits(
     sections["regularization"] = {"mixup": 0.2, "stochastic_depth": 0.1}
     recipe = make_recipe(**sections)
 
-    def fresh() -> Training:
-        return assemble(recipe, make_task(recipe), World(0, 1, 0, torch.device("cuda", 0), None), 0).training
+    def fresh() -> Run:
+        return build(recipe, make_task(recipe), World(0, 1, 0, torch.device("cuda", 0), None), 0)
 
-    def steps(t: Training, numbers: range) -> None:
-        source = Source(t.task.train_data, t.share, t.task.train_data.uniforms + t.task.uniforms)
+    def steps(run: Run, numbers: range) -> None:
+        source = Source(run.task.train_data, run.share, run.task.train_data.uniforms + run.task.uniforms)
         loader = make_loader(source, torch.device("cuda", 0), recipe.data, 2)
-        batches = loader(t.share.batches(numbers.start))
+        batches = loader(run.share.batches(numbers.start))
         for step in numbers:
-            train_step(t, batches, step)
+            train_step(run, batches, step)
         loader.close()
 
     whole, first, second = fresh(), fresh(), fresh()
     steps(whole, range(30))
     steps(first, range(cut))
-    write(tmp_path, cut, tensors_of(first), {})
+    write(tmp_path, cut, tensors_of(first.state), {})
     found, skipped = newest_good(tmp_path)
     assert found is not None
     assert not skipped
-    load_tensors(second, cut, found.tensors)
+    load_tensors(second.state, cut, found.tensors)
     steps(second, range(cut, 30))
-    ends = [tensors_of(t) for t in (whole, second)]
+    ends = [tensors_of(run.state) for run in (whole, second)]
     for file, tensors in ends[0].items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, ends[1][file][name]), f"{file}: {name}"

@@ -7,7 +7,8 @@ import torch
 
 from tests.helpers.forked import small
 from trainer.host.memory import HEADROOM
-from trainer.launch.signals import Inbox
+from trainer.launch.launcher import LocalRanks
+from trainer.launch.signals import SignalReceiver
 from trainer.train.tune.job import Job, choose, run_probe
 
 pytestmark = [
@@ -39,14 +40,14 @@ def job(**sections: object) -> Job:
         "workers": 1,
     }
     recipe = small(data={**data, "eval_batch_size": 8}, model={"width": 16}, device="cuda", **sections)
-    return Job(recipe, 1, 1, {"CUDA_VISIBLE_DEVICES": "0"})
+    return Job(recipe, LocalRanks(1, 1, {"CUDA_VISIBLE_DEVICES": "0"}))
 
 
 @pytest.mark.parametrize(
     "sections", [{}, {"precision": {"mode": "bf16"}, "memory": {"checkpointing": "blocks"}}]
 )
 def test_the_choice_leaves_the_headroom(little_is_left: int, sections: dict[str, object]) -> None:
-    found = choose(job(**sections), lambda *_: None, lambda _: None)
+    found = choose(job(**sections), lambda _: None)
     assert found.chosen is not None
     assert found.chosen.where == "GPU of rank 0"
     assert little_is_left < found.chosen.peak_bytes <= (1 - HEADROOM) * found.chosen.limit_bytes
@@ -56,8 +57,8 @@ def test_the_choice_leaves_the_headroom(little_is_left: int, sections: dict[str,
 
 
 def test_out_of_memory_names_the_holder(little_is_left: int) -> None:
-    with Inbox() as inbox:
-        one = run_probe(job(), 4096, inbox)
+    with SignalReceiver() as receiver:
+        one = run_probe(job(), 4096, receiver)
     assert not one.fits
     assert "out of memory on cuda:0" in one.note
     assert little_is_left > 0

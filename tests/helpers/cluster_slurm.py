@@ -1,6 +1,7 @@
 """A real Slurm of two nodes on this one host, for tests/launch/test_slurm.py; without systemd.
 
-Each slurmd calls itself a node by -N. It needs root, and Debian's packages slurm-wlm and munge.
+Each slurmd calls itself a node by -N. It needs root, and Debian's packages slurm-wlm and munge. A node that a
+test sets down stays down until the test resumes it (ReturnToService=1).
 """
 
 import os
@@ -19,7 +20,8 @@ from tests.helpers.ports import free_port
 # Names and ports of its own: two test processes may each have a cluster, whose jobs have the same numbers.
 PREFIX = f"trainer{os.getpid()}-n"
 NODES = (f"{PREFIX}1", f"{PREFIX}2")
-PORT = free_port()
+# A job's script adds twice its number to the port: this is enough for 15 jobs.
+PORT = free_port(32)
 _CONF = """
 ClusterName=trainer
 SlurmctldHost={host}(127.0.0.1)
@@ -43,7 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 PropagateResourceLimits=NONE
-ReturnToService=2
+ReturnToService=1
 JobRequeue=1
 KillWait=5
 MpiDefault=none
@@ -74,15 +76,21 @@ class Slurm:
     def tell(self, *words: str) -> str:
         """Runs one of Slurm's programs and returns what it prints."""
         done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            words, env=self.environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """Of a job: PENDING, RUNNING, COMPLETED…; a job that is forgotten is COMPLETED."""
+        """Of a job: PENDING, RUNNING, COMPLETED…; Slurm forgets it five minutes after its end."""
         shown = self.tell("scontrol", "show", "job", "--oneliner", job)
         return shown.partition(" JobState=")[2].partition(" ")[0]
+
+    def completes(self, job: str, log: Path) -> None:
+        """Waits for the end of a job, which is to be a good one."""
+        unended = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "STOPPED", "SUSPENDED")
+        until(lambda: self.state(job) not in unended, lambda: _text(log))
+        assert (state := self.state(job)) == "COMPLETED", f"{state}\n{_text(log)}"
 
     def release(self, job: str) -> None:
         """Lets a requeued job start soon; Slurm would wait for two minutes."""
@@ -98,6 +106,10 @@ class Slurm:
 
         until(lambda: self.state(job) == "PENDING")
         until(started)
+
+
+def _text(log: Path) -> str:
+    return log.read_text() if log.exists() else f"there is no {log}"
 
 
 def until(condition: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
@@ -132,7 +144,7 @@ def running(folder: Path) -> Iterator[Slurm]:
     ]
     try:
         for command in (munge, ["slurmctld", "-c", "-i"], *(["slurmd", "-N", node] for node in NODES)):
-            subprocess.run(command, env=slurm.environment, check=True, timeout=60)
+            subprocess.run(command, env=slurm.environment, check=True, timeout=300)
         until(lambda: slurm.tell("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n") == len(NODES) - 1)
         yield slurm
     finally:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import overhead
 from tests.helpers.counting import tiny_steps
-from trainer.train import explain
+from trainer.train import outputs
 
 
 def marking(library: str, first: int, last: int) -> Callable[[int], None]:
@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     at, steps = marking(library, first, last), last + 50
     # What goes by the clock, and so comes more or less often on another machine, is left out.
-    setattr(explain, "_PAUSE_S", math.inf)  # noqa: B010
+    setattr(outputs, "_PAUSE_S", math.inf)  # noqa: B010
     with tempfile.TemporaryDirectory() as folder:
         tiny_steps(Path(folder), steps, at)
 

@@ -7,8 +7,9 @@ import torch
 
 from tests.helpers.toys import make_recipe
 from trainer.distributed.parallel import World
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.run import assemble, make_task
+from trainer.train.run import make_task
 from trainer.train.step import train_step
 
 DIGITS: dict[str, Any] = {
@@ -27,16 +28,19 @@ def train_digits(
     """Losses of each step, the evaluation, and the weights, on one rank."""
     recipe = make_recipe(**recipe_values)
     task = make_task(recipe)
-    parts = assemble(recipe, task, world, workers)
-    training = parts.training
-    batches = parts.loader(training.share.batches())
+    run = build(recipe, task, world, workers)
+    batches = run.loader(run.share.batches())
     losses = []
-    for step in range(training.share.plan.steps):
-        before = training.loss.clone()
-        train_step(training, batches, step)
-        losses.append(float(training.loss - before))
-    share = parts.evaluation_share
-    with nullcontext() if training.average is None else training.average.in_place():
-        metrics = evaluate(task, training.model, parts.evaluation_loader, share, world, recipe.precision)
-    parts.loader.close()
-    return losses, metrics, {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    for step in range(run.plan.steps):
+        before = run.state.loss.clone()
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss - before))
+    share = run.evaluation_share
+    with nullcontext() if run.state.average is None else run.state.average.in_place():
+        metrics = evaluate(task, run.state.model, run.evaluation_loader, share, world, recipe.precision)
+    run.loader.close()
+    return (
+        losses,
+        metrics,
+        {name: tensor.clone() for name, tensor in run.state.model.state_dict().items()},
+    )

@@ -36,7 +36,7 @@ def recipe_of(pictures: Path, **data: Any) -> Recipe:
     sizes = {"image_size": 16, "global_batch_size": 4, "micro_batch_size": 4, "eval_batch_size": 4}
     values = {
         "epochs": 100_000,
-        "evaluate_every": 0,
+        "evaluation": {"every": "end"},
         "data": {"name": "folder", "path": str(pictures), **sizes, **data},
         "model": {"width": 4},
         "parallel": {"threads": 1},

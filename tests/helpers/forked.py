@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.helpers.toys import before_each_step_ends
 from trainer.config.recipe import Recipe
-from trainer.launch import rank, signals as preempt
-from trainer.train import between_steps
-from trainer.train.attempt import train_rank
-from trainer.train.resume import Mode
+from trainer.launch.worker import Worker
+from trainer.train.begin import find_beginning, keep_beginning
+from trainer.train.request import Request
+from trainer.train.resume import Mode, parse_source
+from trainer.train.run import make_task
+from trainer.train.run_folder import read_stored
+from trainer.train.trainer import train_rank
 
 
 class Attempt(NamedTuple):
@@ -57,6 +61,7 @@ def attempt(
     stop_at: int | None = None,
     stop_after: int | None = None,
     before: Callable[[], object] | None = None,
+    source: str | None = None,
 ) -> Attempt:
     """Runs a rank in a fork.
 
@@ -67,16 +72,17 @@ def attempt(
         stop_at: The step after which it gets SIGTERM.
         stop_after: As `--stop-after`.
         before: Called in the fork: puts faults in.
+        source: As `--from`, for a new run.
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
     # torch imports half of itself when the first optimiser is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     process = multiprocessing.get_context("fork").Process(
-        target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, told)
+        target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, source, told)
     )
     process.start()
-    process.join(120)
+    process.join(300)
     assert process.exitcode is not None, "it hangs"
     line = told.with_suffix(".line")
     outcome = json.loads(line.read_text()) if line.exists() else ""
@@ -91,6 +97,7 @@ def _attempt(
     stop_at: int | None,
     stop_after: int | None,
     before: Callable[[], object] | None,
+    source: str | None,
     told: Path,
 ) -> None:
     file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -99,19 +106,23 @@ def _attempt(
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest put its own there
     threading.excepthook = threading.__excepthook__
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    preempt.install()
-    step_done = between_steps.BetweenSteps.step_done
 
-    def stopping(self: Any, done: int) -> None:
+    def stop(done: int) -> None:
         if done == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        step_done(self, done)
 
-    replace(between_steps.BetweenSteps, "step_done", stopping)
+    before_each_step_ends(stop)
+    # The line is told apart from what the rank says.
+    replace(Worker, "_tell", lambda _, record: print(record.traceback, end="", file=sys.stderr, flush=True))
     if before is not None:
         before()
-    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder, mode, stop_after))
-    if outcome.traceback:
-        print(outcome.traceback)
-    told.with_suffix(".line").write_text(json.dumps(outcome.line))
-    os._exit(outcome.code)
+    with Worker() as worker:
+        begun_from = None
+        if source is not None and read_stored(folder) is None:
+            begun_from = find_beginning(parse_source(source), recipe, make_task(recipe))
+            keep_beginning(folder, begun_from)
+        request = Request(recipe, "small", folder, mode, stop_after, begun_from=begun_from)
+        worker.code = train_rank(request)
+    assert worker.record is not None
+    told.with_suffix(".line").write_text(json.dumps(worker.record.line))
+    os._exit(worker.exit_code)

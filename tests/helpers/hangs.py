@@ -1,7 +1,7 @@
 """Runs of one, two or four ranks in which one hangs, in forked processes; how the job ended.
 
 A hang is put where a real one would be: into the reading of a sample, the model, the optimiser, a collective,
-the disk. It knows its step from the training loop and not from the marks that are under test.
+the disk. It knows its step from the training loop and not from the phases that are under test.
 """
 
 import contextlib
@@ -27,12 +27,16 @@ from trainer.config.recipe import Recipe
 from trainer.data import loader
 from trainer.distributed.watchdog import Watchdog
 from trainer.errors import EXIT_HANG
-from trainer.launch import exit_record, rank
+from trainer.host.affinity import CpuShares
+from trainer.launch import exit_record
+from trainer.launch.folder import Launch, write_launch
+from trainer.launch.worker import Worker
 from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASE_TIMER
 from trainer.tasks.classification import Classification
-from trainer.train import between_steps, loop, step as step_file
-from trainer.train.attempt import train_rank
+from trainer.train import checkpoints, loop, reduction, step as step_file
+from trainer.train.request import Request
+from trainer.train.trainer import train_rank
 
 PHASES = (
     "data",
@@ -75,7 +79,7 @@ class Job:
     """Forked ranks that train. Does what the launcher does: kills those that stay when one has failed."""
 
     def __init__(
-        self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 60.0
+        self, size: int, recipe: Recipe, *faults: Callable[[int], object], seconds: float = 300.0
     ) -> None:
         """Starts them; each fault is called with a rank's number before that rank trains."""
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # torch imports half of itself here, and not in every fork
@@ -84,6 +88,7 @@ class Job:
         self.folder, self._words = Path(self._root.name, "run"), Path(self._root.name, "words")
         self.folder.mkdir()
         self._words.mkdir()
+        write_launch(self._words, Launch(sys.path, os.getpid(), CpuShares(), None))
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self.ranks = [
@@ -119,16 +124,18 @@ class Job:
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
-        outcomes = []
+        records = []
         for number, process in enumerate(self.ranks):
             try:
-                outcomes.append(exit_record.read_outcome(self._words, number))
+                records.append(exit_record.read_exit_record(self._words, number))
             except FileNotFoundError:
-                outcomes.append(
-                    exit_record.Outcome(number, 1, f"no word, {process.exitcode}", consequence=late[number])
+                records.append(
+                    exit_record.ExitRecord(
+                        number, 1, f"no word, {process.exitcode}", consequence=late[number]
+                    )
                 )
         self._root.cleanup()
-        return Ending(exit_record.job_code(outcomes), exit_record.explain(outcomes, len(outcomes)), took)
+        return Ending(exit_record.job_code(records), exit_record.exit_message(records, len(records)), took)
 
 
 def _rank(
@@ -150,11 +157,11 @@ def _rank(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    os.environ[rank.FOLDER_VARIABLE] = str(words)
     for fault in faults:
         fault(number)
-    rank._State.registered = False  # whatever this process was before it forked
-    os._exit(rank.run_rank(lambda: train_rank(recipe, "small", folder)))
+    with Worker(words) as worker:
+        worker.code = train_rank(Request(recipe, "small", folder))
+    os._exit(worker.exit_code)
 
 
 def _is_stopped(pid: int | None) -> bool:
@@ -198,9 +205,9 @@ def slow(number: int, seconds: float, at: Callable[[int], bool] = lambda _: True
 def _tracked_step() -> Callable[[], int]:
     at, train_step = [0], step_file.train_step
 
-    def tracked(training: Any, batches: Any, step: int) -> None:
+    def tracked(run: Any, batches: Any, step: int) -> None:
         at[0] = step + 1
-        train_step(training, batches, step)
+        train_step(run, batches, step)
 
     replace(loop, "train_step", tracked)
     return lambda: at[0]
@@ -237,7 +244,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
         "evaluation": (Classification, "measure"),
         "logging": (MetricLogger, "stage"),
         # Only rank 0 stages a checkpoint; the others give it their losses.
-        "checkpoint": (between_steps, "stage" if where.rank == 0 else "sum_over_ranks"),
+        "checkpoint": (checkpoints, "stage") if where.rank == 0 else (reduction, "sum_over_ranks"),
     }
     thing, name = places[where.phase]
     original = getattr(thing, name)

@@ -3,11 +3,10 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
 
+from tests.helpers.toys import before_each_step_ends
 from trainer.distributed import consensus
-from trainer.launch import signals as preempt
-from trainer.train import between_steps
+from trainer.launch.worker import requested
 
 _SITE = "from tests.helpers.held import hold\nhold({folder!r}, {step}, {rank!r})\n"
 
@@ -35,14 +34,12 @@ def hold(folder: str, step: int, rank: str) -> None:
     consensus._SECONDS_BETWEEN = 0.0  # ranks ask each other after every step, however quick they are
     if os.environ.get("RANK") != rank:
         return
-    original = between_steps.BetweenSteps.step_done
     mark = Path(folder, "held")
 
-    def step_done(self: Any, done: int) -> None:
+    def wait(done: int) -> None:
         if done == step and not mark.exists():
             mark.touch()
-            while preempt.requested() is None:
+            while requested() is None:
                 time.sleep(0.01)
-        original(self, done)
 
-    between_steps.BetweenSteps.step_done = step_done  # type: ignore[method-assign]
+    before_each_step_ends(wait)

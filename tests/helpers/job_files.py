@@ -20,7 +20,7 @@ def expected(spec: JobSpec, port: int | None = None) -> dict[str, Any]:
     return {
         "name": spec.name,
         "image": spec.image,
-        "nodes": spec.nodes,
+        "nnodes": spec.nnodes,
         "gpus": spec.gpus_per_node,
         "cpus": spec.cpus_per_node,
         "memory": spec.memory_gib,
@@ -74,7 +74,7 @@ def read_docker(text: str) -> dict[str, Any]:
     return {
         "name": found["name"][0],
         "image": words[0],
-        "nodes": 1,
+        "nnodes": 1,
         "gpus": int(found.get("gpus", ["0"])[0]),
         "cpus": int(found["cpus"][0]),
         "memory": _gib(found["memory"][0]),
@@ -99,7 +99,7 @@ def read_compose(text: str) -> dict[str, Any]:
     ]
     assert list(project["services"]) == [f"node-{rank}" for rank in range(len(nodes))]
     assert all(node == nodes[0] for node in nodes)
-    return {**nodes[0], "name": project["name"], "nodes": len(nodes)}
+    return {**nodes[0], "name": project["name"], "nnodes": len(nodes)}
 
 
 def _compose_service(service: dict[str, Any], rank: int, nodes: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def read_slurm(text: str) -> dict[str, Any]:
     return {
         "name": options["job-name"],
         "image": image.replace("#", "/"),
-        "nodes": int(options["nodes"]),
+        "nnodes": int(options["nodes"]),
         "gpus": int(options.get("gpus-per-node", 0)),
         "cpus": int(options["cpus-per-task"]),
         "memory": int(options["mem"].removesuffix("G")),
@@ -237,7 +237,7 @@ def read_kubernetes(text: str) -> dict[str, Any]:
         assert words[:2] == ["sh", "-c"]
         assert words[3] == "sh"
         node["command"] = words[4:]
-    return {**node, "name": names.pop(), "nodes": nodes}
+    return {**node, "name": names.pop(), "nnodes": nodes}
 
 
 def _pod(template: Any) -> dict[str, Any]:
@@ -312,7 +312,7 @@ IMAGE = f"registry.example/trainer@sha256:{64 * 'a'}"
 FIELDS: dict[str, Any] = {
     "recipe": "digits",
     "image": IMAGE,
-    "nodes": 2,
+    "nnodes": 2,
     "gpus_per_node": 2,
     "runs": "pvc:runs",
     "data": "pvc:data",
@@ -335,6 +335,6 @@ def job(where: str, **changes: Any) -> JobSpec:
     fields = {**FIELDS, **changes}
     if where in ("docker", "compose"):
         fields |= {name: folder for name, folder in ENGINE.items() if name not in changes}
-    if where == "docker" and "nodes" not in changes and "least_nodes" not in changes:
-        fields["nodes"] = 1
+    if where == "docker" and "nnodes" not in changes and "min_nnodes" not in changes:
+        fields["nnodes"] = 1
     return JobSpec(**fields)

@@ -1,7 +1,8 @@
-"""A rank for tests/launch/test_launch.py: `worker FOLDER WHAT...` does WHAT, or `0=WHAT 1=WHAT` by rank.
+"""A rank for tests/launch/test_launch.py: of FOLDER WHAT... it does WHAT, or `0=WHAT 1=WHAT` by rank.
 
 It leaves `FOLDER/ready-RANK` (its pid) once it can take signals, a line in `FOLDER/signals-RANK` for each one
-that it takes, and a line in `FOLDER/starts-RANK` for each start.
+that it takes, and a line in `FOLDER/starts-RANK` for each start. The launcher hands it the words in a
+request, torchrun as arguments.
 """
 
 import ctypes
@@ -20,10 +21,13 @@ from types import FrameType
 import trainer
 from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
 from trainer.launch import signals as preempt
-from trainer.launch.rank import leave_now, run_rank
+from trainer.launch.folder import take_request
+from trainer.launch.worker import Worker, leave_now, requested
 
-FOLDER = Path(sys.argv[1])
+LAUNCH = sys.argv[1] if len(sys.argv) == 2 else None
 RANK = os.environ["RANK"]
+WORDS = sys.argv[1:] if LAUNCH is None else take_request(Path(LAUNCH), int(RANK))["words"]
+FOLDER = Path(WORDS[0])
 
 
 def _record_signals() -> None:
@@ -40,7 +44,7 @@ def _record_signals() -> None:
 
 
 def _wait_for_a_request() -> signal.Signals:
-    while (number := preempt.requested()) is None:
+    while (number := requested()) is None:
         time.sleep(0.01)
     return number
 
@@ -52,7 +56,7 @@ def _obey() -> int:
 
 
 def _obey_three() -> int:
-    while len(set((FOLDER / f"signals-{RANK}").read_text().split()) if preempt.requested() else ()) < 3:
+    while len(set((FOLDER / f"signals-{RANK}").read_text().split()) if requested() else ()) < 3:
         time.sleep(0.01)
     return _obey()
 
@@ -67,6 +71,9 @@ def _raise() -> None:
 
 
 def _bad() -> None:
+    others = [FOLDER / f"starts-{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    while not all(file.exists() for file in others):  # who comes late would be killed before it has begun
+        time.sleep(0.01)
     raise BadInputError(f"lr: -1 is\n negative; {'make it positive'}")
 
 
@@ -111,7 +118,7 @@ def _agree() -> int:
     if os.environ["WORLD_SIZE"] != "1":
         distributed.init_process_group("gloo")
     while True:
-        asked = torch.tensor([float(preempt.requested() is not None)])
+        asked = torch.tensor([float(requested() is not None)])
         if os.environ["WORLD_SIZE"] != "1":
             distributed.all_reduce(asked)
         with (FOLDER / "worlds").open("a") as file:
@@ -126,7 +133,7 @@ def _terminate_a_fork() -> int:
     child.start()
     time.sleep(0.2)
     child.terminate()
-    child.join(5)
+    child.join(300)
     return 0 if child.exitcode == -signal.SIGTERM else 1
 
 
@@ -137,7 +144,7 @@ def _leave_a_child() -> None:
 
 def _tell() -> int:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "COLOUR")
-    told = {"arguments": sys.argv[3:], **{name: os.environ.get(name) for name in names}}
+    told = {"arguments": WORDS[2:], **{name: os.environ.get(name) for name in names}}
     (FOLDER / f"told-{RANK}").write_text(json.dumps(told))
     if RANK == "1":
         return EXIT_REQUEUE
@@ -147,7 +154,11 @@ def _tell() -> int:
 
 def _tell_paths() -> None:
     """Where it imports from, and what of the launch the programs that it starts would see."""
-    leaked = [name for name in os.environ if name.startswith("TRAINER_LAUNCH") or name == "PYTHONSAFEPATH"]
+    leaked = [
+        name
+        for name in os.environ
+        if (name.startswith("TRAINER") and name != "TRAINER_RANK_OF") or name == "PYTHONSAFEPATH"
+    ]
     told = [trainer.__file__, sys.path, leaked, __spec__.name]
     (FOLDER / f"paths-{RANK}").write_text(json.dumps(told))
 
@@ -181,14 +192,16 @@ def main() -> int | None:
     (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
     with (FOLDER / f"starts-{RANK}").open("a") as file:
         file.write("start\n")
-    by_rank = dict(word.split("=") for word in sys.argv[2:] if "=" in word)
-    return WHAT[by_rank.get(RANK, sys.argv[2])]()
+    by_rank = dict(word.split("=") for word in WORDS[1:] if "=" in word)
+    return WHAT[by_rank.get(RANK, WORDS[1])]()
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "never-register":
+    if WORDS[1] == "never-register":
         (FOLDER / f"ready-{RANK}").write_text(str(os.getpid()))
         time.sleep(1000)
-    while sys.argv[2] == "obey-late" and not (FOLDER / "signal-sent").exists():
+    while WORDS[1] == "obey-late" and not (FOLDER / "signal-sent").exists():
         time.sleep(0.01)
-    sys.exit(run_rank(main))
+    with Worker(LAUNCH) as worker:
+        worker.code = main()
+    sys.exit(worker.exit_code)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.waiting import SECONDS
+
 _CLONE_NEWNET = 0x40000000
 
 
@@ -55,7 +57,7 @@ def hosts(count: int) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def on_each(names: list[str], function: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
+def on_each(names: list[str], function: Callable[[int], Any], seconds: float = SECONDS) -> list[Any]:
     """What `function(number)` returns on each host, in a process forked from this one."""
     context = multiprocessing.get_context("fork")
     started = []

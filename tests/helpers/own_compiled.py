@@ -38,7 +38,7 @@ class CompiledTask(TokenTask):
 
     def __init__(self, way: str) -> None:
         super().__init__(16, ragged=False, dtype=torch.float32)
-        self.way, self.compiled, self.runs, self.losses = way, 0, 0, 0
+        self.way, self.compiled, self.runs, self.asked = way, 0, 0, 0
         self.mean: Any = 0.0
 
     def backend(self, graph: Any, _: Any) -> Callable[..., Any]:
@@ -56,5 +56,5 @@ class CompiledTask(TokenTask):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = super().loss(model, batch)
         self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        self.losses += 1
+        self.asked += 1
         return loss

@@ -11,7 +11,12 @@ MACHINE = {
 
 def plant(root: Path, files: dict[str, str]) -> Path:
     """Writes the files of a machine with 64 CPUs and 512 GiB, and these."""
-    for name, text in {**MACHINE, **files}.items():
+    return write(root, {**MACHINE, **files})
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """Writes these files below a folder that stands for "/"."""
+    for name, text in files.items():
         path = root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")

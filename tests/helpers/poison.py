@@ -28,10 +28,10 @@ def poison(steps: Sequence[int], harm: Harm, only_rank: int = 0) -> Callable[[],
         loop, original = sys.modules["trainer.train.loop"], Classification.loss
         train_step = loop.__dict__["train_step"]
 
-        def noted(t: Any, batches: Any, step: int) -> None:
+        def noted(run: Any, batches: Any, step: int) -> None:
             nonlocal at
             at = step
-            train_step(t, batches, step)
+            train_step(run, batches, step)
 
         def harmed(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
             loss = original(self, model, batch)

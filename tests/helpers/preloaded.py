@@ -4,8 +4,9 @@ Exit codes, signals and output are those of whole processes, started as users st
 Each would import torch anew, 3 to 10 s on a busy machine. `run` and `Popen` here take the same words and
 give them a fork instead, with a process id, session, streams, environment and signals of its own; the Pythons
 that it starts (ranks, also those under torchrun) are its forks in turn, so parents and children are who they
-would be. Not the same: /proc/PID/environ and cmdline, what a variable does while a library is imported, and
-the interpreter's own end. Where that is the subject a test takes `subprocess`.
+would be. Not the same: /proc/PID/environ and cmdline, what a variable does while a library is imported, the
+threads of a process that isn't told how many (one), and the interpreter's own end. Where that is the subject
+a test takes `subprocess`.
 """
 
 import atexit
@@ -283,8 +284,9 @@ def _run(words: list[str]) -> int:
     """Runs a program as the interpreter would; returns its exit code."""
     import torch
 
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
+    # OpenMP's threads don't survive a fork, and what this process starts are forks: a launcher computes
+    # alone, and tells its ranks how many they are to have.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         del words[0]

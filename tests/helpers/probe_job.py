@@ -4,6 +4,7 @@ from typing import Any
 
 from tests.helpers.forked import small
 from trainer.host.memory import Room
+from trainer.launch.launcher import LocalRanks
 from trainer.train.tune.job import Job
 
 
@@ -13,4 +14,4 @@ def job(room: Room | None = None, ranks: int = 1, workers: int = 1, **sections: 
     data = {"image_size": 256, "samples": 64, "resident": False, "workers": workers, "prefetch": 1, **sizes}
     recipe = small(data=data, model={"width": 4}, **sections)
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
-    return Job(recipe, ranks, 1, environment, 600.0, *([lambda: room] if room else []))
+    return Job(recipe, LocalRanks(ranks, 1, environment), 600.0, *([lambda: room] if room else []))

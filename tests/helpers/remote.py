@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from trainer.data.formats.pieces import About, Piece, hash_of, write_index
+from trainer.data.formats.sharded import About, Shard, hash_of, write_index
 from trainer.data.shared import joined
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -51,14 +51,14 @@ class Faulty:
             start("302 Found", [("Location", f"{environ['SCRIPT_NAME']}/gone?X-Amz-Signature=secret")])
             return []
         if fault == "hang":
-            self.going.wait(120)
+            self.going.wait(300)
         given: list[Any] = []
         body = b"".join(self._app(environ, lambda status, headers, *_: given.extend((status, headers))))
         start(*given)
         if fault == "truncate":
             body = body[: len(body) // 2]  # the length that is announced stays
         if fault == "half":
-            return _in_halves(body, lambda: self.going.wait(120))
+            return _in_halves(body, lambda: self.going.wait(300))
         if fault == "damage":
             body = body[:-1] + bytes([body[-1] ^ 1])
         return (
@@ -145,17 +145,17 @@ class S3:
 
 def wait_until_answered() -> None:
     """Waits until no server here is answering: what is forked meanwhile would have its thread's locks."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while busy := [thread for thread in threading.enumerate() if "process_request" in thread.name]:
         assert time.monotonic() < deadline, busy
         time.sleep(0.005)
 
 
 def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
-    """A pack of small images, so many in each piece; the names of the pieces are awkward."""
+    """A pack of small images, so many in each shard; the names of the shards are awkward."""
     folder.mkdir(parents=True)
     random, rows = np.random.default_rng(seed), list[tuple[int, int, int, int, int]]()
-    pieces = []
+    shards = []
     for number, count in enumerate(samples):
         content = io.BytesIO()
         for _ in range(count):
@@ -166,14 +166,14 @@ def write_pack(folder: Path, samples: Iterable[int], seed: int = 0) -> About:
             rows.append((number, at, len(file.getvalue()), label, hash_of(file.getvalue())))
         data, name = content.getvalue(), f"{number} #ä%20.bin"
         (folder / name).write_bytes(data)
-        pieces.append(Piece(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    types = {"piece": np.int32, "offset": np.int64, "bytes": np.int64, "label": np.int64, "hash": np.uint64}
+        shards.append(Shard(name=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    types = {"shard": np.int32, "offset": np.int64, "bytes": np.int64, "label": np.int64, "hash": np.uint64}
     columns: dict[str, Any] = {
         name: np.array(column, dtype)
         for (name, dtype), column in zip(types.items(), zip(*rows, strict=True), strict=True)
     }
     columns |= joined([f"{sample}.png".encode() for sample in range(len(rows))])
-    return write_index(folder, pieces, columns, list("abcd"), "files", "made up", {})
+    return write_index(folder, shards, columns, list("abcd"), "files", "made up", {})
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -182,11 +182,11 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 def asked_for(app: Faulty, about: About) -> list[int]:
-    """How often each piece of the training data was asked for."""
+    """How often each shard of the training data was asked for."""
     found = Counter[str]()
     for path, count in app.asked.items():
         folder, _, name = path.rpartition("/")
         if folder.endswith("/train"):
             found[name] += count
     assert quote("ä") not in "".join(found)
-    return [found[piece.name] for piece in about.pieces]
+    return [found[shard.name] for shard in about.shards]

@@ -3,6 +3,7 @@
 python -m tests.helpers.report_runs OUT ROWS
 """
 
+import contextlib
 import json
 import math
 import random
@@ -10,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.train.resume import FORMAT
+from trainer.observe.rows import FILES
+from trainer.train.run_folder import FORMAT
 
 EVERY = 50
 _SHARES = {
@@ -123,6 +125,13 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
     return row
 
 
+def alone(folder: Path) -> None:
+    """Leaves of a run's rows those of training only."""
+    for kind, name in FILES.items():
+        if kind != "train":
+            (folder / name).unlink()
+
+
 def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Path:
     """Writes a run folder.
 
@@ -137,20 +146,29 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
     draw = random.Random(0)
     text = "data-cpu: the GPU waits 27 % of each step: pack the data or add cores"
     verdict = {"kind": "verdict", "cause": "data-cpu", "share": 0.27, "text": text}
-    with (folder / "metrics.jsonl").open("w") as file:
+    with contextlib.ExitStack() as stack:
+        files = {kind: stack.enter_context((folder / name).open("w")) for kind, name in FILES.items()}
         for n in range(1, rows + 1):
             row, step = train_row(n, rows, draw), n * EVERY
             row["loss"] += 30 * (n == leap)
-            _write(file, row)
+            _write(files["train"], row)
             if n % max(1, rows // 20) == 0:
                 quality = {"loss": 0.9 * row["loss"], "accuracy": 0.78 * (1 - math.exp(-4 * n / rows))}
-                _write(file, {"kind": "evaluation", "step": step, "epoch": row["epoch"], **quality})
+                _write(files["eval"], {"kind": "eval", "step": step, "epoch": row["epoch"], **quality})
+                flow = {
+                    f"{one}/layer{m}": 0.1 * m * n for one in ("grad_rms", "act_rms") for m in range(1, 5)
+                }
+                flow |= {f"act_zeros/layer{m}": m / 8 for m in range(1, 5)}
+                _write(files["layers"], {"kind": "layers", "step": step, "epoch": row["epoch"], **flow})
                 for at in ("start", "end"):
                     held = {"memory/allocated_bytes": 2e10, "memory/reserved_bytes": 6.4e10}
-                    _write(file, {"kind": "memory", "step": step, "epoch": row["epoch"], "at": at, **held})
+                    _write(
+                        files["memory"],
+                        {"kind": "memory", "step": step, "epoch": row["epoch"], "at": at, **held},
+                    )
             if n == rows // 2:
-                _write(file, {**verdict, "step": step, "final": 0})
-        _write(file, {**verdict, "step": step, "final": 1})
+                _write(files["verdict"], {**verdict, "step": step, "final": 0})
+        _write(files["verdict"], {**verdict, "step": step, "final": 1})
         # Of the last attempt only.
         end: dict[str, float] = {
             "time/wall": 100.0,
@@ -161,7 +179,7 @@ def write_run(folder: Path, rows: int = 60, leap: int = 0, **changes: Any) -> Pa
             "seconds": 29000.0,
         }
         money = {"energy/joules": 1.23e8, "cost/money": 812.4, "cost/per_thousand_samples": 0.0071}
-        _write(file, {"kind": "end", "step": step, **end, **money})
+        _write(files["end"], {"kind": "end", "step": step, **end, **money})
     anomaly = {"number": 1, "step": rows * 25, "kind": "spike", "policy": "rollback", "loss": 33.1}
     infinite = {"number": 2, "step": rows * 30, "kind": "nonfinite", "policy": "skip", "loss": "nan"}
     with (folder / "anomalies.jsonl").open("w") as file:

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from tests.helpers.toys import assemble_alone
+from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.distributed.parallel import World
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.run import assemble, check_request, make_task
+from trainer.train.run import check_request, make_task
 from trainer.train.state import load_tensors, tensors_of
 from trainer.train.step import train_step
 
@@ -35,19 +36,18 @@ def train_some(
     recipe: Recipe, task: Any, steps: range, state: State | None = None, world: World = ALONE
 ) -> tuple[State, list[float]]:
     """Trains some steps of a run, from a saved state; gives the state after them, and the losses."""
-    training, loader = (parts := assemble(recipe, task, world, 0)).training, parts.loader
+    run = build(recipe, task, world, 0)
     if state is not None:
-        load_tensors(training, steps.start, state)
-    training.replica.train()
-    batches = loader(training.share.batches(steps.start))
+        load_tensors(run.state, steps.start, state)
+    run.replica.train()
+    batches = run.loader(run.share.batches(steps.start))
     losses = []
     for step in steps:
-        training.loss.zero_()
-        train_step(training, batches, step)
-        losses.append(float(training.loss))
-    loader.close()
-    parts.evaluation_loader.close()
-    tensors = tensors_of(training).items()
+        run.state.loss.zero_()
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
+    run.close()
+    tensors = tensors_of(run.state).items()
     return {kind: {name: t.detach().clone() for name, t in part.items()} for kind, part in tensors}, losses
 
 
@@ -63,9 +63,9 @@ def dry_run(name: str, settings: Sequence[str]) -> dict[str, float]:
     recipe = Recipe.model_validate(override(read_recipe(name), ["parallel.threads=1", *settings]))
     task = make_task(recipe)
     check_request(recipe, task, 1)
-    parts = assemble_alone(recipe, task)
-    parts.training.replica.train()
-    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
-    assert bool(parts.training.loss.isfinite()) and float(parts.training.loss) > 0
-    args = parts.evaluation_loader, parts.evaluation_share, ALONE, recipe.precision
-    return evaluate(task, parts.training.model, *args)
+    run = build_alone(recipe, task)
+    run.replica.train()
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert bool(run.state.loss.isfinite()) and float(run.state.loss) > 0
+    args = run.evaluation_loader, run.evaluation_share, ALONE, recipe.precision
+    return evaluate(task, run.state.model, *args)

@@ -61,11 +61,11 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
         for rank in reached:
-            rank.join(120)
+            rank.join(300)
         for rank in ranks:
             if any(one.exitcode == EXIT_FAILED for one in reached):
                 rank.kill()  # as the launcher does: it would wait for one that left before it began
-            rank.join(120)
+            rank.join(300)
         codes = {rank.exitcode for rank in ranks}
         told.append(f"{size}{'!' if killing and disturbed else ''}")
         if codes == {0}:

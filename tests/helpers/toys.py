@@ -1,6 +1,6 @@
 """Small tasks whose right answer can be computed another way."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,15 @@ from trainer.config.recipe import Recipe
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World
-from trainer.train.run import Parts, assemble
+from trainer.observe.checksums import Checksums
+from trainer.observe.log import MetricLogger, Sink, Sources
+from trainer.train import loop
+from trainer.train.anomalies import AnomalyLog
+from trainer.train.build import build
+from trainer.train.checkpoints import Checkpoints
+from trainer.train.outputs import Outputs
+from trainer.train.state import Run
+from trainer.train.step import take_metrics
 
 # Sections of a recipe for the digits that drops out and clips.
 SMALL: dict[str, Any] = {
@@ -97,6 +105,42 @@ def make_recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate(sections)
 
 
-def assemble_alone(recipe: Recipe, task: Any, workers: int = 0) -> Parts:
-    """Assembles a run of one rank on the CPU."""
-    return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers)
+def build_alone(recipe: Recipe, task: Any, workers: int = 0) -> Run:
+    """Builds a run of one rank on the CPU."""
+    return build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), workers)
+
+
+def rows_to(
+    run: Run,
+    *sinks: Sink,
+    checksums: Checksums | None = None,
+    sources: Sources | None = None,
+    each_step: Sequence[Callable[[int], None]] = (),
+) -> Outputs:
+    """What a loop tells: rows to some sinks, and nothing that is written."""
+    logger = MetricLogger(
+        run.plan,
+        run.world.device,
+        list(sinks),
+        lambda: take_metrics(run),
+        checksums,
+        run.state.logged,
+        sources,
+    )
+    return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan), tuple(each_step))
+
+
+def before_each_step_ends(call: Callable[[int], None]) -> None:
+    """Lets this process's loops call something after each training step, before anything else is decided."""
+    for name in ("train_step", "leave_out_step"):
+        _call_after(name, call)
+
+
+def _call_after(name: str, call: Callable[[int], None]) -> None:
+    original = vars(loop)[name]
+
+    def after(run: Run, batches: Any, step: int) -> None:
+        original(run, batches, step)
+        call(step + 1)
+
+    setattr(loop, name, after)

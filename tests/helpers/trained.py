@@ -7,7 +7,7 @@ from trainer.config.recipe import Recipe
 
 _RECIPE = {
     "epochs": 4,
-    "evaluate_every": 0,
+    "evaluation": {"every": "end"},
     "data": {"name": "digits", "global_batch_size": 64, "micro_batch_size": 64, "workers": 0},
     "model": {"name": "small_resnet", "width": 16, "blocks": [1, 1]},
     "optim": {"lr": 0.006},

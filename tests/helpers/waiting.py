@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-SECONDS = 120.0  # for what takes a moment on a quiet machine
+SECONDS = 300.0  # for what takes a moment on a quiet machine
 
 
 def until(state: Callable[[], T], told: Callable[[], object] | str = "", seconds: float = SECONDS) -> T:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import given, strategies as st
 from tests.helpers import preloaded
 from tests.helpers.planted import plant
 from trainer.host.affinity import (
-    VARIABLE,
     Cpus,
+    CpuShares,
     Topology,
     bind,
     binding_note,
@@ -21,17 +22,20 @@ from trainer.host.affinity import (
     gpu_nodes,
     read_topology,
     share_cpus,
-    shares_of,
-    variables,
     within,
 )
 from trainer.host.limits import Limits, count_cpus, listed_cpus, read_limits, threads_per_rank
+from trainer.launch.folder import Launch, read_launch, write_launch
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def cpus(text: str) -> Cpus:
     return frozenset(listed_cpus(text) or ())
+
+
+def shares(*each: str, pinned: bool = False) -> CpuShares:
+    return CpuShares(tuple(cpus(text) for text in each), pinned)
 
 
 def topology(nodes: int, cores: int, siblings: int) -> Topology:
@@ -65,11 +69,12 @@ TWO = topology(nodes=2, cores=4, siblings=2)  # node 0: 0-3,8-11; node 1: 4-7,12
     ],
 )
 def test_who_gets_which_cpus(binding: str, places: list[int | None], wanted: list[str]) -> None:
-    assert share_cpus(binding, TWO, places) == [cpus(text) for text in wanted]  # type: ignore[arg-type]
+    found = share_cpus(binding, TWO, places)  # type: ignore[arg-type]
+    assert found == shares(*wanted, pinned=binding == "cores")
 
 
 def test_a_single_node_is_left_alone() -> None:
-    assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == []
+    assert share_cpus("auto", topology(1, 8, 2), [0, 0]) == CpuShares()
 
 
 @given(
@@ -82,7 +87,7 @@ def test_cores_of_ones_own_are_shared_out(
     nodes: int, cores: int, siblings: int, places: list[int | None]
 ) -> None:
     there = topology(nodes, cores, siblings)
-    found = share_cpus("cores", there, places)
+    found = share_cpus("cores", there, places).each
     assert len(found) == len(places)
     assert all(found)
     assert all(any(share <= node for node in there.nodes.values()) for share in found)
@@ -121,7 +126,7 @@ def test_where_gpus_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "shares", "each"),
+    ("quota", "each_share", "each"),
     [
         (64.0, [], 16),
         (64.0, ["0-15", "16-31", "32-47", "48-63"], 16),
@@ -130,35 +135,38 @@ def test_where_gpus_are(tmp_path: Path) -> None:
         (64.0, ["0-31", "0-31", "0-31", "32-63"], 10),  # three share a node: all compute with as many threads
     ],
 )
-def test_threads_are_those_of_the_poorest_rank(quota: float, shares: list[str], each: int) -> None:
+def test_threads_are_those_of_the_poorest_rank(quota: float, each_share: list[str], each: int) -> None:
     limits = Limits(cpus=quota, memory_bytes=0, shm_bytes=0, pids=None)
-    assert threads_per_rank(within(limits, [cpus(text) for text in shares]), 4) == each
+    assert threads_per_rank(within(limits, shares(*each_share)), 4) == each
 
 
 def test_a_single_rank_has_its_node() -> None:
     limits = Limits(cpus=64, memory_bytes=0, shm_bytes=0, pids=None)
-    assert threads_per_rank(within(limits, [cpus("0-31")]), 1) == 32
+    assert threads_per_rank(within(limits, shares("0-31")), 1) == 32
 
 
-@given(st.lists(st.sets(st.integers(0, 300), min_size=1).map(frozenset), min_size=1, max_size=9))
-def test_ranks_read_what_the_launcher_wrote(shares: list[Cpus]) -> None:
-    assert shares_of(variables("node", shares)) == shares
-    assert all(count_cpus(cpus_text(share)) == len(share) for share in shares)
+@given(
+    st.lists(st.sets(st.integers(0, 300), min_size=1).map(frozenset), min_size=1, max_size=9), st.booleans()
+)
+def test_ranks_read_what_the_launcher_wrote(each: list[Cpus], pinned: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        launch = Launch(sys.path, os.getpid(), CpuShares(tuple(each), pinned), None)
+        write_launch(Path(folder), launch)
+        assert read_launch(Path(folder)) == launch
+    assert all(count_cpus(cpus_text(share)) == len(share) for share in each)
 
 
 def test_the_user_is_told() -> None:
-    environ = variables("cores", [cpus("0-3"), cpus("4-7")])
     wanted = "CPUs: ranks on 0-3 | 4-7, OpenMP's threads pinned (parallel.cpu_binding)"
-    assert binding_note(environ) == wanted
-    assert binding_note({}) == ""
-    assert variables("none", []) == {}
+    assert binding_note(shares("0-3", "4-7", pinned=True)) == wanted
+    assert binding_note(CpuShares()) == ""
 
 
 @pytest.mark.parametrize("given_by_user", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
 def test_what_the_user_said_about_threads_stays(given_by_user: dict[str, str]) -> None:
     here = cpus_text(frozenset(os.sched_getaffinity(0)))
-    environ = {VARIABLE: here, "TRAINER_PIN_THREADS": "1", "LOCAL_RANK": "0", **given_by_user}
-    bind(environ)
+    environ = {"LOCAL_RANK": "0", **given_by_user}
+    bind(shares(here, pinned=True), environ)
     if given_by_user:
         assert "GOMP_CPU_AFFINITY" not in environ
     else:
@@ -168,17 +176,26 @@ def test_what_the_user_said_about_threads_stays(given_by_user: dict[str, str]) -
 
 def test_a_rank_that_the_launcher_did_not_bind_stays_free() -> None:
     before = os.sched_getaffinity(0)
-    bind({VARIABLE: "0", "LOCAL_RANK": "1"})  # fewer shares than ranks
-    bind({})
+    bind(shares("0"), {"LOCAL_RANK": "1"})  # fewer shares than ranks
+    bind(CpuShares(), {})
     assert os.sched_getaffinity(0) == before
 
 
+BOUND = """
+import json, os, sys
+from pathlib import Path
+from trainer.host.affinity import CpuShares, unpin_main_thread
+from trainer.host.limits import listed_cpus
+from trainer.launch.folder import Launch, write_launch
+from trainer.launch.worker import Worker, cpu_shares
+folder, cpus, pinned = sys.argv[1:]
+shares = CpuShares((frozenset(listed_cpus(cpus)),), pinned == "pinned")
+write_launch(Path(folder), Launch(sys.path, os.getppid(), shares, None))
+worker = Worker(folder).__enter__()
+"""
 IN_A_RANK = """
-import json, os
-from trainer.host.affinity import bind, unpin_main_thread
-bind()
 import torch
-unpin_main_thread()
+unpin_main_thread(cpu_shares())
 from trainer.host.limits import read_limits
 torch.set_num_threads(2)
 torch.ones(512, 512) @ torch.ones(512, 512)
@@ -196,11 +213,11 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), threads, read_limits().cpus, 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool) -> None:
+def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool, tmp_path: Path) -> None:
     there = sorted(os.sched_getaffinity(0))[:2]
     environ = {**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"}
-    environ |= variables("cores" if pinned else "node", [frozenset(there)])
-    words = [sys.executable, "-c", IN_A_RANK]
+    asked = [str(tmp_path), cpus_text(frozenset(there)), "pinned" if pinned else ""]
+    words = [sys.executable, "-c", BOUND + IN_A_RANK, *asked]
     if pinned:  # libgomp reads its variables when it is loaded
         done = subprocess.run(words, cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=False)
     else:
@@ -214,8 +231,10 @@ def test_a_rank_and_what_it_starts_keep_to_its_cpus(pinned: bool) -> None:
     assert pinned == any(len(one) == 1 for one in threads.values())
 
 
-def printed(program: str, environ: dict[str, str]) -> list[str]:
-    done = preloaded.run([sys.executable, "-c", program], cwd=REPOSITORY, env={**os.environ, **environ})
+def printed(program: str, *words: str, **environ: str) -> list[str]:
+    done = preloaded.run(
+        [sys.executable, "-c", program, *words], cwd=REPOSITORY, env={**os.environ, **environ}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -230,27 +249,24 @@ print(len(os.sched_getaffinity(0)), read_limits().cpus)
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_the_limits_stay_those_of_the_container() -> None:
-    assert printed(BOUND_TO_ONE, {}) == ["1", str(read_limits().cpus)]
+    assert printed(BOUND_TO_ONE) == ["1", str(read_limits().cpus)]
 
 
 START_OF_A_RANK = """
-import os
-from trainer.host.affinity import bind
-bind()
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # as libgomp does, when torch loads it
-import trainer.train.attempt
+import trainer.train.trainer
 
 def looked_at():
     print(len(os.sched_getaffinity(0)))
     raise SystemExit
 
-trainer.train.attempt._is_first = looked_at
-trainer.train.attempt.train_rank(None, "", None)
+trainer.train.trainer._is_first = looked_at
+trainer.train.trainer.train_rank(None)
 """
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_a_rank_frees_its_main_thread_before_it_starts_workers() -> None:
-    there = frozenset(sorted(os.sched_getaffinity(0))[:2])
-    environ = {"LOCAL_RANK": "0", "OMP_NUM_THREADS": "2", **variables("cores", [there])}
-    assert printed(START_OF_A_RANK, environ) == ["2"]
+def test_a_rank_frees_its_main_thread_before_it_starts_workers(tmp_path: Path) -> None:
+    there = cpus_text(frozenset(sorted(os.sched_getaffinity(0))[:2]))
+    asked = (str(tmp_path), there, "pinned")
+    assert printed(BOUND + START_OF_A_RANK, *asked, LOCAL_RANK="0", OMP_NUM_THREADS="2") == ["2"]

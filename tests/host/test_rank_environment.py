@@ -12,17 +12,18 @@ import torch
 import trainer.train.local_ranks
 import trainer.train.start
 from tests.helpers import preloaded
+from tests.helpers.manifests import least_manifest
 from trainer.cli import main
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.host.affinity import VARIABLE, cpus_text, shares_of
+from trainer.host.affinity import CpuShares, cpus_text
 from trainer.host.allocator import VARIABLES
 from trainer.host.limits import Limits
-from trainer.train.resume import Mode, Stored
+from trainer.launch.launcher import LocalRanks
+from trainer.train.resume import Mode
+from trainer.train.run_folder import Manifest
 
 CLEAN = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-STORED = {"config": {}, "device": {"kind": "cpu"}, "world_size": 1, "status": "stopped"}
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What `launch` was called with, on a machine with 12 CPUs."""
     seen: dict[str, Any] = {}
 
-    def launch(arguments: list[str], **options: Any) -> int:
-        seen.update(options, arguments=arguments)
+    def launch(_: str, __: object, local: LocalRanks, **___: Any) -> int:
+        seen.update(local._asdict())
         return 0
 
     monkeypatch.setattr(trainer.train.start, "launch", launch)
@@ -45,12 +46,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 def train(*settings: str) -> int:
     words = [word for setting in settings for word in ("--set", setting)]
-    return main(["train", "digits", "--ranks", "2", "--set", "data.micro_batch_size=32", *words])
+    return main(["train", "digits", "--nproc-per-node", "2", "--set", "data.micro_batch_size=32", *words])
 
 
 def test_threads_and_compilers_are_a_share_of_the_limits(started: dict[str, Any]) -> None:
     assert train() == 0
-    assert (started["processes"], started["threads"]) == (2, 6)
+    assert (started["ranks"], started["threads"]) == (2, 6)
     environment = started["environment"]
     assert environment["TORCHINDUCTOR_COMPILE_THREADS"] == "6"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -92,7 +93,7 @@ def test_a_run_goes_on_on_a_smaller_machine(
     threads: int | str, begun: int | None, mode: Mode, told: bool
 ) -> None:
     recipe = Recipe.model_validate({"epochs": 1, "parallel": {"threads": threads}})
-    stored = None if begun is None else Stored.model_validate({**STORED, "threads": begun})
+    stored = None if begun is None else Manifest.model_validate(least_manifest(threads=begun))
     assert bool(trainer.train.start._threads_line(recipe, stored, mode)) == told
     if begun == threads:
         with pytest.raises(BadInputError, match=r"parallel\.threads=100: this container has 12 CPUs"):
@@ -106,21 +107,17 @@ def test_the_allocator_is_set_before_ranks_start(started: dict[str, Any]) -> Non
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="binding is Linux's")
-def test_ranks_with_cores_of_their_own_have_their_threads(
-    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_with_cores_of_their_own_have_their_threads(started: dict[str, Any]) -> None:
     there = sorted(os.sched_getaffinity(0))
     assert train("parallel.cpu_binding=cores") == 0
-    shares = shares_of(started["environment"])
+    shares = started["cpus"].each
     assert sorted({cpu for share in shares for cpu in share}) == there
     if len(there) == 2:
         assert [cpus_text(share) for share in shares] == [str(cpu) for cpu in there]
     each = min(len(share) / shares.count(share) for share in shares)
     assert started["threads"] == max(1, min(6, int(each)))
-    monkeypatch.setenv(VARIABLE, started["environment"][VARIABLE])  # as inside such a rank
-    started.clear()
     assert train("parallel.cpu_binding=none") == 0
-    assert not shares_of({**os.environ, **started["environment"]})
+    assert started["cpus"] == CpuShares()
 
 
 def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +132,25 @@ def test_what_the_user_set_stays(started: dict[str, Any], monkeypatch: pytest.Mo
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_a_real_run_says_where_its_ranks_are(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = ("max_steps=2", "evaluate_every=0", "parallel.cpu_binding=cores", "data.micro_batch_size=32")
+    settings = (
+        "max_steps=2",
+        "evaluation.every=end",
+        "parallel.cpu_binding=cores",
+        "data.micro_batch_size=32",
+    )
     words = [word for setting in (*settings, "parallel.threads=1") for word in ("--set", setting)]
-    trained = [sys.executable, "-m", "trainer", "train", "digits", "--ranks", "2", "--out", str(out), *words]
+    trained = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "train",
+        "digits",
+        "--nproc-per-node",
+        "2",
+        "--out",
+        str(out),
+        *words,
+    ]
     done = preloaded.run(trained)
     assert done.returncode == 0, done.stdout + done.stderr
     (note,) = [one for one in json.loads((out / "manifest.json").read_text())["notes"] if "CPUs" in one]

@@ -90,7 +90,7 @@ class Project:
 
     def bootstrap(self, *groups: str, code: int = 0) -> str:
         process = self.start(*groups)
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == code, output + errors
         assert "Traceback" not in errors
         return output + errors
@@ -270,7 +270,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(with_uv: Project) -> None
 
 def test_two_at_once_share_the_work(with_uv: Project) -> None:
     both = [with_uv.start("test"), with_uv.start("dev")]
-    outputs = [process.communicate(timeout=100) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert (with_uv.version("apple"), with_uv.version("pear")) == ("1.0", "1.0")
     assert set(json.loads(with_uv.stamp.read_text())["groups"]) == {"dev", "test"}

@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if answer == "hang":
-            self.channel.over.wait(120)
+            self.channel.over.wait(300)
         self.wfile.write(data[: len(data) // 2] if answer else data)
 
     def log_message(self, *_: Any) -> None:
@@ -221,7 +221,7 @@ def make(channel: Channel, conda: str, tmp_path: Path) -> Make:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=120,
+            timeout=300,
         )
         if done.returncode:
             assert not prefix.exists(), "something half-made was left"
@@ -569,7 +569,7 @@ def test_a_signal_leaves_nothing(packages: Channel, conda: str, tmp_path: Path, 
         until(lambda: begun() or run.poll() is not None, f"it isn't {when}")
         run.send_signal(signal.SIGTERM)
         packages.over.set()
-        _, error = run.communicate(timeout=100)
+        _, error = run.communicate(timeout=300)
     assert (run.returncode, error) == (143, "conda_env: interrupted; nothing was left at the prefix\n")
     assert list((tmp_path / "opt").iterdir()) == []
 

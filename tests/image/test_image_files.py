@@ -598,9 +598,13 @@ def test_the_program(run: Run, tmp_path: Path) -> None:
 def test_bad_input_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "none.tar").write_bytes(b"no tar at all")
     (tmp_path / "cut.tar").write_bytes((tmp_path / "image.tar").read_bytes()[:20_000])
+    whole = tarred(BASE)
+    header = max(at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar")
+    (tmp_path / "header.tar").write_bytes(whole[: header + 100])  # tarfile alone takes that for the end
     record = {**BASE, "opt/env/conda-meta/x.json": b"{}"}
     (tmp_path / "record.tar").write_bytes(tarred(record))
     for image, said in {
+        "header.tar": "cut off inside a header",
         "unknown": "No such image: unknown",
         "none.tar": "no tar",
         "cut.tar": "",

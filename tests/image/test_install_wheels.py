@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import wheels
 from install_wheels import compile_all, has_bytecode, install, note_lock, replaced_records
 
@@ -43,7 +44,11 @@ def compiled(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.pyc"))}
 
 
-def test_bytecode_is_the_same_each_time_and_never_checked(tmp_path: Path) -> None:
+def test_bytecode_is_the_same_each_time_and_never_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)  # an image's lies beside the sources
+    monkeypatch.setattr(sys, "pycache_prefix", None)
     trees = []
     site = tmp_path / "site"  # bytecode names its source's path: the same both times
     for _ in range(2):

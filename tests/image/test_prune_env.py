@@ -3,14 +3,14 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from image_records import SYMBOLS as SYMBOLS_OF_RECORDS
-from prune_env import DUPLICATES, RULES, SYMBOLS
-from symbols import ELF64_LITTLE, HEADER, SECTION
+from prune_env import DUPLICATES, RULES, SYMBOLS, digest_of, strip
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "lib/python3.12/site-packages"
@@ -45,7 +45,11 @@ KEPT = [
     "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libgcc.a",
     "lib/gcc/x86_64-conda-linux-gnu/14.4.0/libstdc++.a",
     "x86_64-conda-linux-gnu/sysroot/usr/lib64/libc_nonshared.a",
+    "bin/x86_64-conda-linux-gnu-strip",
 ]
+# What it is called with, and a library of which it leaves the first bytes.
+STRIP = '#!/bin/sh\n[ "$1 $2" = "--strip-unneeded -o" ] && head -c 4096 "$4" > "$3"\n'
+WITH_SYMBOLS = bytes(2 << 20)
 FIRST, COPY = (
     f"{SITE}/nvidia/cuda_cupti/lib/libcupti.so.12",
     f"{SITE}/triton/backends/nvidia/lib/cupti/libcupti.so",
@@ -62,22 +66,11 @@ def env(tmp_path: Path) -> Path:
         (prefix / path).write_bytes(LIBRARY if path in (FIRST, COPY) else path.encode())
     for path in (TRITON, *CUDNN):
         (prefix / path).parent.mkdir(parents=True, exist_ok=True)
-        (prefix / path).write_bytes(with_symbols() + path.encode())
+        (prefix / path).write_bytes(WITH_SYMBOLS + path.encode())
     (prefix / TRITON).chmod(0o755)
+    (prefix / KEPT[-1]).write_text(STRIP)
+    (prefix / KEPT[-1]).chmod(0o755)
     return prefix
-
-
-def with_symbols() -> bytes:
-    """A library for the rule of symbols: a header, 2 MiB of debug information, and its table of sections."""
-    names, size = b"\0.debug_info\0.names\0", 2 << 20
-    sections = [
-        (0,) * 10,
-        (1, 1, 0, 0, 4096, size, 0, 0, 1, 0),
-        (13, 3, 0, 0, 4096 + size, len(names), 0, 0, 1, 0),
-    ]
-    at = 4096 + size + len(names)
-    header = HEADER.pack(ELF64_LITTLE + bytes(10), 3, 62, 1, 0, 64, at, 0, 64, 56, 0, 64, len(sections), 2)
-    return header.ljust(4096, b"\0") + bytes(size) + names + b"".join(SECTION.pack(*one) for one in sections)
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -109,7 +102,7 @@ def test_only_what_the_rules_name_goes(env: Path, tmp_path: Path) -> None:
     assert said["stripped"] == {TRITON: hashes}
     assert (env / TRITON).stat().st_mode == mode
     for path in CUDNN:  # NVIDIA's are passed on as they are
-        assert (env / path).read_bytes() == with_symbols() + path.encode()
+        assert (env / path).read_bytes() == WITH_SYMBOLS + path.encode()
     assert all(SYMBOLS_OF_RECORDS.fullmatch(path) for path in said["stripped"])
     for rule in said["rules"]:
         assert rule["files"] > 0, f"{rule['rule']} found nothing"
@@ -177,3 +170,23 @@ def test_nothing_installed_imports_the_tests_that_go() -> None:
                 ):
                     found.append(f"{path}: {line.strip()}")
     assert not found
+
+
+@pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("strip")), reason="no gcc or no strip here")
+def test_a_library_without_symbols_is_loaded_as_before(tmp_path: Path) -> None:
+    names = [f"f{i}_{'x' * 900}" for i in range(1000)]
+    inner = [f"static __attribute__((noinline)) int {name}(int x) {{ return x + 1; }}\n" for name in names]
+    calls = " + ".join(f"{name}(x)" for name in names)
+    (tmp_path / "numbers.c").write_text(f"{''.join(inner)}int total(int x) {{ return {calls}; }}\n")
+    library, once, again = (tmp_path / f"{name}.so" for name in ("library", "once", "again"))
+    subprocess.run(["gcc", "-g", "-shared", "-fPIC", "-o", library, tmp_path / "numbers.c"], check=True)
+    saved = strip(tmp_path, library, once)
+    assert saved == strip(tmp_path, library, again) == library.stat().st_size - once.stat().st_size > 1 << 20
+    assert digest_of(once) == digest_of(again)
+    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).total(3))"
+    told = [
+        subprocess.check_output([sys.executable, "-c", code, path], text=True) for path in (library, once)
+    ]
+    assert told[0] == told[1] == "4000\n"
+    assert strip(tmp_path, once, again) == 0
+    assert not again.exists()

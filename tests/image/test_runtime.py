@@ -10,19 +10,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import pytest
-import yaml
-from engine_checks import Gpu, Stack, check_driver, check_ports, check_stack, parse_gpus, read_stacks
-from runtime import Facts, decide, docker_words, gpu_words, outside, visible_gpus
+from engine_checks import check_driver, check_ports, check_stack
+from runtime import Facts, decide, docker_words, gpu_words, outside
 
 from tests.helpers.ports import free_port
 from trainer.errors import BadInputError
+from trainer.host.gpus import Gpu, parse_gpus, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = shutil.which("make")
@@ -121,15 +120,20 @@ def machine(tmp_path: Path) -> Machine:
     for name in ("runtime.py", "doctor.py", "engine_checks.py"):
         (root / "scripts").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
-    for room in ("config", "host"):
+    for room in ("", "config", "host", "commands", "commands/doctor"):
         (root / "trainer" / room).mkdir(parents=True)
-    for name in ("", "config/", "host/"):
-        shutil.copy(ROOT / "trainer" / name / "__init__.py", root / "trainer" / name)
-    for name in ("errors.py", "version.py", "config/suggest.py", "host/gpus.py"):
+        shutil.copy(ROOT / "trainer" / room / "__init__.py", root / "trainer" / room)
+    doctor = ("commands/doctor/stacks.py", "commands/doctor/stacks.json")
+    for name in (
+        "errors.py",
+        "version.py",
+        "config/suggest.py",
+        "host/gpus.py",
+        "host/engine.py",
+        "host/environment.py",
+        *doctor,
+    ):
         shutil.copy(ROOT / "trainer" / name, root / "trainer" / name)
-    for file in (ROOT / "stacks").glob("*/stack.toml"):
-        (root / "stacks" / file.parent.name).mkdir(parents=True)
-        shutil.copy(file, root / "stacks" / file.parent.name)
     for name in ("bootstrap.py", "image.py"):
         (root / "scripts" / name).write_text(f"import sys; print('{name}', *sys.argv[1:], flush=True)\n")
     trainer = root / ".venv/bin/trainer"
@@ -193,8 +197,8 @@ def test_the_choice(facts: Facts, container: bool | None, why: str) -> None:
     ],
 )
 def test_what_the_variable_leaves(variable: str | None, visible: list[str]) -> None:
-    assert visible_gpus(GPUS, variable) == visible
-    assert variable is None or visible_gpus([], variable) == []
+    assert visible_gpus([gpu.uuid for gpu in GPUS], variable)[0] == visible
+    assert visible_gpus([], variable)[0] == []
 
 
 def test_what_the_engine_is_told() -> None:
@@ -244,8 +248,9 @@ def test_in_the_container(machine: Machine) -> None:
         "--set",
         "optim.lr=0.1",
     ]
-    assert command.startswith("docker run --rm --user ")
-    assert f"{machine.root}:/workspace" in words
+    assert command.startswith("docker run --user ")
+    assert f"type=bind,source={machine.root},target=/workspace" in words
+    assert "--rm" in words
     assert "no-new-privileges" in words
     assert words[words.index("--cap-drop") + 1] == "ALL"
     assert "--gpus" not in words
@@ -355,7 +360,7 @@ def test_data_is_shown_to_the_container_and_the_rest_of_the_disk_is_not(
         in machine.run("train", "--", "digits", "--set", path, code=75)[0]
     )
     machine.run("train", "--data", str(tmp_path), "--", "digits", "--set", path)
-    assert f"{tmp_path}:{tmp_path}:ro" in machine.asked()[-1]
+    assert f"type=bind,source={tmp_path},target={tmp_path},readonly" in machine.asked()[-1]
 
 
 # Bad input.
@@ -444,11 +449,9 @@ def test_an_old_driver(machine: Machine) -> None:
 
 
 def test_which_stack_fits_a_driver() -> None:
-    stacks = read_stacks()
-
     def line(stack: str, driver: str, *architectures: str) -> str:
         try:
-            check_driver(stacks[stack], driver, architectures, stacks)
+            check_driver(check_stack(stack), driver, architectures)
         except BadInputError as error:
             return str(error)
         return ""
@@ -460,32 +463,6 @@ def test_which_stack_fits_a_driver() -> None:
     assert "no stack fits it" in line("torch2.9-cu128", "470.82", "sm_120")  # Blackwell can't run CUDA 11.8
     assert "no stack fits it" in line("torch2.9-cu128", "418.67")
     assert line("torch2.9-cu128", "1000.1") == ""
-    stacks["next"] = Stack("next", False, "3.0", "600", frozenset({"sm_90"}))
-    assert "STACK=torch2.14-cu130 fits it" in line("next", "590.1", "sm_90")  # the newest, 2.14 not 2.9
-
-
-def test_an_architecture_runs_code_of_its_generation_only() -> None:
-    stack = Stack("x", False, "2.0", "500", frozenset({"sm_80", "sm_90"}))
-    assert stack.runs("500.1", ["sm_80", "sm_86", "sm_90"])
-    assert not stack.runs("500.1", ["sm_75"])
-    assert not stack.runs("500.1", ["sm_120"])
-    assert not stack.runs("499.9", [])
-    assert stack.runs("1000.1", [])
-
-
-def test_stacks_are_read_as_a_toml_parser_does() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
-    stacks = read_stacks()
-    assert len(stacks) >= 5
-    for name in stacks:
-        told = tomllib.loads((ROOT / "stacks" / name / "stack.toml").read_text())
-        assert check_stack(name, stacks) == Stack(
-            told["name"],
-            told["kind"] == "conda",
-            told["pins"]["torch"],
-            told["driver"]["floor"],
-            frozenset(told["gpu"]["architectures"]),
-        )
 
 
 def test_ports() -> None:
@@ -673,142 +650,6 @@ def test_an_old_python_can_read_the_scripts() -> None:
         "trainer/config/suggest.py",
     ):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 9))
-
-
-# The entrypoint, without a container: as uid 1000, on programs that say what they were given.
-
-
-@pytest.fixture
-def entrypoint(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    programs = {
-        "id": "echo 1000",
-        "jupyter-lab": 'echo jupyter-lab "$@"',
-        "tensorboard": 'echo tensorboard "$@"',
-    }
-    for name, text in {**programs, "jupyter": 'echo jupyter "$@"'}.items():
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(0o755)
-
-    def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [ROOT / "scripts/entrypoint", *words],
-            env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return start
-
-
-def test_the_entrypoints_words(entrypoint: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    assert entrypoint("sh", "-c", "echo $0 $1; exit 75", "a b", "c").returncode == 75
-    assert entrypoint("echo", "a  b").stdout == "a  b\n"
-    lab = entrypoint("jupyter", JUPYTER_PORT="9000").stdout
-    assert lab.startswith("jupyter-lab --no-browser --ip=0.0.0.0 --port=8888")
-    assert "http://127.0.0.1:9000/lab" in lab
-    assert "--allow-root" not in lab
-    assert "token" not in lab  # JupyterLab makes a random one
-    assert entrypoint("jupyter", "kernelspec").stdout == "jupyter kernelspec\n"
-    assert (
-        entrypoint("tensorboard").stdout
-        == "tensorboard --host 0.0.0.0 --port 6006 --logdir /workspace/runs\n"
-    )
-    assert entrypoint("tensorboard", "--version").stdout == "tensorboard --version\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "env"),
-    [
-        (["jupyter"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter-lab"], {"JUPYTER_TOKEN": ""}),
-        (["jupyter", "lab", "--ServerApp.token="], {}),
-        (["jupyter", "lab", "--IdentityProvider.token=''"], {}),
-        (["jupyter", "lab", "--IdentityProvider.token", ""], {}),
-    ],
-)
-def test_jupyterlab_never_starts_without_a_token(
-    entrypoint: Callable[..., subprocess.CompletedProcess[str]], words: Sequence[str], env: dict[str, str]
-) -> None:
-    done = entrypoint(*words, **env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "JupyterLab needs a token: leave JUPYTER_TOKEN unset" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert entrypoint("jupyter", "lab", "--IdentityProvider.token=x").stdout.startswith("jupyter lab")
-
-
-# The Compose file.
-
-
-def _compose(*words: str, **env: str) -> Any:
-    docker = shutil.which("docker")
-    if (
-        docker is None
-        or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip("no docker compose here")
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("STACK", "TRAINER_IMAGE", "JUPYTER_TOKEN")
-    }
-    done = subprocess.run(
-        [docker, "compose", *words, "config"],
-        cwd=ROOT,
-        env={**kept, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return yaml.safe_load(done.stdout)["services"]
-
-
-ALL = ("--profile", "train", "--profile", "ssh")
-
-
-def test_the_compose_file() -> None:
-    assert set(_compose()) == {"jupyter", "tensorboard"}
-    services = _compose(*ALL)
-    assert set(services) == {"jupyter", "tensorboard", "train", "ssh"}
-    for name, service in services.items():
-        stack = "trainer:torch2.9-cu128-" + ("train" if name == "train" else "dev")
-        assert service["image"] == stack
-        assert service["build"]["target"] == stack.rpartition("-")[2]
-        assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["stop_grace_period"] == "40s"
-        assert {port["host_ip"] for port in service.get("ports", [])} <= {"127.0.0.1"}
-        assert ("healthcheck" in service) == (name != "train")
-        mounts = {mount["target"]: mount["source"] for mount in service["volumes"]}
-        assert mounts["/workspace"] == str(ROOT)
-        assert mounts["/cache"] == "cache"
-        assert "init" not in service  # the image has its own
-        assert "deploy" not in service
-    # Passed on only where the caller sets it: an empty one would be refused.
-    assert services["jupyter"]["environment"]["JUPYTER_TOKEN"] is None
-
-
-def test_the_compose_files_variables() -> None:
-    env = {"STACK": "torch2.6-cu124", "JUPYTER_PORT": "9000", "TENSORBOARD_PORT": "9001", "SSH_PORT": "9002"}
-    services = _compose(*ALL, **env)
-    assert services["train"]["image"] == "trainer:torch2.6-cu124-train"
-    assert services["jupyter"]["build"]["args"]["STACK"] == "torch2.6-cu124"
-    published = {name: one["ports"][0]["published"] for name, one in services.items() if "ports" in one}
-    assert published == {"jupyter": "9000", "tensorboard": "9001", "ssh": "9002"}
-    assert {one["image"] for one in _compose(*ALL, TRAINER_IMAGE="there/x:1").values()} == {"there/x:1"}
-
-
-def test_the_gpu_file() -> None:
-    services = _compose("-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml", *ALL)
-    assert "deploy" not in services.pop("tensorboard")
-    for service in services.values():
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
-        assert service["environment"]["CUDA_VISIBLE_DEVICES"] is None
 
 
 # The doctor.

@@ -4,22 +4,30 @@ import contextlib
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.helpers.clock import Clock
+from tests.helpers.waiting import until
 from trainer.errors import BadInputError
+from trainer.host.interfaces import interface_of
 from trainer.launch import launcher as launch
-from trainer.launch.exit_record import Outcome
+from trainer.launch.exit_record import ExitRecord
 from trainer.launch.nodes import wire
-from trainer.launch.nodes.discover import Nodes, expand, find_nodes, is_launcher_task, rank_variables
-from trainer.launch.nodes.interface import gloo_interface, interface_of
-from trainer.launch.nodes.meeting import Round, Verdict, verdict_on
+from trainer.launch.nodes.discover import (
+    Nodes,
+    expand,
+    find_nodes,
+    is_launcher_task,
+    is_rank,
+    mark_of_rank,
+    rank_variables,
+)
+from trainer.launch.nodes.interface import gloo_interface
+from trainer.launch.nodes.rendezvous import Outcome, Round, outcome_of
 from trainer.launch.nodes.wire import Wire
-from trainer.launch.rank import is_rank
 
 # As `env` printed them in a step of a real Slurm (22.05.8), srun with a task on each of two nodes.
 STEP = {
@@ -40,18 +48,22 @@ PET = {"PET_NNODES": "4", "PET_NODE_RANK": "3", "PET_MASTER_ADDR": "a", "PET_MAS
 
 
 def _found(
-    environ: dict[str, str], nodes: str | None = None, rank: int | None = None, master: str | None = None
+    environ: dict[str, str],
+    nnodes: str | None = None,
+    rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
 ) -> tuple[object, ...] | None:
-    found = find_nodes(environ, nodes, rank, master)
+    found = find_nodes(environ, nnodes, rank, address, port)
     return None if found is None else found[:5]
 
 
 @pytest.mark.parametrize("environ", [PLAIN, PET], ids=["plain", "kubeflow"])
 def test_variables_say_it(environ: dict[str, str]) -> None:
     assert _found(environ) == (4, 4, 3, "a", 1234)
-    assert _found(environ, rank=1, master="b:99") == (4, 4, 1, "b", 99)
-    assert _found(environ, nodes="2:4") == (2, 4, 3, "a", 1234)
-    assert _found(environ, nodes="1") is None
+    assert _found(environ, rank=1, address="b", port=99) == (4, 4, 1, "b", 99)
+    assert _found(environ, nnodes="2:4") == (2, 4, 3, "a", 1234)
+    assert _found(environ, nnodes="1") is None
     first = next(iter(environ))
     assert _found({**environ, first: "1"}) is None
     assert _found({**environ, first: "2:4"}) == (2, 4, 3, "a", 1234)
@@ -65,7 +77,7 @@ def test_kubeflow_may_give_an_endpoint() -> None:
 
 
 def test_a_step_of_slurm_says_it() -> None:
-    found = find_nodes(STEP, None, None, None)
+    found = find_nodes(STEP, None, None, None, None)
     assert found == Nodes(2, 2, 1, "n1", 29500 + 2 * 234, ("n1", "n2"), "SLURM_STEP_NUM_NODES")
     assert found.name(1) == "node 1 (n2)"
     # What the script says itself comes first: an elastic job, another interface's name.
@@ -75,7 +87,7 @@ def test_a_step_of_slurm_says_it() -> None:
 
 
 def test_two_jobs_on_a_node_of_slurm_have_ports_of_their_own() -> None:
-    ports = {find_nodes({**STEP, "SLURM_JOB_ID": str(job)}, None, None, None)[4] for job in range(500)}  # type: ignore[index]
+    ports = {find_nodes({**STEP, "SLURM_JOB_ID": str(job)}, None, None, None, None)[4] for job in range(500)}  # type: ignore[index]
     assert len(ports) == 500
     assert {port % 2 for port in ports} == {0}
 
@@ -83,8 +95,8 @@ def test_two_jobs_on_a_node_of_slurm_have_ports_of_their_own() -> None:
 def test_the_script_of_a_slurm_job_of_two_nodes_must_use_srun() -> None:
     script = {name: value for name, value in STEP.items() if "STEP" not in name}
     with pytest.raises(BadInputError, match=r"start it by `srun --ntasks-per-node=1 trainer train"):
-        find_nodes(script, None, None, None)
-    assert find_nodes(script, "1", None, None) is None
+        find_nodes(script, None, None, None, None)
+    assert find_nodes(script, "1", None, None, None) is None
 
 
 def test_a_task_for_each_rank_needs_no_launcher() -> None:
@@ -106,38 +118,49 @@ def test_a_hook_that_calls_a_nodes_only_task_a_rank_is_not_believed() -> None:
     hooked = {**STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert is_launcher_task(hooked)
     assert not is_rank(hooked)
-    for mark in ("TRAINER_IS_RANK", "TORCHELASTIC_RUN_ID"):
-        assert is_rank({**hooked, mark: "1"})
+    assert is_rank({**hooked, "TORCHELASTIC_RUN_ID": "1"})
     assert is_rank({**hooked, "SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "4"})
+
+
+def test_who_has_a_ranks_variables_from_that_rank_is_none() -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
+    inherited = {**rank, **mark_of_rank(rank)}
+    assert (is_rank(rank), is_rank(inherited)) == (True, False)
+    assert is_rank({**inherited, "MASTER_PORT": "4321"})  # a torchrun in between has ranks of its own
+    step = {**STEP, **rank, "NNODES": "2"}
+    assert find_nodes({**step, **mark_of_rank(step)}, None, None, None, None) is None
 
 
 @pytest.mark.parametrize(
     ("environ", "arguments", "words"),
     [
-        ({}, ("x", None, None), "--nodes x: give a number of nodes"),
-        ({}, ("0", None, None), "--nodes 0: give a number of nodes"),
-        ({}, ("4:2", None, None), "--nodes 4:2: give a number of nodes"),
-        ({}, ("2", None, "a:1"), "says 2 nodes, and nothing which one this is"),
-        ({}, ("2", 2, "a:1"), "says 2 nodes, and '2' which one this is: give --node-rank"),
-        ({}, ("2", 0, None), "nothing isn't where they meet"),
-        ({}, ("2", 0, "a:b"), "a:b isn't where they meet"),
-        ({}, ("2", 0, "a:65535"), "a:65535 isn't where they meet"),  # the next port is needed, too
-        ({**PLAIN, "NODE_RANK": "x"}, (None, None, None), "NNODES says 4 nodes, and 'x' which one"),
+        ({}, ("x", None, None, None), "--nnodes x: give a number of nodes"),
+        ({}, ("0", None, None, None), "--nnodes 0: give a number of nodes"),
+        ({}, ("4:2", None, None, None), "--nnodes 4:2: give a number of nodes"),
+        ({}, ("2", None, "a", 1), "says 2 nodes, and nothing which one this is"),
+        ({}, (None, None, "a", None), "--master-addr is for several nodes: say how many by --nnodes"),
+        ({}, ("2", 2, "a", 1), "says 2 nodes, and '2' which one this is: give --node-rank"),
+        ({}, ("2", 0, None, None), "host '', port '29500' isn't where they meet"),
+        ({}, ("2", 0, "a:29500", None), "host 'a:29500', port '29500' isn't where they meet"),
+        ({}, ("2", 0, "a", 65535), "port '65535' isn't where they meet"),  # the next port is needed, too
+        ({**PLAIN, "MASTER_PORT": "b"}, (None,) * 4, "port 'b' isn't where they meet"),
+        ({**PLAIN, "NODE_RANK": "x"}, (None,) * 4, "NNODES says 4 nodes, and 'x' which one"),
     ],
 )
 def test_what_is_missing_or_impossible_is_one_line(
-    environ: dict[str, str], arguments: tuple[str | None, int | None, str | None], words: str
+    environ: dict[str, str], arguments: tuple[str | None, int | None, str | None, int | None], words: str
 ) -> None:
     with pytest.raises(BadInputError) as raised:
         find_nodes(environ, *arguments)
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize("master", ["[fe80::1]:1234", "fe80::1", "[fe80::1]"])
-def test_an_address_may_be_of_ipv6(master: str) -> None:
-    found = _found({}, "2", 0, master)
-    assert found is not None
-    assert found[3:] == ("fe80::1", 1234 if master.endswith("1234") else 29500)
+@pytest.mark.parametrize("address", ["fe80::1", "[fe80::1]"])
+def test_an_address_may_be_of_ipv6(address: str) -> None:
+    for port in (None, 1234):
+        found = _found({}, "2", 0, address, port)
+        assert found is not None
+        assert found[3:] == ("fe80::1", port or 29500)
 
 
 @given(
@@ -173,8 +196,8 @@ def test_slurm_expands_them_alike(text: str) -> None:
     assert told.stdout.split() == expand(text)
 
 
-def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", consequence: bool = False) -> Outcome:
-    return Outcome(rank, code, line, time=at, consequence=consequence)
+def _outcome(rank: int, code: int, at: float = 1.0, line: str = "", consequence: bool = False) -> ExitRecord:
+    return ExitRecord(rank, code, line, time=at, consequence=consequence)
 
 
 DONE, STOPPED = [_outcome(rank, 0) for rank in range(2)], [_outcome(rank, 75) for rank in range(2)]
@@ -200,24 +223,24 @@ CUT = [_outcome(0, 1, 2.0, "closed by peer", consequence=True)]
     ],
 )
 def test_what_a_rounds_end_means(
-    outcomes: list[Outcome],
+    outcomes: list[ExitRecord],
     lost: list[str],
     left: list[str],
     host: bool,
     fixed: tuple[bool, int],
     elastic: tuple[bool, int],
 ) -> None:
-    assert verdict_on(outcomes, 2, lost, left, elastic=False, host=host)[:2] == fixed
-    verdict = verdict_on(outcomes, 2, lost, left, elastic=True, host=host)
-    assert verdict[:2] == elastic
-    for line in lost if verdict.code != 2 else ():
-        assert f"trainer: {line}\n" in verdict.text
-    if verdict.again:
-        assert all(line in verdict.text for line in left)
+    assert outcome_of(outcomes, 2, lost, left, elastic=False, host=host)[:2] == fixed
+    outcome = outcome_of(outcomes, 2, lost, left, elastic=True, host=host)
+    assert outcome[:2] == elastic
+    for line in lost if outcome.code != 2 else ():
+        assert f"trainer: {line}\n" in outcome.text
+    if outcome.again:
+        assert all(line in outcome.text for line in left)
 
 
 def test_the_cause_is_named_wherever_it_was() -> None:
-    text = verdict_on(BROKEN, 2, [], [], elastic=False, host=False).text
+    text = outcome_of(BROKEN, 2, [], [], elastic=False, host=False).text
     assert text == (
         "trainer: rank 1 of 2: ValueError: x\ntrainer: as a consequence failed or was stopped: rank 0\n"
     )
@@ -238,13 +261,6 @@ def ends() -> tuple[Wire, Wire]:
     return Wire(one), Wire(other)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def test_messages_arrive_whole_and_in_order(ends: tuple[Wire, Wire]) -> None:
     one, other = ends
     for number in range(3):
@@ -256,7 +272,7 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Wire, Wire]) -> None:
         got.extend(message["number"] for message in other.turn() if len(message["text"]) == 1_000_000)
         return len(got) == 3
 
-    _until(all_there)
+    until(all_there)
     assert got == [0, 1, 2]
 
 
@@ -269,16 +285,17 @@ def test_an_end_is_noticed_after_the_last_words(ends: tuple[Wire, Wire]) -> None
     assert other.gone == "its launcher ended"
 
 
-def test_silence_is_noticed(ends: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = ends
-    monkeypatch.setattr(wire, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(wire, "SPEAK_SECONDS", 0.1)
-    end = time.monotonic() + 0.6
-    while time.monotonic() < end:  # an end with nothing to say still says that it lives
+def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(wire, "time", clock.time)
+    one, other = (Wire(end) for end in socket.socketpair())
+    for _ in range(100):  # an end with nothing to say still says that it lives
+        clock.move(wire.SPEAK_SECONDS / 2)
         assert one.turn() == [] == other.turn()
-        assert not other.gone
-        time.sleep(0.02)
-    _until(lambda: not other.turn() and other.gone.startswith("nothing was heard of it for 0.3 s"))
+        assert not one.gone and not other.gone
+    clock.move(wire.SILENT_SECONDS + 1)
+    assert other.turn() == []
+    assert other.gone.startswith("nothing was heard of it for 30 s")
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[1, 2\n"])
@@ -301,7 +318,7 @@ def test_noise_without_an_end_is_none_either() -> None:
         end.turn()
         return end.gone.startswith("it doesn't speak")
 
-    _until(refused)
+    until(refused)
 
 
 def test_the_interface_of_an_address() -> None:
@@ -309,11 +326,11 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("203.0.113.1") == ""
 
 
-def test_a_verdict_survives_the_wire(ends: tuple[Wire, Wire]) -> None:
+def test_a_outcome_survives_the_wire(ends: tuple[Wire, Wire]) -> None:
     one, other = ends
-    verdict = Verdict(True, 75, "trainer: node 1 leaves\n")
-    one.say(verdict=list(verdict))
-    assert Verdict(*other.turn()[0]["verdict"]) == verdict
+    outcome = Outcome(True, 75, "trainer: node 1 leaves\n")
+    one.say(outcome=list(outcome))
+    assert Outcome(*other.turn()[0]["outcome"]) == outcome
 
 
 @pytest.mark.parametrize(

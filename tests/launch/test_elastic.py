@@ -38,15 +38,16 @@ sys.exit(main(sys.argv[2:]))
 HOLD = """
 import time
 from pathlib import Path
-from trainer.launch import signals as preempt
-from trainer.train import between_steps
-original = between_steps.BetweenSteps.step_done
-def step_done(self, done):
-    while Path({folder!r}, f"hold-{{done}}").exists() and preempt.requested() is None:
+from trainer.launch.worker import requested
+from trainer.train import loop
+original = loop.train_step
+def held(run, batches, step):
+    original(run, batches, step)
+    done = step + 1
+    while Path({folder!r}, f"hold-{{done}}").exists() and requested() is None:
         Path({folder!r}, f"at-{{done}}").touch()
         time.sleep(0.01)
-    original(self, done)
-between_steps.BetweenSteps.step_done = step_done
+loop.train_step = held
 """
 
 
@@ -61,8 +62,9 @@ class Nodes:
 
     def start(self, number: int) -> "subprocess.Popen[str]":
         words = [
-            *(sys.executable, "-c", ON_HOST, self.names[number], *WORDS, "--ranks", "1", "--nodes", "1:2"),
-            *("--node-rank", str(number), "--master", "10.79.0.1:29500", "--out", str(self.run)),
+            *(sys.executable, "-c", ON_HOST, self.names[number], *WORDS, "--nproc-per-node", "1"),
+            *("--nnodes", "1:2", "--node-rank", str(number), "--master-addr", "10.79.0.1"),
+            *("--out", str(self.run)),
         ]
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         with self.logs[number].open("ab") as log:
@@ -108,7 +110,8 @@ def test_a_node_dies_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
     assert "is gone: its launcher ended" in nodes.log()
     assert "node 1 has come: the ranks stopped with a checkpoint" in nodes.log()
     whole = preloaded.run(
-        [sys.executable, "-m", "trainer", *WORDS, "--ranks", "2", "--out", tmp_path / "whole"], cwd=ROOT
+        [sys.executable, "-m", "trainer", *WORDS, "--nproc-per-node", "2", "--out", tmp_path / "whole"],
+        cwd=ROOT,
     )
     assert whole.returncode == 0, whole.stderr
     weights = [folder / "model.safetensors" for folder in (nodes.run, tmp_path / "whole")]

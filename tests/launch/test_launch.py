@@ -18,15 +18,24 @@ from typing import Any
 import pytest
 
 from tests.helpers import preloaded
-from tests.helpers.waiting import until, until_gone
+from tests.helpers.waiting import SECONDS, until, until_gone
+from trainer.launch import launcher
+from trainer.launch.exit_record import ExitRecord
 
 ROOT = Path(__file__).parents[2]
 WORKER = "tests.helpers.launch_worker"
 START = (
-    "import json, os, sys; from trainer.launch import local_job; from trainer.launch.launcher import launch\n"
-    "local_job._AFTER_FAILURE_SECONDS = 0.5\n"
+    "import json, os, sys, time; from pathlib import Path; from types import SimpleNamespace\n"
+    "from trainer.launch import launcher\n"
+    "stands = Path(sys.argv[2], 'time-stands')  # while that is there, no time passes for the launcher\n"
+    "now = lambda: 0.0 if stands.exists() else time.monotonic()\n"
+    "launcher.time = SimpleNamespace(sleep=time.sleep, monotonic=now)\n"
+    # The first is waited for; within the second torchrun says how a rank ended that left no word.
+    "launcher._AFTER_FAILURE_SECONDS, launcher._TORCHRUN_SECONDS = 0.5, 600.0\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
-    "sys.exit(launch(sys.argv[2:], **json.loads(sys.argv[1])))"
+    "asked = json.loads(sys.argv[1])\n"
+    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'))\n"
+    f"sys.exit(launcher.launch('{WORKER}', {{'words': sys.argv[2:]}}, local, **asked))"
 )
 
 
@@ -51,7 +60,7 @@ class Launcher:
         """Starts `launch` in a process of its own; two ranks unless `options` says otherwise."""
         self.folder.mkdir(exist_ok=True)
         self.temporary.mkdir(exist_ok=True)
-        asked = json.dumps({"processes": 2, "threads": 1, "module": WORKER, **options})
+        asked = json.dumps({"processes": 2, "threads": 1, "grace_seconds": SECONDS, **options})
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = preloaded.Popen(
             [sys.executable, "-c", START, asked, str(self.folder), *what],
@@ -84,7 +93,7 @@ class Launcher:
     def end(self) -> tuple[int, str]:
         """The exit code and what the user read; nothing may be left of the job."""
         try:
-            out, err = self.process.communicate(timeout=120)
+            out, err = self.process.communicate(timeout=SECONDS)
         finally:
             self.process.kill()
         assert list(self.temporary.iterdir()) == []
@@ -179,6 +188,7 @@ def test_kill_9_of_the_launcher_leaves_no_orphan(run: Launcher, processes: int) 
     run.process.kill()
     run.process.wait()
     until_gone(*pids)
+    assert not list(run.temporary.rglob("request-*"))  # which may hold tokens
 
 
 def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
@@ -196,8 +206,12 @@ def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher, processes: int) -> None:
     last = processes - 1
     run.start("0=obey" if last else "sleep", f"{last}=sleep", processes=processes, grace_seconds=1.5)
-    run.ready(processes)
+    pids = run.ready(processes)
+    (run.folder / "time-stands").touch()
     run.send(signal.SIGTERM)
+    until(lambda: run.signals(last))
+    until_gone(*pids[:last])  # within the grace, however slow the machine is
+    (run.folder / "time-stands").unlink()
     line = f"rank {last} of {processes}: did not end within 1.5 s of SIGTERM and was killed"
     assert run.end() == (1, f"trainer: {line}\n")
 
@@ -246,17 +260,32 @@ def test_ranks_import_what_the_launcher_imported(tmp_path: Path, processes: int)
     (decoy / "__init__.py").write_text("raise SystemExit('the wrong trainer')")
     start = tmp_path / "start.py"  # so that the working folder isn't on the launcher's own path
     start.write_text(f"import json, sys; print(json.dumps(sys.path))\n{START}")
-    asked = json.dumps({"processes": processes, "threads": 1, "module": WORKER})
+    asked = json.dumps({"processes": processes, "threads": 1})
     # One rank imports it anew; two, with torchrun, are forks: there the path alone tells.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
     ended = (preloaded.run if processes == 2 else _anew)(
         [sys.executable, start, asked, tmp_path, "tell-paths"],
         cwd=decoy.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**others, "PYTHONPATH": str(ROOT)},
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     wanted = [str(ROOT / "trainer/__init__.py"), json.loads(ended.stdout), [], WORKER]
     told = [json.loads((tmp_path / f"paths-{rank}").read_text()) for rank in range(processes)]
     assert told == [wanted] * processes
+
+
+def test_a_restart_resumes_what_this_launch_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing that was there before may be resumed."""
+    asked: list[str] = []
+
+    def run(_: object, __: str, request: Any, *___: object) -> list[ExitRecord]:
+        asked.append(request["resume"])
+        return [ExitRecord(0, 2 - len(asked))]
+
+    monkeypatch.setattr(launcher.WorkerGroup, "run", run)
+    local = launcher.LocalRanks(1, 1)
+    assert launcher.launch("module", {"resume": "never"}, local, max_restarts=1) == 0
+    assert asked == ["never", "auto"]
 
 
 def _anew(words: list[str | Path], **options: Any) -> "subprocess.CompletedProcess[str]":
@@ -300,7 +329,7 @@ def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     code, text = run.end()
     assert code == 0
     assert text.startswith("trainer: rank 0 of 1 failed:\nTraceback (most recent call last):\n")
-    assert "rank.py" not in text
+    assert 'worker.py", line' in text and "<module>" not in text  # from what the rank was asked for on
     assert text.endswith("ValueError: rank 0 is broken\ntrainer: starting again (1 of 1)\n")
 
 

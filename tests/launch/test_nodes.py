@@ -1,6 +1,6 @@
 """Launchers on several nodes meet, end with one code, and say who is missing or gone.
 
-Most checks are of the meeting alone, in threads; a few start real launchers with real ranks on this host.
+Most checks are of the rendezvous alone, in threads; a few start real launchers with real ranks on this host.
 """
 
 import json
@@ -22,85 +22,102 @@ from tests.helpers import preloaded
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import SECONDS, until
 from trainer.errors import BadInputError
-from trainer.launch.exit_record import Outcome
-from trainer.launch.nodes import guest, host, wire
+from trainer.launch.exit_record import ExitRecord
+from trainer.launch.nodes import client, server, wire
+from trainer.launch.nodes.client import RendezvousClient, sees
 from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.guest import Guest, sees
-from trainer.launch.nodes.host import Host
-from trainer.launch.nodes.meeting import Round, Table, Verdict
+from trainer.launch.nodes.rendezvous import Outcome, Rendezvous, Round
+from trainer.launch.nodes.server import RendezvousServer
 
 ROOT = Path(__file__).parents[2]
 SAME = {"trainer": "1", "configuration": "abc"}
 
 
 class Cluster:
-    """The tables of some nodes, each played by a thread."""
+    """The sides of some nodes, each played by a thread."""
 
-    def __init__(self, nodes: str = "2", ranks: int = 2, seconds: float = 20.0) -> None:
+    def __init__(self, nodes: str = "2", ranks: int = 2, seconds: float = SECONDS) -> None:
         least, _, most = nodes.rpartition(":")
         self.least, self.most = int(least or most), int(most)
         self.port, self.ranks, self.seconds = free_port(), ranks, seconds
         self.asked: dict[int, bool] = {}
         self.said: dict[int, list[str]] = {}
-        self.tables: list[Table] = []
+        self.sides: list[Rendezvous] = []
         self.pool = ThreadPoolExecutor(8)
 
-    def table(self, number: int, same: dict[str, str] = SAME, name: str = "127.0.0.1") -> Table:
+    def rendezvous(self, number: int, same: dict[str, str] = SAME, name: str = "127.0.0.1") -> Rendezvous:
         self.asked[number], self.said[number] = False, []
         nodes = Nodes(self.least, self.most, number, name, self.port, ("a", "b", "c")[: self.most])
         asked, say = (lambda: self.asked[number]), self.said[number].append
-        table: Table
+        rendezvous: Rendezvous
         if number:
-            table = Guest(nodes, self.ranks, same, self.seconds, asked, say)
+            rendezvous = RendezvousClient(nodes, self.ranks, same, self.seconds, asked, say)
         else:
-            table = Host(nodes, self.ranks, same, "/run", self.seconds, asked, say)
-        self.tables.append(table)
-        return table
+            rendezvous = RendezvousServer(nodes, self.ranks, same, "/run", self.seconds, asked, say)
+        self.sides.append(rendezvous)
+        return rendezvous
 
-    def gather(self, table: Table) -> "Future[Round | Verdict]":
-        return self.pool.submit(table.gather)
+    def gather(self, rendezvous: Rendezvous) -> "Future[Round | Outcome]":
+        return self.pool.submit(rendezvous.gather)
 
-    def conclude(self, table: Table, code: int, leaving: bool = False) -> "Future[Verdict]":
-        return self.pool.submit(table.conclude, [Outcome(0, code, time=time.monotonic())], leaving)
+    def conclude(self, rendezvous: Rendezvous, code: int, leaving: bool = False) -> "Future[Outcome]":
+        return self.pool.submit(rendezvous.conclude, [ExitRecord(0, code, time=time.monotonic())], leaving)
 
     def close(self) -> None:
-        for table in self.tables:
+        for rendezvous in self.sides:
             with suppress(OSError):
-                table.close()
+                rendezvous.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(host, "_SETTLE_SECONDS", 0.3)
-    monkeypatch.setattr(host, "_FIRST_SETTLE_SECONDS", 0.3)
-    monkeypatch.setattr(guest, "_AGAIN_SECONDS", 0.05)
+    # Who is to be in a round has knocked before node 0 begins to count: see `_met`.
+    monkeypatch.setattr(server, "_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_FIRST_SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "_AGAIN_SECONDS", 0.05)
     one = Cluster()
     request.addfinalizer(one.close)
     return one
 
 
-def _turn_until(condition: Callable[[], bool], *tables: Table) -> None:
+def _turn_until(condition: Callable[[], bool], *sides: Rendezvous) -> None:
     def turned() -> bool:
-        for table in () if condition() else tables:
-            table.turn()
+        for rendezvous in () if condition() else sides:
+            rendezvous.turn()
         return condition()
 
     until(turned)
 
 
-def _met(cluster: Cluster, *tables: Table) -> list[Round]:
-    rounds = [waiting.result(SECONDS) for waiting in [cluster.gather(table) for table in tables]]
+def _until_knocked(rendezvous: Rendezvous) -> None:
+    """Waits until a client's hello lies in node 0's socket."""
+
+    def knocked() -> bool:
+        line = rendezvous._wire if isinstance(rendezvous, RendezvousClient) else None
+        return line is not None and not line.gone and line._spoke != line._heard and not line._out
+
+    until(knocked)
+
+
+def _met(cluster: Cluster, *sides: Rendezvous) -> list[Round]:
+    """A round of all of them: node 0, which listens from its start, counts when the others are there."""
+    waiting: list[Future[Round | Outcome]] = []
+    for rendezvous in reversed(sides):
+        waiting.insert(0, cluster.gather(rendezvous))
+        if isinstance(rendezvous, RendezvousClient):
+            _until_knocked(rendezvous)
+    rounds = [one.result(SECONDS) for one in waiting]
     assert all(isinstance(one, Round) for one in rounds)
     return [one for one in rounds if isinstance(one, Round)]
 
 
 def test_nodes_meet_whoever_comes_first(cluster: Cluster) -> None:
     cluster.most = cluster.least = 3
-    last, middle = cluster.table(2), cluster.table(1)
+    last, middle = cluster.rendezvous(2), cluster.rendezvous(1)
     waiting = [cluster.gather(last), cluster.gather(middle)]
     time.sleep(0.2)  # they knock at a door that isn't there yet
-    first = cluster.gather(cluster.table(0)).result(SECONDS)
+    first = cluster.gather(cluster.rendezvous(0)).result(SECONDS)
     rounds = [first, *(one.result(SECONDS) for one in reversed(waiting))]
     assert [list(one.ranks) for one in rounds if isinstance(one, Round)] == [[0, 1], [2, 3], [4, 5]]
     assert {(one.world, one.number, one.folder) for one in rounds if isinstance(one, Round)} == {
@@ -113,14 +130,14 @@ def test_nodes_meet_whoever_comes_first(cluster: Cluster) -> None:
     ("codes", "wanted"), [((0, 0), 0), ((75, 75), 75), ((0, 2), 2), ((1, 0), 1), ((0, 76), 76)]
 )
 def test_all_end_with_one_code(cluster: Cluster, codes: tuple[int, int], wanted: int) -> None:
-    tables = [cluster.table(0), cluster.table(1)]
-    _met(cluster, *tables)
-    waiting = [cluster.conclude(table, code) for table, code in zip(tables, codes, strict=True)]
+    sides = [cluster.rendezvous(0), cluster.rendezvous(1)]
+    _met(cluster, *sides)
+    waiting = [cluster.conclude(rendezvous, code) for rendezvous, code in zip(sides, codes, strict=True)]
     assert [one.result(SECONDS).code for one in waiting] == [wanted, wanted]
 
 
 def test_a_failure_ends_the_others_wait(cluster: Cluster) -> None:
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     ended = cluster.conclude(other, 1)
     _turn_until(lambda: mine.over, mine)
@@ -129,49 +146,51 @@ def test_a_failure_ends_the_others_wait(cluster: Cluster) -> None:
 
 
 def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     other.close()
     _turn_until(lambda: mine.over, mine)
-    verdict = cluster.conclude(mine, 1).result(SECONDS)
-    assert verdict[:2] == (False, 75)
-    assert verdict.text.startswith("trainer: node 1 (")
-    assert "is gone: its launcher ended\n" in verdict.text
-    assert "the same command goes on from the newest checkpoint" in verdict.text
+    outcome = cluster.conclude(mine, 1).result(SECONDS)
+    assert outcome[:2] == (False, 75)
+    assert outcome.text.startswith("trainer: node 1 (")
+    assert "is gone: its launcher ended\n" in outcome.text
+    assert "the same command goes on from the newest checkpoint" in outcome.text
 
 
 def test_a_cut_cable_is_noticed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     monkeypatch.setattr(wire, "SILENT_SECONDS", 0.5)
-    verdict = cluster.conclude(mine, 1).result(SECONDS)  # the other is not heard of: nobody turns it
-    assert "nothing was heard of it for 0.5 s: is its network up?" in verdict.text
+    outcome = cluster.conclude(mine, 1).result(SECONDS)  # the other is not heard of: nobody turns it
+    assert "nothing was heard of it for 0.5 s: is its network up?" in outcome.text
 
 
 def test_without_node_0_nothing_goes_on(cluster: Cluster) -> None:
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     mine.close()
     _turn_until(lambda: other.over, other)
-    verdict = cluster.conclude(other, 1).result(SECONDS)
-    assert verdict == Verdict(False, 75, "trainer: node 0 (a) is gone: its launcher ended\n")
+    outcome = cluster.conclude(other, 1).result(SECONDS)
+    assert outcome == Outcome(False, 75, "trainer: node 0 (a) is gone: its launcher ended\n")
 
 
 def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
     cluster.most, cluster.least, cluster.seconds = 3, 3, 0.5
-    there = cluster.gather(cluster.table(2))
-    verdict = cluster.gather(cluster.table(0)).result(SECONDS)
-    assert isinstance(verdict, Verdict)
-    assert verdict[:2] == (False, 1)
-    assert verdict.text.startswith("trainer: node 1 (b) didn't come within 0.5 s, of 3 nodes (3 are needed)")
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(2)
+    there = cluster.gather(other)
+    _until_knocked(other)
+    outcome = cluster.gather(mine).result(SECONDS)
+    assert isinstance(outcome, Outcome)
+    assert outcome[:2] == (False, 1)
+    assert outcome.text.startswith("trainer: node 1 (b) didn't come within 0.5 s, of 3 nodes (3 are needed)")
     for word in (
         "DNS",
         "NetworkPolicy",
         f"127.0.0.1:{cluster.port}",
         f"ports {cluster.port} and {cluster.port + 1}",
     ):
-        assert word in verdict.text
-    assert there.result(SECONDS) == verdict  # the node that is there ends, too
+        assert word in outcome.text
+    assert there.result(SECONDS) == outcome  # the node that is there ends, too
 
 
 @pytest.mark.parametrize(
@@ -183,10 +202,10 @@ def test_who_doesnt_come_is_named_with_what_to_check(cluster: Cluster) -> None:
 )
 def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster, name: str, words: str) -> None:
     cluster.seconds = 0.3
-    verdict = cluster.gather(cluster.table(1, name=name)).result(SECONDS)
-    assert isinstance(verdict, Verdict)
-    assert verdict.code == 1
-    assert f"trainer: node 0 (a) can't be reached at {name}:{cluster.port}: {words}" in verdict.text
+    outcome = cluster.gather(cluster.rendezvous(1, name=name)).result(SECONDS)
+    assert isinstance(outcome, Outcome)
+    assert outcome.code == 1
+    assert f"trainer: node 0 (a) can't be reached at {name}:{cluster.port}: {words}" in outcome.text
 
 
 @pytest.mark.parametrize(
@@ -197,18 +216,18 @@ def test_what_is_in_the_way_to_node_0_is_said(cluster: Cluster, name: str, words
     ],
 )
 def test_a_node_with_something_else_is_refused(cluster: Cluster, same: dict[str, str], words: str) -> None:
-    mine = cluster.gather(cluster.table(0))
+    mine = cluster.gather(cluster.rendezvous(0))
     with pytest.raises(BadInputError) as raised:
-        cluster.gather(cluster.table(1, same)).result(SECONDS)
+        cluster.gather(cluster.rendezvous(1, same)).result(SECONDS)
     assert words.format(host=socket.gethostname()) in str(raised.value)
-    verdict = mine.result(SECONDS)
-    assert isinstance(verdict, Verdict)
-    assert verdict.code == 2  # it would wait in vain
+    outcome = mine.result(SECONDS)
+    assert isinstance(outcome, Outcome)
+    assert outcome.code == 2  # it would wait in vain
     assert any("was refused" in line for line in cluster.said[0])
 
 
 def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
-    mine = cluster.gather(cluster.table(0))
+    mine = cluster.gather(cluster.rendezvous(0))
     for noise in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\n",
@@ -223,22 +242,22 @@ def test_noise_at_the_port_disturbs_nobody(cluster: Cluster) -> None:
             caller.sendall(noise)
             time.sleep(0.1)
     silent = socket.create_connection(("127.0.0.1", cluster.port))
-    assert isinstance(cluster.gather(cluster.table(1)).result(SECONDS), Round)
+    assert isinstance(cluster.gather(cluster.rendezvous(1)).result(SECONDS), Round)
     assert isinstance(mine.result(SECONDS), Round)
     silent.close()
 
 
 def test_a_port_in_use_is_one_line(cluster: Cluster) -> None:
     with socket.create_server(("", cluster.port)), pytest.raises(BadInputError, match="can't listen at port"):
-        cluster.table(0)
+        cluster.rendezvous(0)
 
 
 def test_a_stop_while_nodes_are_awaited(cluster: Cluster) -> None:
-    waiting = cluster.gather(cluster.table(0))
+    waiting = cluster.gather(cluster.rendezvous(0))
     cluster.asked[0] = True
-    verdict = waiting.result(SECONDS)
-    assert isinstance(verdict, Verdict)
-    assert verdict[:2] == (False, 75)
+    outcome = waiting.result(SECONDS)
+    assert isinstance(outcome, Outcome)
+    assert outcome[:2] == (False, 75)
 
 
 # --- elastic ---
@@ -246,27 +265,27 @@ def test_a_stop_while_nodes_are_awaited(cluster: Cluster) -> None:
 
 def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster: Cluster) -> None:
     cluster.least = 1
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     other.close()
-    verdict = cluster.conclude(mine, 1).result(SECONDS)
-    assert verdict[:2] == (True, 75)
+    outcome = cluster.conclude(mine, 1).result(SECONDS)
+    assert outcome[:2] == (True, 75)
     (alone,) = _met(cluster, mine)
     assert (alone.number, alone.world) == (2, 2)
     assert not mine.over
-    back = cluster.table(1)
+    back = cluster.rendezvous(1)
     waiting = cluster.gather(back)
     _turn_until(lambda: mine.stop, mine)  # its ranks are to write a checkpoint
-    verdict = cluster.conclude(mine, 75).result(SECONDS)
-    assert verdict.again
-    assert "node 1 (b) has come" in verdict.text
+    outcome = cluster.conclude(mine, 75).result(SECONDS)
+    assert outcome.again
+    assert "node 1 (b) has come" in outcome.text
     rounds = [cluster.gather(mine).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
 def test_a_node_that_is_asked_to_leave_leaves_the_others(cluster: Cluster) -> None:
     cluster.least = 1
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     leaves, stays = cluster.conclude(other, 75, leaving=True), cluster.conclude(mine, 75)
     assert leaves.result(SECONDS)[:2] == (False, 75)
@@ -277,39 +296,39 @@ def test_a_node_that_is_asked_to_leave_leaves_the_others(cluster: Cluster) -> No
 
 def test_an_elastic_job_waits_for_node_0(cluster: Cluster) -> None:
     cluster.least = 1
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     mine.close()
     assert cluster.conclude(other, 1).result(SECONDS)[:2] == (True, 75)
-    waiting = cluster.gather(other)
-    rounds = [cluster.gather(cluster.table(0)).result(SECONDS), waiting.result(SECONDS)]
+    waiting, anew = cluster.gather(other), cluster.rendezvous(0)
+    _until_knocked(other)
+    rounds = [cluster.gather(anew).result(SECONDS), waiting.result(SECONDS)]
     assert [one.world for one in rounds if isinstance(one, Round)] == [4, 4]
 
 
 def test_with_fewer_than_the_least_it_doesnt_go_on(cluster: Cluster) -> None:
     cluster.least, cluster.most, cluster.seconds = 2, 3, 0.5
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
     other.close()
     assert cluster.conclude(mine, 1).result(SECONDS).again
-    verdict = cluster.gather(mine).result(SECONDS)
-    assert isinstance(verdict, Verdict)
-    assert (verdict.code, verdict.again) == (1, False)
+    outcome = cluster.gather(mine).result(SECONDS)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.code, outcome.again) == (1, False)
 
 
-def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cluster) -> None:
-    """The host may begin at once; a guest that is slow reads both lines together."""
+def test_what_follows_a_outcome_in_the_same_breath_is_the_next_round(cluster: Cluster) -> None:
+    """The server may begin at once; a client that is slow reads both lines together."""
     cluster.least, cluster.most = 1, 3
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
-    last = cluster.table(2)
+    last = cluster.rendezvous(2)
     coming = cluster.gather(last)
     _turn_until(lambda: mine.stop and other.stop, mine, other)
-    assert isinstance(other, Guest) and other._wire is not None
+    assert isinstance(other, RendezvousClient) and other._wire is not None
     other._wire.say(ended=[], leaving=False)
     assert cluster.conclude(mine, 75).result(SECONDS).again
     begun = cluster.gather(mine).result(SECONDS)
-    time.sleep(0.3)  # the verdict and the round lie in the socket
     assert cluster.conclude(other, 75).result(SECONDS).again
     rounds = [begun, cluster.gather(other).result(SECONDS), coming.result(SECONDS)]
     assert not other.stop and not other.over
@@ -318,10 +337,11 @@ def test_what_follows_a_verdict_in_the_same_breath_is_the_next_round(cluster: Cl
 
 def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) -> None:
     cluster.least, cluster.most = 1, 3
-    mine, other, last = (cluster.table(number) for number in range(3))
-    assert isinstance(mine, Host)
+    mine, other, last = (cluster.rendezvous(number) for number in range(3))
+    assert isinstance(mine, RendezvousServer)
     mine.suits = lambda world: world != 6
     waits = cluster.gather(last)
+    _until_knocked(last)
     assert [one.world for one in _met(cluster, mine, other)] == [4, 4]
     assert not waits.done()
     other.close()
@@ -332,11 +352,12 @@ def test_a_round_takes_as_many_nodes_as_can_share_the_batch(cluster: Cluster) ->
 
 def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
     cluster.least = cluster.most = 3
-    mine = cluster.gather(cluster.table(0))
-    first = cluster.gather(cluster.table(1))
-    time.sleep(0.3)
+    rendezvous = cluster.rendezvous(0)
+    mine, first = cluster.gather(rendezvous), cluster.gather(cluster.rendezvous(1))
+    assert isinstance(rendezvous, RendezvousServer)
+    until(lambda: rendezvous._clients)
     with pytest.raises(BadInputError, match=r"is node 1 already, and .* says it is"):
-        cluster.gather(cluster.table(1)).result(SECONDS)
+        cluster.gather(cluster.rendezvous(1)).result(SECONDS)
     assert not first.done()
     assert not mine.done()
     for number in (0, 1):
@@ -345,11 +366,11 @@ def test_two_nodes_with_one_number_are_told(cluster: Cluster) -> None:
 
 def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its old connection may still look alive: the host died without a word."""
-    monkeypatch.setattr(host, "_ALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(server, "_ALIVE_SECONDS", 0.0)
     cluster.least = 1
-    mine, other = cluster.table(0), cluster.table(1)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
     _met(cluster, mine, other)
-    waiting = cluster.gather(cluster.table(1))
+    waiting = cluster.gather(cluster.rendezvous(1))
     _turn_until(lambda: mine.over, mine)
     assert cluster.conclude(mine, 1).result(SECONDS).again
     rounds = [cluster.gather(mine).result(SECONDS), waiting.result(SECONDS)]
@@ -357,7 +378,7 @@ def test_a_node_that_starts_anew_takes_its_place(cluster: Cluster, monkeypatch: 
 
 
 def test_the_run_folder_is_known_by_what_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest, "_FOLDER_SECONDS", 0.2)
+    monkeypatch.setattr(client, "_FOLDER_SECONDS", 0.2)
     assert not sees(tmp_path, ".meeting", "abc")
     (tmp_path / ".meeting").write_text("other")
     assert not sees(tmp_path, ".meeting", "abc")
@@ -369,85 +390,89 @@ def test_the_run_folder_is_known_by_what_lies_in_it(tmp_path: Path, monkeypatch:
 # --- a launcher that is killed, in every order of events ---
 
 
-def _kill(other: Table, mine: Table, unread: bool) -> None:
+def _kill(other: Rendezvous, mine: Rendezvous, unread: bool) -> None:
     """As SIGKILL ends a launcher; where it had something unread, its system answers with a reset."""
-    assert isinstance(other, Guest) and other._wire is not None
+    assert isinstance(other, RendezvousClient) and other._wire is not None
     if unread:
-        assert isinstance(mine, Host)
+        assert isinstance(mine, RendezvousServer)
         mine._tell()
-        select.select([other._wire._socket], [], [], 20.0)
+        select.select([other._wire._socket], [], [], SECONDS)
     other._wire._socket.close()
 
 
-def _in_the_round(_cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+def _in_the_round(
+    _cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
     _kill(other, mine, unread)
     _turn_until(lambda: mine.over, mine)
-    return [mine.conclude([Outcome(0, 1)], False)]
+    return [mine.conclude([ExitRecord(0, 1)], False)]
 
 
 def _when_node_0_speaks_first(
-    _cluster: Cluster, mine: Host, other: Table, unread: bool
-) -> list[Verdict | Round]:
+    _cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
     """What it says finds nobody, and what it says next can't be sent any more."""
     _kill(other, mine, unread)
     for _ in range(3):
         mine._tell()
         time.sleep(0.05)
-    return [mine.conclude([Outcome(0, 1)], False)]
+    return [mine.conclude([ExitRecord(0, 1)], False)]
 
 
-def _after_node_0s_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+def _after_node_0s_ranks(
+    cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
     waiting = cluster.conclude(mine, 1)
     _turn_until(lambda: other.over, other)
     _kill(other, mine, unread)
     return [waiting.result(SECONDS)]
 
 
-def _after_its_own_ranks(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
+def _after_its_own_ranks(
+    cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
     """Both stopped because a third node came."""
-    third = cluster.gather(cluster.table(2))
+    third = cluster.gather(cluster.rendezvous(2))
     _turn_until(lambda: mine.stop and other.stop, mine, other)
-    assert isinstance(other, Guest) and other._wire is not None
+    assert isinstance(other, RendezvousClient) and other._wire is not None
     other._wire.say(ended=[], leaving=False)
     _kill(other, mine, unread)
-    verdict = mine.conclude([Outcome(0, 75)], False)
-    return [verdict, mine.gather(), third.result(SECONDS)]
+    outcome = mine.conclude([ExitRecord(0, 75)], False)
+    return [outcome, mine.gather(), third.result(SECONDS)]
 
 
-def _between_rounds(cluster: Cluster, mine: Host, other: Table, unread: bool) -> list[Verdict | Round]:
-    third = cluster.gather(cluster.table(2))
+def _between_rounds(
+    cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
+    third = cluster.gather(cluster.rendezvous(2))
     _turn_until(lambda: mine.stop and other.stop, mine, other)
-    assert isinstance(other, Guest) and other._wire is not None
+    assert isinstance(other, RendezvousClient) and other._wire is not None
     other._wire.say(ended=[], leaving=False)
-    verdict = mine.conclude([Outcome(0, 75)], False)
+    outcome = mine.conclude([ExitRecord(0, 75)], False)
     _kill(other, mine, unread)
-    return [verdict, mine.gather(), third.result(SECONDS)]
+    return [outcome, mine.gather(), third.result(SECONDS)]
 
 
 def _back_before_it_is_noticed(
-    cluster: Cluster, mine: Host, other: Table, unread: bool
-) -> list[Verdict | Round]:
+    cluster: Cluster, mine: RendezvousServer, other: Rendezvous, unread: bool
+) -> list[Outcome | Round]:
     _kill(other, mine, unread)
-    back = cluster.table(1)
+    back = cluster.rendezvous(1)
     waiting = cluster.gather(back)
-    assert isinstance(back, Guest)
-    end = time.monotonic() + 20.0
-    while back._wire is None and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.1)  # end and hello lie in the sockets
+    _until_knocked(back)  # end and hello lie in the sockets
     _turn_until(lambda: mine.over, mine)
-    verdict = mine.conclude([Outcome(0, 1)], False)
-    return [verdict, mine.gather(), waiting.result(SECONDS)]
+    outcome = mine.conclude([ExitRecord(0, 1)], False)
+    return [outcome, mine.gather(), waiting.result(SECONDS)]
 
 
 def _back_after_its_host_went_down(
-    cluster: Cluster, mine: Host, _other: Table, _unread: bool
-) -> list[Verdict | Round]:
-    host._ALIVE_SECONDS = 0.0
-    waiting = cluster.gather(cluster.table(1))  # its old connection looks alive
+    cluster: Cluster, mine: RendezvousServer, _other: Rendezvous, _unread: bool
+) -> list[Outcome | Round]:
+    server._ALIVE_SECONDS = 0.0
+    waiting = cluster.gather(cluster.rendezvous(1))  # its old connection looks alive
     _turn_until(lambda: mine.over, mine)
-    verdict = mine.conclude([Outcome(0, 1)], False)
-    return [verdict, mine.gather(), waiting.result(SECONDS)]
+    outcome = mine.conclude([ExitRecord(0, 1)], False)
+    return [outcome, mine.gather(), waiting.result(SECONDS)]
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["end", "reset"])
@@ -466,18 +491,18 @@ def _back_after_its_host_went_down(
 def test_a_killed_launcher_is_told_once_in_every_order(
     cluster: Cluster,
     monkeypatch: pytest.MonkeyPatch,
-    order: Callable[[Cluster, Host, Table, bool], list[Verdict | Round]],
+    order: Callable[[Cluster, RendezvousServer, Rendezvous, bool], list[Outcome | Round]],
     unread: bool,
 ) -> None:
-    monkeypatch.setattr(host, "_ALIVE_SECONDS", host._ALIVE_SECONDS)
+    monkeypatch.setattr(server, "_ALIVE_SECONDS", server._ALIVE_SECONDS)
     cluster.least, cluster.most = 1, 3
-    mine, other = cluster.table(0), cluster.table(1)
-    assert isinstance(mine, Host)
+    mine, other = cluster.rendezvous(0), cluster.rendezvous(1)
+    assert isinstance(mine, RendezvousServer)
     _met(cluster, mine, other)
     results = order(cluster, mine, other, unread)
-    verdicts = [one for one in results if isinstance(one, Verdict)]
-    assert [one[:2] for one in verdicts] == [(True, 75)]  # the job goes on
-    told = "".join(one.text for one in verdicts) + "".join(cluster.said[0])
+    outcomes = [one for one in results if isinstance(one, Outcome)]
+    assert [one[:2] for one in outcomes] == [(True, 75)]  # the job goes on
+    told = "".join(one.text for one in outcomes) + "".join(cluster.said[0])
     assert told.count(f"node 1 ({socket.gethostname()}) is gone: its launcher ended") == 1, told
     assert told.count("is gone") == 1, told
 
@@ -487,18 +512,19 @@ def test_a_killed_launcher_is_told_once_in_every_order(
 START = """
 import json, sys
 from pathlib import Path
-from trainer.launch.nodes import guest, host
+from trainer.launch.nodes import client, server
 from trainer.launch.nodes.discover import Nodes
+from trainer.launch.launcher import LocalRanks
 from trainer.launch.rounds import launch_with_others
 from trainer.cli import main
-host._SETTLE_SECONDS = 0.5
-guest._FOLDER_SECONDS = 1.0
+server._FIRST_SETTLE_SECONDS, server._SETTLE_SECONDS = 600.0, 0.5
+client._FOLDER_SECONDS = 1.0
 nodes, folder, out, *what = sys.argv[1:]
 from trainer.errors import BadInputError
 try:
     code = launch_with_others(
-        [folder, *what], nodes=Nodes(*json.loads(nodes)), folder=Path(out), same={}, processes=1, threads=1,
-        environment={}, grace_seconds=20.0, join_seconds=60.0, module="tests.helpers.launch_worker")
+        "tests.helpers.launch_worker", {"words": [folder, *what]}, LocalRanks(1, 1),
+        nodes=Nodes(*json.loads(nodes)), folder=Path(out), same={}, grace_seconds=120.0, join_seconds=120.0)
 except BadInputError as error:
     print(error, file=sys.stderr)
     code = 2

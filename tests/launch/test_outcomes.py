@@ -9,24 +9,25 @@ import pytest
 
 from trainer.launch.exit_record import (
     TORCHRUN,
-    Outcome,
+    ExitRecord,
     by_memory,
     crashed,
     dead_worker,
     ending,
-    explain,
+    exit_message,
     job_code,
+    record_of,
 )
-from trainer.launch.rank import is_rank
+from trainer.launch.nodes.discover import is_rank
 
 DONE, REQUEUE, BAD, HANG = (
-    Outcome(0, 0),
-    Outcome(1, 75),
-    Outcome(2, 2, "no such recipe", for_all=True),
-    Outcome(3, 76),
+    ExitRecord(0, 0),
+    ExitRecord(1, 75),
+    ExitRecord(2, 2, "no such recipe", for_all=True),
+    ExitRecord(3, 76),
 )
-RAISED = Outcome(4, 1, "ValueError: broken", "Traceback\nValueError: broken\n", time=2.0)
-KILLED = Outcome(5, 1, "was killed by SIGKILL")
+RAISED = ExitRecord(4, 1, "ValueError: broken", "Traceback\nValueError: broken\n", time=2.0)
+KILLED = ExitRecord(5, 1, "was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -36,41 +37,57 @@ KILLED = Outcome(5, 1, "was killed by SIGKILL")
         ([DONE, REQUEUE], 75),
         ([REQUEUE, RAISED], 1),
         ([REQUEUE, KILLED], 1),
-        ([DONE, Outcome(1, 3)], 1),
+        ([DONE, ExitRecord(1, 3)], 1),
         ([RAISED, HANG, REQUEUE], 76),
         ([RAISED, HANG, BAD, REQUEUE], 2),
     ],
 )
-def test_code(outcomes: list[Outcome], code: int) -> None:
+def test_code(outcomes: list[ExitRecord], code: int) -> None:
     assert job_code(outcomes) == code
 
 
 def test_the_cause_is_the_earliest_failure_that_is_no_consequence() -> None:
     lost = replace(RAISED, rank=0, traceback="closed by peer\n", time=1.0, consequence=True)
-    assert explain([lost, RAISED, KILLED], 6).startswith("trainer: rank 4 of 6 failed:\nTraceback\n")
-    assert explain([lost, KILLED, DONE], 6) == (
+    assert exit_message([lost, RAISED, KILLED], 6).startswith("trainer: rank 4 of 6 failed:\nTraceback\n")
+    assert exit_message([lost, KILLED, DONE], 6) == (
         "trainer: rank 5 of 6: was killed by SIGKILL\n"
         "trainer: as a consequence failed or was stopped: rank 0\n"
     )
     later = replace(RAISED, rank=0, time=2.1)
-    assert explain([later, RAISED], 6).startswith("trainer: rank 4 of 6 failed:\n")
-    assert explain([lost], 6).startswith("trainer: rank 0 of 6 failed:\n")
+    assert exit_message([later, RAISED], 6).startswith("trainer: rank 4 of 6 failed:\n")
+    assert exit_message([lost], 6).startswith("trainer: rank 0 of 6 failed:\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail] Read error [127.0.0.1]:4711: Connection reset by peer",
+        "Connection closed by peer [127.0.0.1]:4711",
+        "Write error: Broken pipe",
+        "failed to recv, got 0 bytes",
+    ],
+)
+def test_what_gloo_says_of_a_rank_that_left_is_a_consequence(text: str) -> None:
+    assert record_of(0, None, RuntimeError(text)).consequence
+    assert not record_of(0, None, RuntimeError("broken")).consequence
 
 
 def test_a_stop_that_was_asked_for_is_one_line() -> None:
-    stopped = Outcome(1, 1, "stopped by SIGTERM: no checkpoint", time=1.0, for_all=True)
-    assert explain([RAISED, replace(stopped, rank=0, time=1.1), stopped], 5) == f"trainer: {stopped.line}\n"
+    stopped = ExitRecord(1, 1, "stopped by SIGTERM: no checkpoint", time=1.0, for_all=True)
+    assert (
+        exit_message([RAISED, replace(stopped, rank=0, time=1.1), stopped], 5) == f"trainer: {stopped.line}\n"
+    )
 
 
 def test_what_needs_no_explanation_gets_none() -> None:
-    assert explain([DONE, REQUEUE], 2) == ""
-    assert explain([BAD, RAISED, KILLED], 6) == "trainer: no such recipe\n"
+    assert exit_message([DONE, REQUEUE], 2) == ""
+    assert exit_message([BAD, RAISED, KILLED], 6) == "trainer: no such recipe\n"
 
 
 def test_a_failure_of_torchrun_is_told() -> None:
-    error = Outcome(TORCHRUN, 1, traceback="RuntimeError: no store\n")
-    silent = Outcome(0, 1, "was stopped", consequence=True)
-    assert explain([error, silent], 2).startswith("trainer: torchrun failed:\nRuntimeError: no store\n")
+    error = ExitRecord(TORCHRUN, 1, traceback="RuntimeError: no store\n")
+    silent = ExitRecord(0, 1, "was stopped", consequence=True)
+    assert exit_message([error, silent], 2).startswith("trainer: torchrun failed:\nRuntimeError: no store\n")
 
 
 @pytest.mark.parametrize(
@@ -134,8 +151,8 @@ def test_a_dead_loader_worker_is_one_line(error: BaseException, told: str) -> No
 def test_a_rank_killed_for_memory_is_the_cause(tmp_path: Path) -> None:
     """Its peer fails first, as far as clocks know: the kernel doesn't say when it killed."""
     killed = by_memory(crashed(tmp_path, 0, -signal.SIGKILL), ": out of memory (all full)")
-    reset = Outcome(1, 1, "reset", "RuntimeError: recv: Success\n", time=5.0)
-    assert explain([reset, killed], 2) == (
+    reset = ExitRecord(1, 1, "reset", "RuntimeError: recv: Success\n", time=5.0)
+    assert exit_message([reset, killed], 2) == (
         "trainer: rank 0 of 2: was killed by SIGKILL: out of memory (all full)\n"
         "trainer: as a consequence failed or was stopped: rank 1\n"
     )

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from tests.helpers.own_compiled import Compiled, CompiledTask
 from tests.helpers.ports import free_port
 from tests.helpers.steps import State, assert_same_bits
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from tests.helpers.world import SIZES, Ranks
 from trainer.distributed.parallel import World, joined_world
 from trainer.errors import BadInputError
-from trainer.launch import rank
-from trainer.train.run import Parts, assemble
-from trainer.train.state import load_tensors, tensors_of
+from trainer.launch.worker import Worker
+from trainer.train.build import build
+from trainer.train.state import Run, load_tensors, tensors_of
 from trainer.train.step import train_step
 
 F64 = torch.float64
@@ -111,7 +111,7 @@ class Task(TokenTask):
         return super().loss(model, batch)
 
 
-def parts_of(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Parts:
+def built(world: World, task: TokenTask, reduction: str = "all_reduce", **parallel: Any) -> Run:
     recipe = make_recipe(
         epochs=2,
         data={"global_batch_size": 8, "micro_batch_size": 2},
@@ -119,21 +119,20 @@ def parts_of(world: World, task: TokenTask, reduction: str = "all_reduce", **par
         ema={"decay": 0.9},
         parallel={"threads": 1, "reduction": reduction, **parallel},
     )
-    return assemble(recipe, task, world, workers=0)
+    return build(recipe, task, world, workers=0)
 
 
 def train(world: World, task: TokenTask, steps: range, state: State | None, *how: Any, **more: Any) -> State:
     """Trains some steps of a run, from a saved state; gives the state after them."""
-    parts = parts_of(world, task, *how, **more)
-    t = parts.training
+    run = built(world, task, *how, **more)
     if state is not None:
-        load_tensors(t, steps.start, state)
-    t.replica.train()
-    batches = parts.loader(t.share.batches(steps.start))
+        load_tensors(run.state, steps.start, state)
+    run.replica.train()
+    batches = run.loader(run.share.batches(steps.start))
     for step in steps:
-        train_step(t, batches, step)
-    kinds = tensors_of(t).items()
-    return {kind: {name: t.detach().clone() for name, t in part.items()} for kind, part in kinds}
+        train_step(run, batches, step)
+    kinds = tensors_of(run.state).items()
+    return {kind: {name: tensor.detach().clone() for name, tensor in part.items()} for kind, part in kinds}
 
 
 def train_kind(world: World, kind: str, steps: range, state: State | None, *how: Any) -> State:
@@ -171,14 +170,14 @@ def test_statistics_of_ones_own_are_those_of_torch() -> None:
     """One update a step of one micro-batch: what the model itself would do."""
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 8}, optim={"lr": 1e-9})
     for kind in ("complex", "own batchnorm", "own"):
-        parts = assemble_alone(recipe, Task(kind))
+        run = build_alone(recipe, Task(kind))
         alone = Keeping(kind).train()
-        batches = list(zip(range(4), parts.loader(parts.training.share.batches()), strict=False))
+        batches = list(zip(range(4), run.loader(run.share.batches()), strict=False))
         for step, batch in batches:
-            train_step(parts.training, iter([batch]), step)
+            train_step(run, iter([batch]), step)
             alone(batch.fields["x"])
         for name, buffer in alone.named_buffers():
-            assert torch.allclose(parts.training.model.get_buffer(name), buffer, rtol=1e-6), (kind, name)
+            assert torch.allclose(run.state.model.get_buffer(name), buffer, rtol=1e-6), (kind, name)
 
 
 def test_what_changes_is_tried_on_few_samples_and_leaves_no_trace() -> None:
@@ -189,10 +188,10 @@ def test_what_changes_is_tried_on_few_samples_and_leaves_no_trace() -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(1)
         Task.sizes.clear()
-        parts = parts_of(World(0, 1, 0, torch.device("cpu"), None), task)
+        run = built(World(0, 1, 0, torch.device("cpu"), None), task)
         assert Task.sizes == [2] * 4
-        assert not parts.training.model.get_buffer("seen")
-        assert any("seen" in note for note in parts.notes)
+        assert not run.state.model.get_buffer("seen")
+        assert any("seen" in note for note in run.notes)
         torch.default_generator.manual_seed(2)
         drawn.append((random.random(), float(np.random.rand())))
     assert drawn[0] == drawn[1]
@@ -220,12 +219,12 @@ def test_a_models_own_compiled_code_is_left_alone() -> None:
     task = CompiledTask("method")
     task.model = lambda: CompiledKeeping(task.backend)  # type: ignore[method-assign]
     recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4})
-    parts = assemble_alone(recipe, task)
-    model = parts.training.model
-    assert (task.compiled, task.runs, task.losses) == (0, 0, 0)
+    run = build_alone(recipe, task)
+    model = run.state.model
+    assert (task.compiled, task.runs, task.asked) == (0, 0, 0)
     assert not model.get_buffer("mean").any()
-    assert any("buffers mean:" in note for note in parts.notes)
-    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
+    assert any("buffers mean:" in note for note in run.notes)
+    train_step(run, run.loader(run.share.batches()), 0)
     assert (task.compiled, task.runs) == (1, 2)
     assert model.get_buffer("mean").tolist() == pytest.approx([0.1] * 3, abs=0.09)
     assert model.get_buffer("mean").all()
@@ -234,7 +233,7 @@ def test_a_models_own_compiled_code_is_left_alone() -> None:
 def told(world: World, kind: str) -> tuple[str, str]:
     """What is refused, or what is said."""
     try:
-        return "", "\n".join(parts_of(world, Task(kind)).notes)
+        return "", "\n".join(built(world, Task(kind)).notes)
     except BadInputError as error:
         return str(error), ""
 
@@ -314,13 +313,10 @@ def _alone_in_leaving(number: int, port: int, pipe: Any) -> None:
     names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": port}.items()})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-    def main() -> None:
-        with joined_world("cpu", 60) as world:
-            train_branching(world, "rank 1", bucket_mb=1)
-
-    outcome = rank._outcome(main)
-    pipe.send((outcome.code, outcome.line, outcome.consequence))
+    with Worker() as worker, joined_world("cpu", 60) as world:
+        train_branching(world, "rank 1", bucket_mb=1)
+    assert worker.record is not None
+    pipe.send((worker.record.code, worker.record.line, worker.record.consequence))
     os._exit(0)
 
 
@@ -334,7 +330,7 @@ def test_a_branch_left_out_on_one_rank_only_ends_in_one_line() -> None:
     ]
     for process in processes:
         process.start()
-    outcomes = [pipe[0].recv() if pipe[0].poll(90) else None for pipe in pipes]
+    outcomes = [pipe[0].recv() if pipe[0].poll(300) else None for pipe in pipes]
     for process in processes:
         process.kill()
         process.join()

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from tests.helpers import preloaded
-from tests.helpers.toys import SMALL, TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.config.model import CompileConfig
 from trainer.distributed.parallel import World
 from trainer.models import compiling
 from trainer.models.compiling import CACHE_VARIABLE, missing_for_compiling, prepare_cache, torch_mode
-from trainer.observe.log import MetricLogger
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
 from trainer.train.loop import train
-from trainer.train.run import assemble, make_task
-from trainer.train.step import take_metrics, train_step
+from trainer.train.reduction import FixedGradients, TreeSum
+from trainer.train.run import make_task
+from trainer.train.step import train_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 needs_a_compiler = pytest.mark.skipif(
@@ -73,12 +74,12 @@ def test_a_compiled_model_learns_the_same_and_never_compiles_again(
             data={"global_batch_size": 8, "micro_batch_size": 4, "last_batch": last},
             optim={"lr": 0.01},
         )
-        parts = assemble_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))
-        batches = parts.loader(parts.training.share.batches())
+        run = build_alone(recipe, TokenTask(20, ragged=True, dtype=torch.float32, blocks=2))
+        batches = run.loader(run.share.batches())
         series = []
-        for step in range(parts.training.share.plan.steps):
-            train_step(parts.training, batches, step)
-            series.append(float(parts.training.loss))
+        for step in range(run.plan.steps):
+            train_step(run, batches, step)
+            series.append(float(run.state.loss))
             if step == 0:
                 warm = graphs()
         losses.append(series)
@@ -106,19 +107,18 @@ def trained_with_everything(
         | {"model": {"width": 4, "blocks": [1, 1]}, "max_steps": 3}
     )
     task = make_task(recipe)
-    parts = assemble(recipe, task, world, workers=0)
-    t = parts.training
-    batches = parts.loader(t.share.batches())
-    t.replica.train()
+    run = build(recipe, task, world, workers=0)
+    batches = run.loader(run.share.batches())
+    run.replica.train()
     losses = []
-    for step in range(t.share.plan.steps):
-        before = float(t.loss)
-        train_step(t, batches, step)
-        losses.append(float(t.loss) - before)
+    for step in range(run.plan.steps):
+        before = float(run.state.loss)
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss) - before)
     figures = evaluate(
-        task, t.model, parts.evaluation_loader, parts.evaluation_share, world, recipe.precision
+        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
     )
-    return losses, figures, parts.notes
+    return losses, figures, list(run.notes)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_compiled_dropout_is_recomputed_alike(
             compile={"mode": "default", "scope": scope},
             memory=memory,
         )
-        parts = assemble_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
-        batches = parts.loader(parts.training.share.batches())
-        parts.training.replica.train()
+        run = build_alone(recipe, TokenTask(16, dtype=torch.float32, blocks=2, dropout=0.5))
+        batches = run.loader(run.share.batches())
+        run.replica.train()
         for step in range(8):
-            train_step(parts.training, batches, step)
-        return [float(parts.training.loss), *(float(p.detach().sum()) for p in parts.training.parameters)]
+            train_step(run, batches, step)
+        return [float(run.state.loss), *(float(p.detach().sum()) for p in run.gradients.parameters)]
 
     assert losses({"checkpointing": "blocks"}) == pytest.approx(losses({}), rel=1e-5)
 
@@ -191,7 +191,7 @@ def one_rank_cannot(world: World) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         missing = None if compiling_there else "no compiler was found (g++); install g++"
         patch.setattr("trainer.train.prepare.missing_for_compiling", lambda _: missing)
-        return assemble(recipe, TokenTask(16), world, 0).notes
+        return list(build(recipe, TokenTask(16), world, 0).notes)
 
 
 def test_if_one_rank_cannot_compile_none_does(ranks: Ranks) -> None:
@@ -220,38 +220,38 @@ def test_the_cache_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyP
 def test_steps_that_compile_are_not_timed(mode: Any, warm_up: int) -> None:
     config = CompileConfig(mode=mode)
     assert config.warm_up == warm_up
-    recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
-    parts = assemble_alone(recipe, TokenTask(40))
-    t = parts.training
-    meter = MetricLogger(t.share.plan, CPU, [], lambda: take_metrics(t))
-    steps = range(t.share.plan.steps)
-    train(
-        t, parts.loader(t.share.batches()), steps, meter, 100,
-        lambda _: False, lambda _: None, lambda _: None, config.warm_up,
-    )  # fmt: skip
-    assert meter.timed_samples == (len(steps) - warm_up) * 8
+    batches = {"global_batch_size": 8, "micro_batch_size": 4}
+    run = build_alone(make_recipe(epochs=2, data=batches), TokenTask(40))
+    object.__setattr__(run, "recipe", run.recipe.model_copy(update={"compile": config}))
+    train(run, out := rows_to(run))
+    assert out.logger.logged.samples == (run.plan.steps - warm_up) * 8
 
 
-def test_gradients_stay_in_place_for_cuda_graphs() -> None:
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_gradients_stay_in_place_for_cuda_graphs(reduction: str) -> None:
     """A replayed graph writes its gradients to the same memory: they are added to, never taken over."""
     recipe = make_recipe(
         epochs=2,
         data={"global_batch_size": 8, "micro_batch_size": 4},
         optim={"lr": 0.01, "max_grad_norm": 1.0},
+        parallel={"threads": 1, "reduction": reduction},
     )
     weights = []
     for graphs_used in (False, True):
-        t = assemble_alone(recipe, TokenTask(40)).training
-        t.cuda_graphs = graphs_used
-        t.__post_init__()
-        addresses = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
-        assert len(addresses) == (len(t.parameters) if graphs_used else 0)
-        batches = assemble_alone(recipe, TokenTask(40)).loader(t.share.batches())
-        for step in range(t.share.plan.steps):
-            train_step(t, batches, step)
-        after = {p.grad.data_ptr() for p in t.parameters if p.grad is not None}
+        run = build_alone(recipe, TokenTask(40))
+        if graphs_used:
+            object.__setattr__(run, "gradients", FixedGradients(run.state.model))
+            if isinstance(run.reduction, TreeSum):
+                run.reduction._gradients = run.gradients
+        parameters = run.gradients.parameters
+        addresses = {p.grad.data_ptr() for p in parameters if p.grad is not None}
+        assert len(addresses) == (len(parameters) if graphs_used else 0)
+        batches = run.loader(run.share.batches())
+        for step in range(run.plan.steps):
+            train_step(run, batches, step)
+        after = {p.grad.data_ptr() for p in parameters if p.grad is not None}
         assert after == addresses
-        weights.append([p.detach().clone() for p in t.parameters])
+        weights.append([p.detach().clone() for p in parameters])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 

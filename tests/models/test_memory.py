@@ -1,5 +1,6 @@
 """Promise: activation checkpointing, memory formats and BatchNorm change no result."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from tests.helpers.toys import SMALL, assemble_alone, make_recipe
+from tests.helpers.toys import SMALL, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
@@ -28,14 +29,14 @@ pytestmark = pytest.mark.compat
 
 def train(**sections: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     recipe = make_recipe(**{**SMALL, **sections})
-    parts = assemble_alone(recipe, make_task(recipe))
-    batches = parts.loader(parts.training.share.batches())
+    run = build_alone(recipe, make_task(recipe))
+    batches = run.loader(run.share.batches())
     losses = []
-    parts.training.replica.train()
-    for step in range(parts.training.share.plan.steps):
-        train_step(parts.training, batches, step)
-        losses.append(float(parts.training.loss))
-    return losses, parts.training.model.state_dict()
+    run.replica.train()
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
+    return losses, run.state.model.state_dict()
 
 
 def test_checkpointing_changes_no_bit_with_dropout_and_batchnorm() -> None:
@@ -158,9 +159,14 @@ def test_what_a_rank_will_want_is_known_before_it_does() -> None:
         task.loss(model, blank_batch(task, 16, torch.device("cpu")))
     assert kept.bytes_without() > 0
     assert needs["activations"] == pytest.approx(kept.bytes_without(), rel=0.05)
+    # Not counted where it fits by far.
+    assert memory_to_come(recipe, task, model, world, math.inf) == {**needs, "activations": 0}
     weights = sum(parameter.nbytes for parameter in model.parameters())
     moments = 1 if recipe.optim.name == "sgd" else 2
     assert needs["gradients and optimizer state"] == (1 + moments) * weights
+    task.optimizer = torch.optim.SGD  # type: ignore[attr-defined]
+    what = "gradients (the state of the task's own optimizer comes on top)"
+    assert memory_to_come(recipe, task, model, world)[what] == weights
     on_a_gpu = replace(world, device=torch.device("cuda"))
     assert memory_to_come(recipe, task, model, on_a_gpu) == {}
 
@@ -201,7 +207,7 @@ def test_within_a_budget_only_some_blocks_are_checkpointed_and_no_bit_changes() 
     cost = measure(model, blocks(model), lambda: task.loss(model, batch))
     middle = (cost.least + cost.kept()) / 2 / (1 << 30)
     memory = {"checkpointing": "budget", "budget_gib": middle}
-    (note,) = assemble_alone(make_recipe(**{**SMALL, **sections, "memory": memory}), task).notes
+    (note,) = build_alone(make_recipe(**{**SMALL, **sections, "memory": memory}), task).notes
     found = re.search(r"checkpointing: (.*); a micro-batch keeps ([\d.]+) MiB .* instead of ([\d.]+)", note)
     assert found is not None, note
     assert 0 < len(found[1].split(", ")) < 4
@@ -220,12 +226,12 @@ def test_what_is_trained_keeps_what_the_log_says(memory: dict[str, Any]) -> None
     """Not a model that was only measured: the one that the training step calls."""
     recipe = make_recipe(**{**SMALL, "memory": memory, "model": {"width": 8, "blocks": [2, 2]}})
     task = make_task(recipe)
-    parts = assemble_alone(recipe, task)
-    (note,) = parts.notes
+    run = build_alone(recipe, task)
+    (note,) = run.notes
     found = re.search(r"keeps ([\d.]+) MiB", note)
     assert found is not None
     batch = blank_batch(task, 16, torch.device("cpu"))
-    kept = kept_by(parts.training.model, lambda: parts.training.replica(batch))
+    kept = kept_by(run.state.model, lambda: run.replica(batch))
     assert kept / (1 << 20) == pytest.approx(float(found[1]), abs=0.06)
 
 
@@ -257,7 +263,7 @@ def test_what_cannot_be_computed_again_is_refused(name: str, names: list[str], m
         **SYNTHETIC | {"data": data}, model={"name": name}, memory={"checkpointing": "names", "names": names}
     )
     with pytest.raises(BadInputError, match=message):
-        assemble_alone(recipe, make_task(recipe))
+        build_alone(recipe, make_task(recipe))
 
 
 @pytest.mark.parametrize("names", [["features.denseblock1"], ["features.denseblock*.denselayer*"]])
@@ -265,10 +271,10 @@ def test_blocks_that_pass_lists_are_computed_again_too(names: list[str]) -> None
     losses = []
     for memory in ({}, {"checkpointing": "names", "names": names}):
         recipe = make_recipe(**SYNTHETIC, model={"name": "densenet121"}, memory=memory)
-        parts = assemble_alone(recipe, make_task(recipe))
-        parts.training.replica.train()
-        train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
-        losses.append([float(parts.training.loss), float(parts.training.parameters[0].detach().sum())])
+        run = build_alone(recipe, make_task(recipe))
+        run.replica.train()
+        train_step(run, run.loader(run.share.batches()), 0)
+        losses.append([float(run.state.loss), float(run.gradients.parameters[0].detach().sum())])
     assert losses[0] == losses[1]
 
 

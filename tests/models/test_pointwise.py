@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.toys import assemble_alone
+from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.models.pointwise import mend_pointwise
@@ -39,10 +39,10 @@ def test_no_strided_convolution_of_few_channels_and_a_1x1_kernel_is_left(
     small = ["model.width=8", "data.micro_batch_size=2", "ema.decay=0.9", "parallel.threads=1"]
     chosen = Recipe.model_validate(override(read_recipe(recipe), small))
     task = make_task(chosen)
-    parts = assemble_alone(chosen, task)
+    run = build_alone(chosen, task)
     convolutions = Convolutions()
     with convolutions:
-        task.loss(parts.training.model, blank_batch(task, 2, torch.device("cpu")))
+        task.loss(run.state.model, blank_batch(task, 2, torch.device("cpu")))
     assert sum(shape[2:] == (1, 1) for shape, _ in convolutions.seen), "a shortcut is there"
     assert not [each for each in convolutions.seen if each[0][2:] == (1, 1) and max(each[1]) > 1]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig, PrecisionConfig
 from trainer.config.recipe import Recipe
@@ -43,16 +43,16 @@ class Overflowing(TokenTask):
         return loss * float("inf") if step == self.at else loss
 
 
-def snapshot(training: Any) -> dict[str, Any]:
-    average = training.average.tensors.values()
-    state = [s.clone() for slot in training.optimizer.state.values() for s in slot.values()]
+def snapshot(run: Any) -> dict[str, Any]:
+    average = run.state.average.tensors.values()
+    state = [s.clone() for slot in run.state.optimizer.state.values() for s in slot.values()]
     return {
-        "weights": [p.detach().clone() for p in training.parameters],
+        "weights": [p.detach().clone() for p in run.gradients.parameters],
         "average": [p.detach().clone() for p in average],
         "state": state,
-        "updates": int(training.rates.updates),
-        "rate": float(training.rates.current),
-        "scale": float(training.scaler.get_scale()),
+        "updates": int(run.state.lr.updates),
+        "rate": float(run.state.lr.current),
+        "scale": float(run.state.scaler.get_scale()),
     }
 
 
@@ -63,17 +63,17 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     recipe = make_recipe(
         data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},
-        optim={"name": optimizer, "lr": 0.1, "max_grad_norm": clip, "warmup": 0.0},
+        optim={"name": optimizer, "lr": 0.1, "max_grad_norm": clip, "warmup_steps": 0.0},
         ema={"decay": 0.9},
     )
     task = Overflowing(at)
-    training = assemble_alone(recipe, task).training
-    loader = assemble_alone(recipe, task).loader
-    batches = loader(training.share.batches())
+    run = build_alone(recipe, task)
+    loader = build_alone(recipe, task).loader
+    batches = loader(run.share.batches())
     states = []
     for step in range(6):
-        train_step(training, batches, step)
-        states.append(snapshot(training))
+        train_step(run, batches, step)
+        states.append(snapshot(run))
     before, after = states[at - 1], states[at]
     for name in ("weights", "average", "state"):
         assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
@@ -85,7 +85,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
     assert following["scale"] == after["scale"]
     assert not torch.equal(following["weights"][0], after["weights"][0])
     assert task.calls == 12, "the data went on"
-    assert float(take_metrics(training)["updates"]) == 5
+    assert float(take_metrics(run)["updates"]) == 5
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -98,15 +98,15 @@ def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
     )
     torch.use_deterministic_algorithms(True)
     try:
-        parts = assemble_alone(recipe, Overflowing(0))
-        batches = parts.loader(parts.training.share.batches())
+        run = build_alone(recipe, Overflowing(0))
+        batches = run.loader(run.share.batches())
         for step in range(4):
-            train_step(parts.training, batches, step)
+            train_step(run, batches, step)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert int(parts.training.rates.updates) == 3
-    assert all(bool(p.isfinite().all()) for p in parts.training.parameters)
-    slots = [s for state in parts.training.optimizer.state.values() for s in state.values()]
+    assert int(run.state.lr.updates) == 3
+    assert all(bool(p.isfinite().all()) for p in run.gradients.parameters)
+    slots = [s for state in run.state.optimizer.state.values() for s in state.values()]
     assert all(bool(slot.isfinite().all()) for slot in slots)
 
 
@@ -118,13 +118,13 @@ def trajectory(mode: str, optim: dict[str, Any]) -> list[float]:
         optim=optim,
     )
     task = TokenTask(64, ragged=True, dtype=torch.float32)
-    parts = assemble_alone(recipe, task)
-    batches = parts.loader(parts.training.share.batches())
+    run = build_alone(recipe, task)
+    batches = run.loader(run.share.batches())
     losses = []
-    for step in range(parts.training.share.plan.steps):
-        train_step(parts.training, batches, step)
-        losses.append(float(parts.training.loss))
-        parts.training.loss.zero_()
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
+        run.state.loss.zero_()
     return losses
 
 
@@ -262,17 +262,17 @@ def test_in_a_run_too_and_in_its_average() -> None:
     )
     task = make_task(recipe)
     check_request(recipe, task, 1)
-    parts = assemble_alone(recipe, task)
-    assert parts.training.average is not None
+    run = build_alone(recipe, task)
+    assert run.state.average is not None
     image = torch.zeros(2, 1, 8, 8)
-    parts.training.average.tensors["head.bias"].fill_(1)
-    parts.training.average.tensors["head.weight"].zero_()
+    run.state.average.tensors["head.bias"].fill_(1)
+    run.state.average.tensors["head.weight"].zero_()
     with torch.autocast("cpu", torch.bfloat16):
-        assert (trained := parts.training.model(image)).dtype == torch.float32
-        with parts.training.average.in_place():
-            averaged = parts.training.model(image)
+        assert (trained := run.state.model(image)).dtype == torch.float32
+        with run.state.average.in_place():
+            averaged = run.state.model(image)
         assert averaged.dtype == torch.float32 and bool((averaged == 1).all())
-        assert torch.equal(parts.training.model(image), trained) and not torch.equal(averaged, trained)
+        assert torch.equal(run.state.model(image), trained) and not torch.equal(averaged, trained)
 
 
 def test_a_name_that_is_not_there_is_found_before_the_ranks_start() -> None:
@@ -335,7 +335,7 @@ def test_the_first_that_is_not_finite_is_named(
     (output.float() * 1e6).sum().backward()
     watched.end_step(6)
     watched.end_step(7)
-    watched.explain({"kind": "train", "step": 9, **{n: float(v) for n, v in watched.take().items()}})
+    watched.name_first({"kind": "train", "step": 9, **{n: float(v) for n, v in watched.take().items()}})
     error = capsys.readouterr().err
     if place is None:
         assert not error
@@ -347,16 +347,15 @@ def test_the_first_that_is_not_finite_is_named(
 def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """fp16 with a learning rate that sends the weights far beyond its range."""
     recipe = make_recipe(
-        precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup": 0.0}, model={"width": 8},
+        precision={"mode": "fp16", "debug": True}, optim={"lr": 1e4, "warmup_steps": 0.0}, model={"width": 8},
         memory={"checkpointing": "blocks"}, max_steps=6, ema={"decay": 0.9},
     )  # fmt: skip
-    parts = assemble_alone(recipe, make_task(recipe))
-    t = parts.training
-    batches = parts.loader(t.share.batches())
-    t.replica.train()
-    assert t.nonfinite is not None
+    run = build_alone(recipe, make_task(recipe))
+    batches = run.loader(run.share.batches())
+    run.replica.train()
+    assert run.nonfinite is not None
     for step in range(6):
-        train_step(t, batches, step)
-    figures = {name: float(figure) for name, figure in take_metrics(t).items()}
-    t.nonfinite.explain({"kind": "train", "step": 6, **figures})
+        train_step(run, batches, step)
+    figures = {name: float(figure) for name, figure in take_metrics(run).items()}
+    run.nonfinite.name_first({"kind": "train", "step": 6, **figures})
     assert re.search(r"step [2-4]: the first that wasn't finite was the", capsys.readouterr().err)

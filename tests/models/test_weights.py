@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from tests.helpers.forked import attempt, small
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import build_alone, make_recipe
 from tests.helpers.world import Ranks
 from trainer.cli import main
 from trainer.config.model import ModelConfig
@@ -18,8 +18,9 @@ from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.images import build_model
 from trainer.models.weights import load_initial
-from trainer.train.run import assemble, check_request, make_task
-from trainer.train.run_folder import save_weights
+from trainer.train.build import build
+from trainer.train.recording import save_weights
+from trainer.train.run import check_request, make_task
 
 
 def saved(folder: Path, classes: int = 10, **config: Any) -> Path:
@@ -34,15 +35,15 @@ def test_training_starts_from_the_file(tmp_path: Path, channels_last: bool) -> N
     file = saved(tmp_path)
     model = {"width": 8, "pretrained": str(file), "channels_last": channels_last}
     recipe = make_recipe(model=model, data={"micro_batch_size": 16}, ema={"decay": 0.9})
-    parts = assemble_alone(recipe, make_task(recipe))
+    run = build_alone(recipe, make_task(recipe))
     wanted = safetensors.torch.load_file(file)
-    assert parts.training.average is not None
-    state, average = parts.training.model.state_dict(), parts.training.average.tensors
+    assert run.state.average is not None
+    state, average = run.state.model.state_dict(), run.state.average.tensors
     assert state.keys() == wanted.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
-    assert average.keys() == dict(parts.training.model.named_parameters()).keys()
+    assert average.keys() == dict(run.state.model.named_parameters()).keys()
     assert all(torch.equal(wanted[name], tensor) for name, tensor in average.items())
-    assert "starts from" in parts.notes[0]
+    assert "starts from" in run.notes[0]
 
 
 def test_what_a_run_wrote_can_be_started_from(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def start_from(world: World, folder: str) -> str:
     file = Path(folder, f"{world.rank}.safetensors")
     recipe = make_recipe(model={"width": 8, "pretrained": str(file)}, data={"micro_batch_size": 16})
     try:
-        assemble(recipe, make_task(recipe), world, 0)
+        build(recipe, make_task(recipe), world, 0)
     except BadInputError as error:
         return str(error)
     return ""

@@ -10,36 +10,42 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
 from tests.helpers.clock import Clock
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.observe import console
 from trainer.observe.console import ProgressBar
-from trainer.observe.log import MetricLogger
-from trainer.observe.sinks import csv_sink, jsonl_sink, tensorboard_sink
+from trainer.observe.log import Logged
+from trainer.observe.rows import FILES
+from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
 from trainer.optim.optimizers import schedule
+from trainer.train import loop
 from trainer.train.loop import train
-from trainer.train.run_folder import open_folder
-from trainer.train.step import take_metrics
+from trainer.train.recording import open_folder
 
 
 def run_logged(log_every: int, sinks: list[Any], evaluation_at: int = -1) -> Any:
     recipe = make_recipe(
-        epochs=5, data={"global_batch_size": 8, "micro_batch_size": 4}, optim={"max_grad_norm": 1.0}
+        epochs=5,
+        data={"global_batch_size": 8, "micro_batch_size": 4},
+        optim={"max_grad_norm": 1.0},
+        log={"every": log_every},
     )
-    parts = assemble_alone(recipe, TokenTask(40))
-    t = parts.training
-    logger = MetricLogger(t.share.plan, torch.device("cpu"), sinks, lambda: take_metrics(t))
-    steps = t.share.plan.steps
-    batches = parts.loader(t.share.batches())
-    train(
-        t, batches, range(steps), logger, log_every,
-        lambda done: done == evaluation_at, lambda _: None, lambda _: None,
-    )  # fmt: skip
-    return logger
+    run = build_alone(recipe, TokenTask(40))
+
+    def train_rows(row: Any) -> None:
+        if row["kind"] == "train":
+            for sink in sinks:
+                sink(row)
+
+    out = rows_to(run, train_rows)
+    with mock.patch.object(loop, "next_evaluation", lambda *_: evaluation_at):
+        train(run, out)
+    return out.logger
 
 
 def test_rows_hold_the_mean_loss_of_their_steps() -> None:
@@ -50,7 +56,7 @@ def test_rows_hold_the_mean_loss_of_their_steps() -> None:
     assert [row["step"] for row in every] == list(range(1, 26))
     assert [row["step"] for row in some] == [7, 14, 21, 25]
     losses = [row["loss"] for row in every]
-    table = schedule(make_recipe(optim={"max_grad_norm": 1.0}).optim, 25)
+    table = schedule(make_recipe(optim={"max_grad_norm": 1.0}).optim, 25, 25)
     assert [row["lr"] for row in every] == pytest.approx(table), "of the row's own update"
     for row, start in zip(some, (0, 7, 14, 21), strict=True):
         part = losses[start : row["step"]]
@@ -70,7 +76,7 @@ def test_a_clock_that_stands_still_gives_rows_without_a_speed(monkeypatch: pytes
     assert [row["step"] for row in rows] == [10, 20, 25]
     assert [row.get("samples_per_s") for row in rows] == [None, 40.0, None]
     assert all(math.isfinite(row["loss"]) for row in rows)
-    assert (logger.busy_seconds, logger.timed_samples) == (2.0, 80)
+    assert logger.logged == Logged(25, 2.0, 80)
 
 
 def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
@@ -79,14 +85,27 @@ def test_an_evaluation_between_two_rows_starts_a_new_one() -> None:
     assert [row["step"] for row in rows] == [10, 13, 20, 25]
 
 
-def test_json_lines_are_json_also_for_infinities() -> None:
-    file = io.StringIO()
-    sink = jsonl_sink(file)
+def test_json_lines_are_json_also_for_infinities(tmp_path: Path) -> None:
+    sink, close = jsonl_sink(tmp_path)
     sink({"kind": "train", "step": 1, "loss": math.nan, "loss_scale": math.inf, "updates": 3})
-    text = file.getvalue()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    close()
     assert json.loads(text, parse_constant=pytest.fail) == {
         "kind": "train", "step": 1, "loss": None, "loss_scale": None, "updates": 3,
     }  # fmt: skip
+
+
+def test_each_kind_of_row_is_a_table_of_its_own(tmp_path: Path) -> None:
+    """Whole at each moment: a kill loses no row."""
+    sink, close = jsonl_sink(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES.values())
+    for step in (1, 2):
+        for kind in FILES:
+            sink({"kind": kind, "step": step})
+            assert (tmp_path / FILES[kind]).read_text().count("\n") == step, "before it is closed"
+    close()
+    for kind in FILES:
+        assert [(row["kind"], row["step"]) for row in read_rows(tmp_path, (kind,))] == [(kind, 1), (kind, 2)]
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -125,7 +144,7 @@ def test_tensorboard_gets_rows_in_time_and_no_thread_writes_them(
     sink({"kind": "train", "step": 3, "loss": 0.5})
     assert written() == [1, 2, 3]
     sink({"kind": "train", "step": 4, "loss": 0.5})
-    sink({"kind": "evaluation", "step": 4, "loss": 0.5})
+    sink({"kind": "eval", "step": 4, "loss": 0.5})
     assert written() == [1, 2, 3, 4, 4]
     sink({"kind": "train", "step": 5, "loss": 0.5})
     assert threading.active_count() == threads
@@ -142,23 +161,23 @@ def test_a_full_disk_is_told_once_and_no_row_is_written_twice(tmp_path: Path) ->
     kept, full = os.dup(opened), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, opened)
     with pytest.raises(OSError, match="No space left"):
-        sink({"kind": "evaluation", "step": 1, "loss": 0.5})
+        sink({"kind": "eval", "step": 1, "loss": 0.5})
     os.dup2(kept, opened)
-    sink({"kind": "evaluation", "step": 2, "loss": 0.5})
+    sink({"kind": "eval", "step": 2, "loss": 0.5})
     close()
     for number in (kept, full):
         os.close(number)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("evaluation/loss")] == [1, 2]
+    assert [event.step for event in events.Scalars("eval/loss")] == [1, 2]
 
 
 def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_path: Path) -> None:
     sink = csv_sink(tmp_path)
     sink({"kind": "train", "step": 1, "loss": 0.5})
     sink({"kind": "train", "step": 2, "loss": math.inf, "samples_per_s": 10.0})
-    sink({"kind": "evaluation", "step": 2, "accuracy": 0.9})
+    sink({"kind": "eval", "step": 2, "accuracy": 0.9})
     sink({"kind": "train", "step": 3, "loss": 0.25})
     with (tmp_path / "train.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -167,13 +186,32 @@ def test_a_table_for_each_kind_of_row_that_grows_a_column_when_one_comes(tmp_pat
         {"step": "2", "loss": "inf", "samples_per_s": "10.0"},
         {"step": "3", "loss": "0.25", "samples_per_s": ""},
     ]
-    assert (tmp_path / "evaluation.csv").read_text().split() == ["step,accuracy", "2,0.9"]
+    assert (tmp_path / "eval.csv").read_text().split() == ["step,accuracy", "2,0.9"]
+
+
+def test_a_table_whose_names_hold_commas_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """As the losses of a task of one's own may; a resumed run cuts the rows off that come again."""
+    rows = [{"kind": "train", "loss/a,b": 0.5, 'say "x"': 1.0, "step": step} for step in (1, 2, 3)]
+    for row in rows[:2]:
+        csv_sink(tmp_path)(row)  # the second one reads the names of the first
+    before = (tmp_path / "train.csv").read_bytes()
+    assert keep_rows(tmp_path / "train.csv", 2) == 0
+    assert (tmp_path / "train.csv").read_bytes() == before
+    assert keep_rows(tmp_path / "train.csv", 1) == 0
+    csv_sink(tmp_path)({**rows[2], "later": 4})
+    with (tmp_path / "train.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [list(row) for row in found] == [["loss/a,b", 'say "x"', "step", "later"]] * 2
+    assert [(row["step"], row["loss/a,b"], row["later"]) for row in found] == [
+        ("1", "0.5", ""),
+        ("3", "0.5", "4"),
+    ]
 
 
 @pytest.mark.parametrize("sinks", [(), ("csv",), ("jsonl", "csv", "tensorboard")])
 def test_the_run_folder_holds_the_sinks_that_were_chosen(tmp_path: Path, sinks: tuple[Any, ...]) -> None:
     recipe = make_recipe(log={"to": list(sinks)})
-    with open_folder(tmp_path, recipe, {}) as (opened, _):
+    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), {}) as (opened, _):
         for sink in opened:
             sink({"kind": "train", "step": 1, "loss": 0.5})
     made = {"jsonl": "metrics.jsonl", "csv": "train.csv", "tensorboard": "tensorboard"}
@@ -191,7 +229,7 @@ def test_a_row_is_written_at_once_however_many_figures_it_has(
     row |= {f"figure_{number}": (number + 1) / 3 for number in range(50)}
     opened: list[str] = []
     original = Path.open
-    with open_folder(tmp_path, recipe, {}) as ([sink], _):
+    with open_folder(tmp_path, build_alone(recipe, TokenTask(40)), {}) as ([sink], _):
         sink(row)
 
         def open_counted(self: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
@@ -220,11 +258,13 @@ def test_plain_lines_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr("trainer.observe.console._LINE_SECONDS", 0.0)
     progress_bar = ProgressBar(10)
-    progress_bar({"kind": "train", "step": 5, "loss": 0.5, "samples_per_s": 1000.0})
-    progress_bar({"kind": "evaluation", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
+    figures = {"epoch": 0.5, "lr": 3e-4, "grad_norm": 12.345, "loss": 0.5, "samples_per_s": 1000.0}
+    progress_bar({"kind": "train", "step": 5, **figures})
+    progress_bar({"kind": "eval", "step": 5, "epoch": 1, "loss": 0.4, "accuracy": 0.9})
     progress_bar.close()
     out = capsys.readouterr().out
-    assert re.search(r"step 5/10 .*1,000 samples/s.*loss 0.5000.* s left", out)
+    wanted = "step 5/10  epoch 0.50  loss 0.5000 lr 0.0003 grad norm 12.3  1,000 samples/s  "
+    assert re.search(rf"{wanted}\d+ m?s left", out)
     assert re.search(r"epoch +1\.00 .*loss 0.4000.*accuracy 0.9000", out)
     assert "\x1b" not in out
 
@@ -255,3 +295,14 @@ def test_a_bar_with_loss_throughput_and_time_left_on_a_terminal(monkeypatch: pyt
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_the_time_left_of_a_resumed_run_is_by_its_own_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(console, "time", clock.time)
+    progress_bar = ProgressBar(1000, done=900)
+    clock.move(30.0)
+    progress_bar({"kind": "train", "step": 910, "loss": 0.5})
+    assert "step 910/1000  loss 0.5000  4 min 30 s left" in capsys.readouterr().out

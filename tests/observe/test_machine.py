@@ -16,24 +16,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
+from tests.helpers.planted import GIB, write
 from tests.helpers.waiting import until
 from trainer.host import counters as host
 from trainer.host.counters import Host, rates
 from trainer.host.limits import read_limits
-from trainer.host.nvml import Gpus, slowdown
+from trainer.host.nvml import Nvml, slowdown
 from trainer.observe import machine as machine_module
 from trainer.observe.machine import Machine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
-GIB = 1 << 30
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
 
 
 def process(pid: int, seconds: float, below: str = "", **metrics: int) -> dict[str, str]:
@@ -277,7 +270,7 @@ class FakeNvml:
 
 
 def test_figures_of_two_gpus() -> None:
-    metrics, reasons = Gpus(FakeNvml(), {}, 2).sample(0.5)
+    metrics, reasons = Nvml({}, 2, FakeNvml()).sample(0.5)
     assert metrics == {
         "gpu/utilisation": 0.5,
         "gpu/power_w": 200.0,
@@ -310,18 +303,18 @@ def test_figures_of_two_gpus() -> None:
 )
 def test_the_gpus_are_those_of_the_ranks(visible: str | None, ranks: int, uuids: list[str]) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [handle["uuid"] for handle in Gpus(FakeNvml(), environ, ranks)._handles] == uuids
+    assert [handle["uuid"] for handle in Nvml(environ, ranks, FakeNvml()).gpus] == uuids
 
 
 def test_energy_from_power_where_there_is_no_counter() -> None:
-    gpus = Gpus(FakeNvml(energy=None), {}, 2)
+    gpus = Nvml({}, 2, FakeNvml(energy=None))
     first = gpus.sample(0.5)[0]["energy/joules"]
     assert gpus.sample(2.0)[0]["energy/joules"] - first == pytest.approx(800.0)
 
 
 def test_what_is_not_told_is_absent() -> None:
-    assert Gpus(FakeNvml(lost=True), {}, 2).sample(0.5) == ({}, [])
-    mig, _ = Gpus(FakeNvml(), {"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1).sample(0.5)
+    assert Nvml({}, 2, FakeNvml(lost=True)).sample(0.5) == ({}, [])
+    mig, _ = Nvml({"CUDA_VISIBLE_DEVICES": "MIG-x"}, 1, FakeNvml()).sample(0.5)
     assert mig == {"gpu/memory_bytes": GIB, "gpu/memory_total_bytes": 80 * GIB}
 
 
@@ -330,7 +323,7 @@ def test_no_driver_at_all() -> None:
         def nvmlInit(self) -> None:  # noqa: N802
             raise Lost
 
-    assert Gpus(Broken(), {}, 1).sample(0.5) == ({}, [])
+    assert Nvml({}, 1, Broken()).sample(0.5) == ({}, [])
 
 
 def test_the_newer_name_of_the_reasons_is_asked_first() -> None:
@@ -338,7 +331,7 @@ def test_the_newer_name_of_the_reasons_is_asked_first() -> None:
         def nvmlDeviceGetCurrentClocksEventReasons(self, _: Any) -> int:  # noqa: N802
             return 0x40
 
-    assert Gpus(Newer(), {}, 2).sample(0.5)[1] == ["thermal", "thermal"]
+    assert Nvml({}, 2, Newer()).sample(0.5)[1] == ["thermal", "thermal"]
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,12 @@ from torch import nn
 
 from tests.helpers import preloaded
 from trainer.config.model import MemoryConfig
+from trainer.config.sizes import GIB, MIB
 from trainer.errors import OutOfMemory
-from trainer.launch.rank import _outcome
-from trainer.observe import peak
+from trainer.host.processes import resident_bytes
+from trainer.launch.exit_record import record_of
 from trainer.observe.leak import Growth, Trends, leak, leak_text
-from trainer.observe.memory import (
-    GIB,
-    MIB,
-    PhasePeaks,
-    after_evaluation,
-    memory_metrics,
-    memory_row,
-    memory_tracker,
-    resident_bytes,
-    used_memory,
-)
+from trainer.observe.memory import after_evaluation, memory_metrics, memory_row, used_memory
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 
 GPU = torch.device("cuda", 0)
@@ -45,9 +36,6 @@ class Allocator:
         self.peak = max(self.peak, self.allocated)
         self.reserved = max(self.reserved, self.allocated)
 
-    def reset(self, _: Any = None) -> None:
-        self.peak = self.allocated
-
     def empty(self) -> None:
         self.reserved = self.allocated
 
@@ -63,16 +51,12 @@ class Allocator:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     fake = Allocator()
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: fake.allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _=None: fake.reserved)
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda _=None: "the summary")
     monkeypatch.setattr(torch.cuda, "empty_cache", fake.empty)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"pickle"))
-    peak._before.clear()
     yield fake
-    assert not peak._open
-    peak._before.clear()
 
 
 def test_figures_of_a_gpu(allocator: Allocator) -> None:
@@ -84,6 +68,7 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
         "memory/peak_bytes": 7 * GIB,
         "memory/retries": 3,
     }
+    assert used_memory(GPU) == 7 * GIB
     row = memory_row(7, 0.5, "start", GPU)
     assert (row["kind"], row["step"], row["epoch"], row["at"]) == ("memory", 7, 0.5, "start")
     assert row["memory/allocated_bytes"] == 5 * GIB
@@ -91,59 +76,6 @@ def test_figures_of_a_gpu(allocator: Allocator) -> None:
     assert set(memory_row(7, 0.5, "end", torch.device("cpu"))) == {
         *("kind", "step", "epoch", "at", "memory/rss_bytes")
     }
-
-
-def test_trackers_overlap_and_the_runs_peak_stays(allocator: Allocator) -> None:
-    allocator.take(9)
-    allocator.take(-8)
-    lines: list[str] = []
-    with memory_tracker("outer", GPU, lines.append) as outer:
-        allocator.take(4)
-        allocator.take(-3)
-        with memory_tracker("inner", GPU, lines.append) as inner:
-            allocator.take(1)
-    assert (outer.before, outer.peak, outer.after) == (1, 5, 3)
-    assert (inner.before, inner.peak, inner.after) == (2, 3, 3)
-    assert used_memory(GPU) == 9
-    assert [line.split(":")[0] for line in lines] == ["inner", "outer"]
-
-
-def test_a_tracker_tells_what_was_there_when_it_failed(allocator: Allocator) -> None:
-    lines: list[str] = []
-    with pytest.raises(ValueError, match="x"), memory_tracker("failing", GPU, lines.append):
-        allocator.take(3 * GIB)
-        raise ValueError("x")
-    assert lines == ["failing: 0.0 MiB allocated before, 3.00 GiB after (+3,072.0 MiB), peak 3.00 GiB"]
-
-
-def test_a_tracker_of_the_host() -> None:
-    with memory_tracker("host", "cpu", None) as tracked:
-        # Above 32 MiB malloc always asks the kernel: smaller ones may lie in what an earlier test gave back.
-        block = torch.ones(128 * MIB, dtype=torch.uint8)
-        del block
-        kept = torch.ones(48 * MIB, dtype=torch.uint8)
-    assert tracked.kind == "resident"
-    assert 40 * MIB < tracked.after - tracked.before < 80 * MIB
-    assert tracked.peak - tracked.before > 112 * MIB
-    assert kept.sum() == 48 * MIB
-
-
-def test_peaks_by_phase(allocator: Allocator) -> None:
-    peaks = PhasePeaks(GPU)
-    for _ in range(2):
-        peaks.enter("forward")
-        allocator.take(5)
-        peaks.enter("backward")
-        allocator.take(2)
-        allocator.take(-7)
-        peaks.enter("update")
-        peaks.leave()
-    assert peaks.take() == {"memory/peak/forward": 5, "memory/peak/backward": 7, "memory/peak/update": 0}
-    assert peaks.take() == {}
-    assert used_memory(GPU) == 7
-    nothing = PhasePeaks(torch.device("cpu"))
-    nothing.enter("forward")
-    assert nothing.take() == {}
 
 
 def test_the_cache_is_given_back_only_if_asked_for(allocator: Allocator) -> None:
@@ -245,11 +177,8 @@ def test_the_host_runs_out(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_memory_says_one_line() -> None:
-    def main() -> None:
-        raise OutOfMemory("who holds it")
-
-    outcome = _outcome(main)
-    assert (outcome.code, outcome.line, outcome.traceback, outcome.for_all) == (1, "who holds it", "", False)
+    record = record_of(0, 0, OutOfMemory("who holds it"))
+    assert (record.code, record.line, record.traceback, record.for_all) == (1, "who holds it", "", False)
 
 
 def series(seed: int, shape: str, noise: float, points: int = 120) -> tuple[list[int], list[float]]:
@@ -321,7 +250,8 @@ def test_the_line_about_a_leak() -> None:
 STEPS = """
 import torch
 from trainer.observe.leak import leak
-from trainer.observe.memory import resident_bytes
+from trainer.config.sizes import GIB, MIB
+from trainer.host.processes import resident_bytes
 torch.set_num_threads(1)
 model = torch.nn.Linear(256, 256)
 kept, caught = [], {}
@@ -399,7 +329,7 @@ def test_rows_are_looked_through() -> None:
     trends = Trends(Looking())
     for step in range(100):
         trends({"kind": "train", "step": step, "memory/rss_bytes": 2 * GIB + step * MIB})
-        trends({"kind": "evaluation", "step": step})
+        trends({"kind": "eval", "step": step})
         trends({"kind": "train", "step": step, "memory/allocated_bytes": GIB})
     assert looks == 5  # after 8, 16, 32, 64, 128 rows
     (line,) = trends.lines({"memory/rss_bytes": 3 * GIB})

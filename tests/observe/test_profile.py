@@ -21,6 +21,7 @@ from trainer.observe import phases, profile as profile_module
 from trainer.observe.phases import PHASE_TIMER, Phase, enter_phase
 from trainer.observe.profile import TRACE, Profile, _by_module, _operators
 from trainer.train import start as starting
+from trainer.train.request import from_json
 
 pytestmark = pytest.mark.compat
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def fresh_pulse() -> Iterator[None]:
+def fresh_phases() -> Iterator[None]:
     PHASE_TIMER.reset()
     PHASE_TIMER.on_device = None
     yield
@@ -279,15 +280,15 @@ def test_it_does_nothing_outside_its_steps(tmp_path: Path) -> None:
 def test_the_flag_reaches_the_ranks(
     flag: str | None, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed: list[list[str]] = []
+    passed: list[dict[str, Any]] = []
 
-    def launch(arguments: list[str], **_: Any) -> int:
-        passed.append(arguments)
+    def launch(_: str, request: dict[str, Any], *__: Any, **___: Any) -> int:
+        passed.append(request)
         return 0
 
     monkeypatch.setattr(starting, "launch", launch)
     words = ["train", "digits", "--set", "device=cpu", "--out", str(tmp_path / "run")]
     options: argparse.Namespace = make_parser().parse_args([*words, *([flag] if flag else [])])
     assert options.profile == kind
-    assert starting._launch(options, load_recipe("digits", ["device=cpu"]), None) == 0
-    assert make_parser().parse_args(passed[0]).profile == kind
+    assert starting.start(options, load_recipe("digits", ["device=cpu"]), auto=False) == 0
+    assert from_json(passed[0]).profile == kind

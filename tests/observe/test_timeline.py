@@ -4,24 +4,25 @@ import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from tests.helpers.clock import Clock
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, gather_rows
 from trainer.observe import advice, log, phases, timeline
 from trainer.observe.advice import host_clock
 from trainer.observe.flops import Count, peak_flops, waits
-from trainer.observe.log import MetricLogger
+from trainer.observe.log import Sources
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase, enter_phase
 from trainer.observe.timeline import OF_DEVICE, DeviceTimeline, Split, reading, split_between, straggler
+from trainer.train import loop
 from trainer.train.loop import train
 from trainer.train.operations import count_operations
-from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 NAP, TICK = 0.004, 0.001
@@ -49,37 +50,40 @@ def rows_of(
     task: Any, count: Any = None, nap: Callable[[str], object] = lambda _: None
 ) -> list[dict[str, Any]]:
     """Trains 12 steps of two micro-batches; the rows of metrics. `nap` is called in each phase."""
-    recipe = make_recipe(epochs=2, data={"global_batch_size": 8, "micro_batch_size": 4})
-    parts = assemble_alone(recipe, task)
-    t = parts.training
+    recipe = make_recipe(epochs=3, data={"global_batch_size": 8, "micro_batch_size": 4}, log={"every": 4})
+    run = build_alone(recipe, task)
     rows: list[Any] = []
     PHASE_TIMER.reset()
-    logger = MetricLogger(t.share.plan, CPU, [rows.append], lambda: take_metrics(t))
-    logger.count = count
+    out = rows_to(run, rows.append, sources=Sources(count=count))
+    load, step, saved = run.loader, run.state.optimizer.step, out.checkpoints.due
 
-    def batches() -> Iterator[Batch]:
-        for batch in parts.loader(t.share.batches()):
+    def batches(wanted: range) -> Iterator[Batch]:
+        for batch in load(wanted):
             nap("data")
             yield batch
-
-    step = t.optimizer.step
 
     def update(*arguments: Any, **named: Any) -> Any:
         nap("update")
         return step(*arguments, **named)
 
-    def evaluate(_: int) -> None:
-        enter_phase("evaluation")
+    def evaluate(_: Any) -> tuple[dict[str, float], bool]:
         nap("evaluation")
-        enter_phase("logging")
+        return {}, False
 
-    def step_done(_: int) -> None:
+    def due(done: int) -> bool:
         enter_phase("checkpoint")
         nap("checkpoint")
+        return saved(done)
 
-    t.optimizer.step = update  # type: ignore[method-assign]
-    train(t, batches(), range(12), logger, 4, lambda _: True, evaluate, step_done)
-    rows.append({"kind": "train", **logger.rest()})
+    object.__setattr__(run, "loader", batches)
+    run.state.optimizer.step = update  # type: ignore[method-assign]
+    with (
+        mock.patch.object(out.checkpoints, "due", due),
+        mock.patch.object(loop, "next_evaluation", lambda _recipe, _plan, done: done + 1),
+        mock.patch.object(loop, "evaluate_run", evaluate),
+    ):
+        train(run, out, until=12)
+    rows.append({"kind": "train", **out.logger.rest()})
     return [row for row in rows if row["kind"] == "train"]
 
 

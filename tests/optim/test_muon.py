@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.optimizers import PatchTransformer
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.model import ModelConfig
 from trainer.config.training import OptimConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.images import SmallResNet, build_model
 from trainer.optim.muon import Muon, hidden_matrices, orthogonalise
-from trainer.optim.optimizers import Rates, layer_factors, make_optimizer, parameter_groups
+from trainer.optim.optimizers import LRScheduler, layer_factors, make_optimizer, parameter_groups
 from trainer.train.evaluate import evaluate
 from trainer.train.run import make_task
 from trainer.train.step import train_step
@@ -52,7 +52,7 @@ def make_net(layout: torch.memory_format = torch.contiguous_format) -> tuple[Net
     torch.manual_seed(0)
     net = Net().to(memory_format=layout)  # type: ignore[call-overload]
     config = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1)
-    optimizer = make_optimizer(config, parameter_groups(config, net), Rates([0.02], CPU))
+    optimizer = make_optimizer(config, parameter_groups(config, net), LRScheduler([0.02], CPU))
     assert isinstance(optimizer, Muon)
     return net, optimizer
 
@@ -222,16 +222,15 @@ def test_a_run_whose_updates_all_overflow_stays_where_it_started() -> None:
     recipe = make_recipe(
         model={"width": 8, "norm": "group"},
         precision={"mode": "fp16", "initial_scale": 1e30},
-        optim={"name": "muon", "max_grad_norm": 1.0, "warmup": 0.0},
+        optim={"name": "muon", "max_grad_norm": 1.0, "warmup_steps": 0.0},
     )
-    parts = assemble_alone(recipe, make_task(recipe))
-    training = parts.training
-    before = contents(training.model, training.optimizer)
-    batches = parts.loader(training.share.batches())
+    run = build_alone(recipe, make_task(recipe))
+    before = contents(run.state.model, run.state.optimizer)
+    batches = run.loader(run.share.batches())
     for step in range(3):
-        train_step(training, batches, step)
-    assert int(training.rates.updates) == 0
-    assert same(before, contents(training.model, training.optimizer))
+        train_step(run, batches, step)
+    assert int(run.state.lr.updates) == 0
+    assert same(before, contents(run.state.model, run.state.optimizer))
 
 
 class NoReading(TorchDispatchMode):
@@ -323,16 +322,16 @@ def test_it_learns_digits() -> None:
             optim={"name": name, "lr": 0.01, "momentum": 0.95},
         )
         task = make_task(recipe)
-        parts = assemble_alone(recipe, task)
-        batches = parts.loader(parts.training.share.batches())
-        for step in range(parts.training.share.plan.steps):
-            train_step(parts.training, batches, step)
+        run = build_alone(recipe, task)
+        batches = run.loader(run.share.batches())
+        for step in range(run.plan.steps):
+            train_step(run, batches, step)
         world = World(0, 1, 0, CPU, None)
         held = evaluate(
             task,
-            parts.training.model,
-            parts.evaluation_loader,
-            parts.evaluation_share,
+            run.state.model,
+            run.evaluation_loader,
+            run.evaluation_share,
             world,
             recipe.precision,
         )

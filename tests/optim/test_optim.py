@@ -1,6 +1,8 @@
 """Promise: schedules, clipping and averages are what their sources say, also with a step that was skipped."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch.optim import lr_scheduler
 
 from trainer.config.model import ModelConfig
 from trainer.config.training import AverageConfig, OptimConfig
+from trainer.data.sampling.plan import Plan
 from trainer.models.images import build_model
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import (
-    Rates,
+    LRScheduler,
     clip_gradients,
     layer_factors,
     make_optimizer,
@@ -30,48 +33,89 @@ CPU = torch.device("cpu")
 
 def optimizer_of(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(config, model)
-    rates = Rates([config.lr], CPU, tuple({group["factor"] for group in groups}))
+    rates = LRScheduler([config.lr], CPU, tuple({group["factor"] for group in groups}))
     return make_optimizer(config, groups, rates)
 
 
 @given(
     name=st.sampled_from(("cosine", "one-cycle", "step", "wsd", "constant")),
     updates=st.integers(1, 300),
-    warmup=st.floats(0, 0.8),
+    warmup=st.floats(0, 0.8) | st.integers(1, 400),
 )
 def test_a_schedule_rises_to_its_peak_and_falls(name: Any, updates: int, warmup: float) -> None:
-    rates = schedule(OptimConfig(lr=0.5, schedule=name, warmup=warmup), updates)
+    config = OptimConfig(lr=0.5, schedule=name, warmup_steps=warmup, milestones=(0.4, 2))
+    rates = schedule(config, updates, 100.5)
     assert len(rates) == updates
     assert all(0 <= rate <= 0.5 for rate in rates)
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    # One-cycle has its peak between two updates, see below.
-    assert name == "one-cycle" or max(rates) == pytest.approx(0.5)
+    # One-cycle has its peak between two updates, see below; a warm-up longer than the run none at all.
+    assert name == "one-cycle" or warmup > updates or max(rates) == pytest.approx(0.5)
 
 
 def shares(**config: Any) -> list[float]:
-    return schedule(OptimConfig(lr=1.0, **config), 100)
+    return schedule(OptimConfig(lr=1.0, **{"milestones": (5,), **config}), 100, steps_per_epoch=20)
 
 
 def test_step_falls_at_its_milestones() -> None:
-    rates = shares(schedule="step", warmup=0.1, milestones=(0.3, 0.6), gamma=0.1)
+    rates = shares(schedule="step", warmup_steps=0.1, milestones=(1.5, 3), gamma=0.1)
     assert rates[:10] == pytest.approx([0.1 * update for update in range(1, 11)])
     assert rates[10:] == pytest.approx([1.0] * 20 + [0.1] * 30 + [0.01] * 40)
 
 
+def test_a_milestone_is_an_epoch_of_the_data() -> None:
+    """At its last step that has samples of it; where a run is cut it comes when it did, or never."""
+    plan = Plan(samples=105, global_batch_size=10, micro_batch_size=10, epochs=4, last="cross", seed=0)
+    config = OptimConfig(lr=1.0, schedule="step", milestones=(1, 2.5), warmup_steps=0)
+    cases: list[tuple[Any, float]] = [("cross", 10.5), ("drop", 10), ("weighted", 11)]
+    for last, epoch in cases:
+        whole = replace(plan, last=last)
+        rates = schedule(config, whole.steps, whole.epoch_length)
+        assert [rates.count(rate) for rate in sorted(set(rates), reverse=True)] == [
+            math.ceil(epoch), math.ceil(2.5 * epoch) - math.ceil(epoch), whole.steps - math.ceil(2.5 * epoch),
+        ]  # fmt: skip
+        cut = replace(whole, max_steps=15)
+        assert schedule(config, cut.steps, cut.epoch_length) == rates[:15]
+    with pytest.raises(ValueError, match=r"needs optim.milestones, epochs such as \[30, 60\]"):
+        OptimConfig(schedule="step")
+
+
 def test_wsd_is_stable_and_then_falls_like_one_minus_a_root() -> None:
-    rates = shares(schedule="wsd", warmup=0.1, decay=0.25, final_lr=0.1)
+    rates = shares(schedule="wsd", warmup_steps=0.1, decay=0.25, final_lr=0.1)
     assert rates[10:75] == [1.0] * 65
     assert rates[75] == 1.0
     assert rates[100 - 16] == pytest.approx(0.1 + 0.9 * (1 - (9 / 25) ** 0.5))
     with pytest.raises(ValueError, match="together more than the run"):
-        OptimConfig(schedule="wsd", warmup=0.5, decay=0.6)
+        OptimConfig(schedule="wsd", warmup_steps=0.5, decay=0.6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "one-cycle", "step", "wsd", "constant"])
+def test_a_warm_up_counts_steps_from_1_on(name: Any) -> None:
+    assert shares(schedule=name, warmup_steps=10) == shares(schedule=name, warmup_steps=0.1)
+    longer = [shares(schedule=name, warmup_steps=steps) for steps in (100, 101, 1000)]
+    assert [rates.index(max(rates)) for rates in longer] == [99, 99, 99]
+    assert longer[0][-1] == 1.0, "the peak is the run's last update"
+    assert longer[0][-1] > longer[1][-1] > longer[2][-1], "it would come later"
+
+
+def test_a_decay_takes_what_the_warm_up_leaves() -> None:
+    rates = shares(schedule="wsd", warmup_steps=90, decay=0.25)
+    assert rates[:90] == pytest.approx([update / 90 for update in range(1, 91)])
+    assert rates[90:] == pytest.approx([1 - (part / 10) ** 0.5 for part in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(0, 0), (0.0, 0), (0.999, 0.999), (1, 1), (2000.0, 2000), ("1e3", 1000)]
+)
+def test_a_warm_up_is_a_share_or_whole_steps(given: Any, kept: float) -> None:
+    value = OptimConfig(warmup_steps=given).warmup_steps
+    assert (value, type(value)) == (kept, type(kept))
 
 
 @pytest.mark.parametrize("name", ["cosine", "one-cycle", "wsd"])
 def test_a_floor_is_where_it_ends(name: str) -> None:
-    rates = shares(schedule=name, warmup=0.1, final_lr=0.1)
+    rates = shares(schedule=name, warmup_steps=0.1, final_lr=0.1)
     assert max(rates) == 1.0
     assert min(rates[10:]) == pytest.approx(0.1, abs=0.03)
     assert min(rates[10:]) >= 0.1
@@ -96,7 +140,7 @@ def test_every_group_follows_the_schedule_at_its_own_rate(name: Any) -> None:
     config = OptimConfig(name=name, lr=0.1, layer_decay=0.5, weight_decay=0.2)
     groups = parameter_groups(config, model)
     table = [0.1, 0.05, 0.02]
-    rates = Rates(table, CPU, tuple({group["factor"] for group in groups}))
+    rates = LRScheduler(table, CPU, tuple({group["factor"] for group in groups}))
     optimizer = make_optimizer(config, groups, rates)
     gradient = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     for _ in table:
@@ -151,7 +195,8 @@ def torchs(updates: int, peak: float, make: Callable[[torch.optim.Optimizer], An
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.3, 0.33, 0.8])
 @pytest.mark.parametrize("final_lr", [0.0, 0.1])
 def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> None:
-    ours = schedule(OptimConfig(lr=0.4, schedule="one-cycle", warmup=warmup, final_lr=final_lr), updates)
+    config = OptimConfig(lr=0.4, schedule="one-cycle", warmup_steps=warmup, final_lr=final_lr)
+    ours = schedule(config, updates, updates)
     theirs = torchs(
         updates,
         0.4,
@@ -172,7 +217,9 @@ def test_one_cycle_is_torchs(updates: int, warmup: float, final_lr: float) -> No
 
 def test_one_cycle_whose_warm_up_is_one_update_begins_at_the_peak() -> None:
     """Where torch divides 0 by 0."""
-    assert schedule(OptimConfig(lr=0.4, schedule="one-cycle", warmup=0.1), 10)[0] == pytest.approx(0.4)
+    assert schedule(OptimConfig(lr=0.4, schedule="one-cycle", warmup_steps=0.1), 10, 10)[0] == pytest.approx(
+        0.4
+    )
 
 
 def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> None:
@@ -199,7 +246,7 @@ def test_the_average_catches_up_in_the_last_step_and_counts_what_it_missed() -> 
 def test_the_others_are_torchs(name: Any, warmup: float) -> None:
     """In 100 updates; 0.55 of them are 55.00000000000001."""
     config = OptimConfig(
-        lr=0.1, schedule=name, warmup=warmup, final_lr=0.1, milestones=(0.295, 0.55), gamma=0.1
+        lr=0.1, schedule=name, warmup_steps=warmup, final_lr=0.1, milestones=(0.295, 0.55), gamma=0.1
     )
     rise = round(100 * warmup)
 
@@ -214,11 +261,11 @@ def test_the_others_are_torchs(name: Any, warmup: float) -> None:
         first = lr_scheduler.LinearLR(optimizer, start_factor=1 / rise, total_iters=max(1, rise - 1))
         return lr_scheduler.SequentialLR(optimizer, [first, after[name]()], milestones=[rise])
 
-    assert schedule(config, 100) == pytest.approx(torchs(100, 0.1, make), rel=1e-12)
+    assert schedule(config, 100, 100) == pytest.approx(torchs(100, 0.1, make), rel=1e-12)
 
 
 def test_the_rate_follows_applied_updates_only() -> None:
-    rates = Rates([1.0, 2.0, 3.0], CPU)
+    rates = LRScheduler([1.0, 2.0, 3.0], CPU)
     seen, told = [float(rates.current)], []
     for skipped in (0.0, 1.0, 0.0, 0.0):
         rates.advance(torch.tensor(skipped))

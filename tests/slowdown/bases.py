@@ -56,9 +56,9 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "model": {"name": "resnet18"},
         "optim": {**_OPTIM, "name": "sgd"},
     },
-    # Many little images in many little pieces, for what comes over a network.
-    "pieces": {
-        "data": {"name": "pack", "path": "pieces", "image_size": 16},
+    # Many little images in many little shards, for what comes over a network.
+    "many-shards": {
+        "data": {"name": "pack", "path": "many-shards", "image_size": 16},
         "model": _RESNET,
         "optim": _OPTIM,
     },
@@ -78,7 +78,7 @@ def write_recipes(folder: Path) -> None:
         if "path" in data:
             data["path"] = str(folder / data["path"])
         values = {
-            **{"about": f"{name}, to be slowed", "epochs": 1000, "evaluate_every": 0, **recipe},
+            **{"about": f"{name}, to be slowed", "epochs": 1000, "evaluation": {"every": "end"}, **recipe},
             **{"data": data, "log": _LOG, "checkpoint": {"minutes": 0, "best": False}},
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
@@ -96,8 +96,8 @@ def prepare(folder: Path) -> None:
     _camera(folder / "camera")
     _command("data", "pack", "--short-side", "128", str(folder / "photos"), str(folder / "packed"))
     _shards(folder)
-    write_pack(folder / "pieces" / "train", [64] * 200)
-    write_pack(folder / "pieces" / "val", [64], seed=1)
+    write_pack(folder / "many-shards" / "train", [64] * 200)
+    write_pack(folder / "many-shards" / "val", [64], seed=1)
     for part, count in (("train", 256), ("val", 1024)):
         _little(folder / "evaluated" / part, count)
     made.write_text(json.dumps({"originals": [path.name for path in originals()]}))

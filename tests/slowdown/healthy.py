@@ -23,7 +23,9 @@ HEALTHY: tuple[Case, ...] = (
     _case(
         "digits-accumulation", "4 shards a step", "digits", 150, "data.micro_batch_size=16", "log.every=10"
     ),
-    _case("digits-evaluated", "evaluated each epoch", "digits", 200, "evaluate_every=1", "log.every=10"),
+    _case(
+        "digits-evaluated", "evaluated each epoch", "digits", 200, "evaluation.every=1 epoch", "log.every=10"
+    ),
     _case("digits-checkpoints", "a checkpoint each 50", "digits", 250, "checkpoint.every=50", "log.every=25"),
     _case("digits-one-thread", "one thread", "digits", 150, "parallel.threads=1"),
     _case(
@@ -63,6 +65,6 @@ HEALTHY: tuple[Case, ...] = (
         ranks=2,
     ),
     _case("synthetic-resnet34", "ResNet-34", "synthetic", 20, "model.name=resnet34", "log.every=2"),
-    _case("evaluated-seldom", "evaluated each 8th epoch", "evaluated", 100, "evaluate_every=8"),
-    _case("pieces", "little images, a wider model", "pieces", 100, "model.width=32"),
+    _case("evaluated-seldom", "evaluated each 8th epoch", "evaluated", 100, "evaluation.every=8 epochs"),
+    _case("many-shards", "little images, a wider model", "many-shards", 100, "model.width=32"),
 )

@@ -92,13 +92,13 @@ HELD_OUT: tuple[Case, ...] = (
         (served("shards", 0.05, mb_seconds=0.25, s3=True),),
     ),
     Case(
-        "pieces-no-workers",
+        "many-shards-no-workers",
         "data-network",
-        "pieces over HTTP, each answer 30 ms late, workers=0",
-        "pieces",
+        "many shards over HTTP, each answer 30 ms late, workers=0",
+        "many-shards",
         16,
         ("data.workers=0", "log.every=2"),
-        (served("pieces", 0.03),),
+        (served("many-shards", 0.03),),
     ),
     Case(
         "shards-nonzero",
@@ -202,7 +202,7 @@ HELD_OUT: tuple[Case, ...] = (
         "as many images again, each takes 3 ms longer to read (LD_PRELOAD)",
         "evaluated",
         32,
-        ("evaluate_every=1", "data.workers=1", "log.every=4"),
+        ("evaluation.every=1 epoch", "data.workers=1", "log.every=4"),
         (slow_calls("evaluated/val", open_us=3000),),
     ),
     Case(
@@ -211,7 +211,7 @@ HELD_OUT: tuple[Case, ...] = (
         "4 times as many images to evaluate as to train, 2 ranks",
         "evaluated",
         48,
-        ("evaluate_every=1", "data.workers=0", _PAIR, "log.every=4"),
+        ("evaluation.every=1 epoch", "data.workers=0", _PAIR, "log.every=4"),
         ranks=2,
     ),
     Case(

@@ -1,17 +1,18 @@
 """One run of the real command line, with something slow put around it, and what it said of itself."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from trainer.train.run_folder import read_rows
 
 MARK = "TRAINER_SLOWDOWN"
 _LIMIT_SECONDS = 120.0
@@ -77,7 +78,7 @@ class Ending(NamedTuple):
 
     Attributes:
         code: Its exit code.
-        rows: All that it wrote into metrics.jsonl.
+        rows: All that it wrote into metrics.jsonl and the files beside it.
         text: What it printed.
         seconds: From start to end.
     """
@@ -118,7 +119,7 @@ def execute(
         for inject in injections:
             stack.enter_context(inject(run))
         command = [*run.prefix, sys.executable, "-m", "trainer", "train", str(work / f"{recipe}.yaml")]
-        command += ["--out", str(folder), "--ranks", str(ranks)]
+        command += ["--out", str(folder), "--nproc-per-node", str(ranks)]
         for setting in run.settings:
             command += ["--set", setting]
         environment = {**os.environ, MARK: name}
@@ -141,7 +142,7 @@ def execute(
             code = run.process.wait()
         took = time.monotonic() - began
     text = (folder.parent / f"{name}.txt").read_text(errors="replace")
-    return Ending(code, list(_rows(run.metrics)), text, took)
+    return Ending(code, list(read_rows(run.folder)), text, took)
 
 
 def _end(run: Run) -> None:
@@ -151,10 +152,3 @@ def _end(run: Run) -> None:
         for pid in (*run.processes(), run.process.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    if file.exists():
-        for line in file.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a run that was killed
-                yield json.loads(line)

@@ -146,7 +146,9 @@ def test_losses_add_up_over_micro_batches_and_padding_counts_for_nothing() -> No
 
 def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
-    chosen = recipe(optim={"lr": 0.01, "warmup": 0.1}, epochs=3, audio={"time_masks": 1, "time_mask": 3})
+    chosen = recipe(
+        optim={"lr": 0.01, "warmup_steps": 0.1}, epochs=3, audio={"time_masks": 1, "time_mask": 3}
+    )
     task = make_task(chosen)
     state, losses = train_some(chosen, task, range(40))
     assert losses[0] == pytest.approx(math.log(16), abs=0.8)

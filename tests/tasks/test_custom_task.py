@@ -1,6 +1,5 @@
 """Promise: a custom task in ten minutes, with all of the trainer behind it; what is wrong in it is said."""
 
-import json
 import os
 import re
 import sys
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 import trainer
 from tests.helpers import forked, preloaded
+from tests.helpers.rows import read_rows
 from trainer.cli import main
 from trainer.commands.predict.predict import _show
 from trainer.config.recipe import Recipe
@@ -416,7 +416,6 @@ def test_a_trial_leaves_no_trace() -> None:
         ({"metric": "top5_accuracy"}, False),
         ({"metric": "mae", "mode": "min"}, True),
         ({"metric": "map", "mode": "max"}, False),
-        ({"metric": "mae", "lower_is_better": True}, True),
         ({"mode": "max"}, False),
     ],
 )
@@ -429,7 +428,6 @@ def test_which_way_a_metric_is_better(attributes: dict[str, Any], lower: bool) -
     [
         ({"metric": "mae"}, 'nothing says which way it is better; add to the class mode = "min"'),
         ({"metric": "mae", "mode": "low"}, 'mode is \'low\'; give "min" or "max"'),
-        ({"metric": "mae", "mode": "max", "lower_is_better": True}, "contradict"),
     ],
 )
 def test_a_metric_without_direction_is_refused(attributes: dict[str, Any], message: str) -> None:
@@ -494,7 +492,8 @@ def test_figures_of_summarise_are_plain_numbers() -> None:
     mine = type(
         "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
     )
-    metrics = CustomTask(mine(), "mine").summarise({})
+    task: Any = CustomTask(mine(), "mine")
+    metrics = task.summarise({})
     assert {name: type(value) for name, value in metrics.items()} == {"auc": float, "t": float}
 
 
@@ -572,7 +571,7 @@ def test_complex_numbers(name: str, make: Callable[[], torch.Tensor], message: s
             trainer.fit(own, settings)
         assert not (here / "runs").exists()
     else:
-        assert torch.equal(trainer.fit(own, settings).model().phase, make())
+        assert torch.equal(trainer.fit(own, settings).model().get_buffer("phase"), make())
 
 
 @pytest.mark.parametrize("model", [lambda _: nn.LazyLinear(1), lambda _: nn.Sequential(nn.LazyBatchNorm1d())])
@@ -614,8 +613,7 @@ def test_a_step_without_any_unit_trains_nothing_and_is_no_divergence(here: Path)
     keys = {"spike": "stop", "spike_history": 10}
     told = forked.attempt(here / "run", recipe_of(here / "mine.py", anomaly=keys))
     assert (told.code, told.line) == (0, ""), told.said
-    lines = (here / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [row["loss"] for row in map(json.loads, lines) if row["kind"] == "train"]
+    losses = [row["loss"] for row in read_rows(here / "run", ("train",))]
     assert len(losses) == 48
     assert losses.count(0.0) > 24, "steps without any unit"
     assert max(losses) > 0
@@ -766,3 +764,37 @@ def test_the_walk_through(here: Path) -> None:
     (here / "walk.py").write_text("\n".join(blocks))
     done = preloaded.run([sys.executable, "walk.py"], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
+
+
+def test_a_slip_of_an_optional_name_is_an_error() -> None:
+    """It would be without effect: nothing looks at it."""
+
+    def method(*_: Any) -> None:
+        return None
+
+    def made(**names: Any) -> CustomTask:
+        return CustomTask(type("Mine", (type("Base", (Small,), names),), {})(), "mine.py")
+
+    slips = {"optimiser": "optimizer", "schedular": "scheduler", "transform": "transforms"}
+    for name, meant in {**slips, "summarize": "summarise", "collate_fn": "collate"}.items():
+        for given in (method, staticmethod(method)):
+            with pytest.raises(BadInputError) as caught:
+                made(**{name: given})
+            assert f"the method {name} is none that a task has; did you mean '{meant}'?" in str(caught.value)
+    for name, meant in {
+        "metrics": "metric",
+        "modes": "mode",
+        "loses": "losses",
+        "uniform": "uniforms",
+    }.items():
+        with pytest.raises(BadInputError, match=f"the attribute {name} is none .* '{meant}'"):
+            made(**{name: 1})
+
+
+def test_other_names_of_ones_own_are_free() -> None:
+    def method(*_: Any) -> None:
+        return None
+
+    names = ("_optimiser", "training_step", "summary", "metrics", "input_size")
+    own = {**dict.fromkeys(names, method), "input": 3, "inputs": method, "input_": method}
+    CustomTask(type("Mine", (Small,), own)(), "mine.py")

@@ -329,7 +329,7 @@ def test_any_number_of_ranks_gives_the_same_figures(ranks: Ranks) -> None:
 
 def test_the_embedded_recipe_learns_and_goes_on_with_the_same_bits() -> None:
     augment = {"scale": [0.8, 1.25], "mosaic": 0.2}
-    chosen = recipe(epochs=4, optim={"lr": 0.01, "warmup": 0.1}, detection=augment, data={"workers": 0})
+    chosen = recipe(epochs=4, optim={"lr": 0.01, "warmup_steps": 0.1}, detection=augment, data={"workers": 0})
     task = task_of(chosen)
     check_request(chosen, task, 2)
     state, losses = train_some(chosen, task, range(24))
@@ -349,7 +349,7 @@ def test_the_recipe_finds_four_of_five_digits(tmp_path: Path) -> None:
         timeout=3600,
     )
     assert done.returncode == 0, done.stderr
-    last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "evaluation"][-1]
+    last = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"][-1]
     assert last["map_50"] >= 0.80
 
 
@@ -420,7 +420,7 @@ def test_the_embedded_recipe_stopped_goes_on_with_the_same_bits(tmp_path: Path) 
     """Through whole attempts, with all that observes them."""
     chosen = recipe(
         max_steps=6,
-        evaluate_every=0,
+        evaluation={"every": "end"},
         data={"name": "digits-canvas", "workers": 0},
         model={"width": 24, "blocks": [1, 1], "norm": "group"},
         log={"every": 2, "to": ["jsonl"]},

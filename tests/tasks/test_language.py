@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from torch.nn import functional as F
 
 from tests.helpers.batches import source
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.data import LoaderConfig
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import read_recipe
@@ -276,16 +276,16 @@ def step_of(way: Any, micro_batch: int, batch: int, **keys: Any) -> tuple[float,
             "momentum": 0,
             "lr": 1.0,
             "schedule": "constant",
-            "warmup": 0,
+            "warmup_steps": 0,
             "weight_decay": 0,
         },
     )
-    t = assemble_alone(recipe, task)
-    before = {name: p.detach().clone() for name, p in t.training.model.named_parameters()}
-    train_step(t.training, t.loader(t.training.share.batches()), 0)
+    run = build_alone(recipe, task)
+    before = {name: p.detach().clone() for name, p in run.state.model.named_parameters()}
+    train_step(run, run.loader(run.share.batches()), 0)
     # Plain descent with a rate of 1 takes the gradient away from the weights.
-    after = dict(t.training.model.named_parameters())
-    return float(t.training.loss), {name: (p - after[name]).detach() for name, p in before.items()}
+    after = dict(run.state.model.named_parameters())
+    return float(run.state.loss), {name: (p - after[name]).detach() for name, p in before.items()}
 
 
 def one_big_batch(**keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -294,7 +294,7 @@ def one_big_batch(**keys: Any) -> tuple[float, dict[str, torch.Tensor]]:
     config = LanguageConfig(**SMALL, **keys)
     task = InFloat64(DOCUMENTS, config.model_copy(update={"text": "padded"}))
     recipe = make_recipe(task="language", language=config.model_dump())
-    model = assemble_alone(recipe, task).training.model
+    model = build_alone(recipe, task).state.model
     tokens, length = DOCUMENTS.tokens.astype(np.int64), config.sequence_length
     total = torch.zeros((), dtype=torch.float64)
     ends = [-1, *np.flatnonzero(tokens == END).tolist()]
@@ -335,10 +335,10 @@ def test_evaluation_counts_each_token_once(way: Any) -> None:
         task="language", language=config.model_dump(), data={"eval_batch_size": 4, "micro_batch_size": 2}
     )
     task = InFloat64(DOCUMENTS, config)
-    parts = assemble_alone(recipe, task)
+    run = build_alone(recipe, task)
     world = World(0, 1, 0, CPU, None)
     metrics = evaluate(
-        task, parts.training.model, parts.evaluation_loader, parts.evaluation_share, world, PrecisionConfig()
+        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, PrecisionConfig()
     )
     assert metrics["loss"] == pytest.approx(wanted, rel=1e-12)
     assert metrics["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-12)
@@ -379,15 +379,15 @@ def test_a_padded_batch_is_cut_to_its_longest_and_says_what_it_saves() -> None:
     loader = RingLoader(source(task.train_data, micro_batch_size=4, uniforms=0), CPU, 0, LoaderConfig())
     widths = {task.inputs(batch)[0].shape[1] for batch in loader(range(20))}  # type: ignore[attr-defined]
     assert widths <= {16, 32, 48, 64}
-    parts = assemble_alone(recipe, task)
+    run = build_alone(recipe, task)
     num_items = places = 0
     micro_batches = len(task.train_data) // 4
-    for batch in parts.loader(range(micro_batches)):
+    for batch in run.loader(range(micro_batches)):
         num_items += batch.num_items
         places += task.inputs(batch)[0].numel()  # type: ignore[attr-defined]
     share = task.describe()["padding"]
     assert share == pytest.approx(1 - num_items / places, abs=1e-6)
-    (note,) = parts.notes
+    (note,) = run.notes
     assert f"{share:.1%} of the places are padding" in note
     assert task.train_data.arrays is not None
     full = 1 - np.asarray(task.train_data.arrays[NUM_ITEMS]).mean() / 64
@@ -434,7 +434,7 @@ def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the q
     for name in ("train", "val"):
         source = folder / f"{name}.txt"
         source.write_bytes(text)
-        tokenize(source, folder / f"{name}.bin", "bytes", None, "**/*", True, None)
+        tokenize(source, folder / f"{name}.bin", "bytes", force=True)
     return folder
 
 
@@ -442,9 +442,9 @@ def token_folder(folder: Path, text: bytes = b"to be or not to be, that is the q
 def test_token_files_are_read_in_every_way(tmp_path: Path, way: str) -> None:
     recipe, task = run_of(token_folder(tmp_path), text=way)
     check_request(recipe, task, 1)
-    parts = assemble_alone(recipe, task)
-    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
-    assert 4 < float(parts.training.loss) < 7, "about the logarithm of 257"
+    run = build_alone(recipe, task)
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert 4 < float(run.state.loss) < 7, "about the logarithm of 257"
     about = task.describe()
     assert (about["vocabulary"], about["tokenizer"], about["end_of_document"]) == (257, "bytes", 256)
 
@@ -589,6 +589,6 @@ def test_a_step_in_every_way_with_checkpointed_blocks(way: str, mode: str) -> No
     )
     task = make_task(recipe)
     check_request(recipe, task, 1)
-    parts = assemble_alone(recipe, task)
-    train_step(parts.training, parts.loader(parts.training.share.batches()), 0)
-    assert abs(float(parts.training.loss) - math.log(256)) < 0.5
+    run = build_alone(recipe, task)
+    train_step(run, run.loader(run.share.batches()), 0)
+    assert abs(float(run.state.loss) - math.log(256)) < 0.5

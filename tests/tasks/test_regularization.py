@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.recipe import Recipe
@@ -209,12 +209,12 @@ def test_it_is_keyed_by_the_micro_batch(regularization: dict[str, float]) -> Non
             max_steps=4,
             memory={"checkpointing": "blocks" if disturbed else "none"},
         )
-        parts = assemble_alone(recipe, make_task(recipe))
-        batches = parts.loader(parts.training.share.batches())
-        parts.training.replica.train()
+        run = build_alone(recipe, make_task(recipe))
+        batches = run.loader(run.share.batches())
+        run.replica.train()
         for step in range(4):
             if disturbed:
                 torch.rand(step + 1)
-            train_step(parts.training, batches, step)
-        losses.append(float(parts.training.loss))
+            train_step(run, batches, step)
+        losses.append(float(run.state.loss))
     assert losses[0] == losses[1]

@@ -12,7 +12,7 @@ from tests.helpers.world import Ranks
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.rng import permuted
-from trainer.train.run import assemble
+from trainer.train.build import build
 from trainer.train.step import train_step
 
 
@@ -65,16 +65,15 @@ def step_gradients(world: World, case: Case) -> tuple[list[torch.Tensor], torch.
         "last_batch": case.last,
     }
     recipe = make_recipe(epochs=case.epochs, data=data)
-    parts = assemble(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
-    training = parts.training
-    capture: Any = Capture(training.parameters)
-    training.optimizer = capture
-    plan = training.share.plan
-    batches = parts.loader(training.share.batches())
+    run = build(recipe, TokenTask(case.samples, case.ragged), world, workers=0)
+    capture: Any = Capture(run.gradients.parameters)
+    run.state.optimizer = capture
+    plan = run.plan
+    batches = run.loader(run.share.batches())
     for step in range(plan.steps):
-        train_step(training, batches, step)
+        train_step(run, batches, step)
     assert next(batches, None) is None
-    return capture.gradients, training.loss, int(training.rates.updates)
+    return capture.gradients, run.state.loss, int(run.state.lr.updates)
 
 
 def expected_steps(case: Case) -> list[list[int]]:
@@ -103,7 +102,7 @@ def expected_gradient(task: TokenTask, model: torch.nn.Module, samples: list[int
 
 def initial_model(task: TokenTask) -> torch.nn.Module:
     recipe = make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1})
-    return assemble(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).training.model
+    return build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).state.model
 
 
 @pytest.mark.compat
@@ -143,4 +142,4 @@ def test_the_logged_loss_is_the_mean_over_each_step(ranks: Ranks, ragged: bool) 
 def test_micro_batches_must_divide_among_the_ranks() -> None:
     recipe = make_recipe(data={"global_batch_size": 6, "micro_batch_size": 2})
     with pytest.raises(BadInputError, match="not a multiple"):
-        assemble(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)
+        build(recipe, TokenTask(20), World(0, 2, 0, torch.device("cpu"), None), 0)

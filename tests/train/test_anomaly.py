@@ -27,13 +27,14 @@ from trainer.checkpoint.store import newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.training import AnomalyConfig
 from trainer.errors import BadInputError
-from trainer.launch import rank, signals as preempt
+from trainer.launch.worker import Worker
 from trainer.tasks.classification import Classification
 from trainer.train import anomalies
 from trainer.train.anomalies import anomalies_before, left_out, read_anomalies
 from trainer.train.anomaly import Finding, judge, median_and_deviation
-from trainer.train.attempt import train_rank
+from trainer.train.request import Request
 from trainer.train.run import make_plan, make_task
+from trainer.train.trainer import train_rank
 
 
 def watched(**keys: Any) -> Recipe:
@@ -192,7 +193,7 @@ def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) ->
     assert done.code == 0 and "goes on after step 10" in done.said
 
 
-def test_a_stop_that_comes_with_an_incident_is_a_stop(tmp_path: Path) -> None:
+def test_a_stop_that_comes_with_an_anomaly_is_a_stop(tmp_path: Path) -> None:
     recipe = watched(nonfinite="rollback")
     folder = tmp_path / "run"
     stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
@@ -258,13 +259,15 @@ def _rank_of_two(number: int, port: int, folder: Path, recipe: Recipe, before: A
     os.dup2(file, 2)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    preempt.install()
     before()
-    outcome = rank._outcome(lambda: train_rank(recipe, "small", folder))
+    with Worker() as worker:
+        worker.code = train_rank(Request(recipe, "small", folder))
+    record = worker.record
+    assert record is not None
     manifest = folder / "manifest.json"
     status = json.loads(manifest.read_text())["status"] if manifest.exists() else "none"
-    os.write(file, f"{outcome.traceback}status {status}\n{outcome.line}".encode())
-    os._exit(outcome.code)
+    os.write(file, f"{record.traceback}status {status}\n{record.line}".encode())
+    os._exit(record.code)
 
 
 def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[Attempt]:
@@ -281,7 +284,7 @@ def two_ranks(folder: Path, recipe: Recipe, before: Callable[[], None]) -> list[
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(300)
     texts = [file.read_text() for file in told]
     return [
         Attempt(process.exitcode or 0, text.splitlines()[-1] if text else "", text)
@@ -336,15 +339,15 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
 
     def install() -> None:
         poison([12], "gradient")()
-        module = sys.modules["trainer.train.attempt"]
-        assemble, timer = module.__dict__["assemble"], sys.modules["trainer.observe.phases"].PHASE_TIMER
+        module = sys.modules["trainer.train.trainer"]
+        build, timer = module.__dict__["build"], sys.modules["trainer.observe.phases"].PHASE_TIMER
 
         def looked_at(*arguments: Any) -> Any:
             with seen.open("a") as file:
                 print(timer.phase, timer.step, file=file)
-            return assemble(*arguments)
+            return build(*arguments)
 
-        replace(module, "assemble", looked_at)
+        replace(module, "build", looked_at)
 
     done = attempt(tmp_path / "run", small(**SEED, anomaly={"nonfinite": "rollback"}), before=install)
     assert done.code == 0 and "goes on after step 10" in done.said, done.line
@@ -409,7 +412,7 @@ def test_what_would_happen_again_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("text", ["{}\n", "[1]\n", "{\n", '{"step": "a", "policy": "rollback"}\n'])
-def test_an_odd_list_of_incidents_is_one_line(tmp_path: Path, text: str) -> None:
+def test_an_odd_list_of_anomalies_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "anomalies.jsonl").write_text(text)
     with pytest.raises(BadInputError, match=r"can't be read as a list of anomalies"):
         read_anomalies(tmp_path)

@@ -187,7 +187,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     metrics = {"loss": 0.1 + 0.2, "nan": math.nan, "inf": -math.inf, "zero": -0.0, "updates": 3}
     text = written(
         ({"kind": "train", "step": 2, **metrics}, [-1, 255]),
-        ({"kind": "evaluation", "step": 2, "loss": 5e-324}, []),
+        ({"kind": "eval", "step": 2, "loss": 5e-324}, []),
     )
     file.write_text(text + '{"kind": "train", "win')
     rows, names, bad = read_checksums(file)
@@ -199,7 +199,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
             {"loss": "0.30000000000000004", "nan": "nan", "inf": "-inf", "zero": "-0.0", "updates": "3"},
             {"a": "f" * 16, "b": "00000000000000ff"},
         ),
-        ChecksumRow("evaluation", 2, {"loss": "5e-324"}, {}),
+        ChecksumRow("eval", 2, {"loss": "5e-324"}, {}),
     ]
     assert read_checksums(tmp_path / "none") == ([], [], 0)
     file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "step": 4, "tensors": ["1"]}\n')
@@ -220,7 +220,7 @@ def row(step: int, kind: str = "train", loss: str = "1.5", **tensors: str) -> Ch
     return ChecksumRow(kind, step, {"loss": loss}, tensors or {"a": "0", "b": "0"})
 
 
-RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
+RUN = [row(2), row(4), row(4, "eval"), row(6)]
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ RUN = [row(2), row(4), row(4, "evaluation"), row(6)]
         ([row(2), row(4, a="0", b="1"), *RUN[2:]], Difference(4, 2, [], ["b"], 2)),
         ([row(2, loss="1.6"), *RUN[1:]], Difference(2, 0, [("loss", "1.5", "1.6")], [], 2)),
         (
-            [row(2), row(4), row(4, "evaluation", "2"), row(6, b="7", a="1")],
+            [row(2), row(4), row(4, "eval", "2"), row(6, b="7", a="1")],
             Difference(4, 2, [("loss", "1.5", "2")], [], 2),
         ),
         (
-            [row(2), row(4, a="9", b="0"), row(4, "evaluation", "2"), row(6)],
+            [row(2), row(4, a="9", b="0"), row(4, "eval", "2"), row(6)],
             Difference(4, 2, [("loss", "1.5", "2")], ["a"], 2),
         ),
         (RUN[:3], Difference(6, 4, [("row of train metrics", "there", "missing")], [], 0)),

@@ -193,3 +193,39 @@ def auditing(hear: Callable[[str, Any], None]) -> Iterator[None]:
         yield
     finally:
         _listener.remove(hear)
+
+
+RANK = """
+import sys
+from trainer.cli import main
+
+code = main(sys.argv[1:])
+print(code, sorted({"torch._dynamo", "sklearn", "scipy", "pandas"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_rank_imports_no_compiler(tmp_path: Path, optimizer: str) -> None:
+    """Nor what only other recipes need: in a process that has imported nothing yet, from start to report.
+
+    A later torch imports it where operations are counted: under any TorchDispatchMode (2.14.1).
+    """
+    skip_with_another_torch()
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    settings = (
+        "max_steps=2",
+        "device=cpu",
+        "data.workers=0",
+        "parallel.threads=1",
+        f"optim.name={optimizer}",
+    )
+    words = ["train", "digits", "--out", str(tmp_path / "run"), *(f"--set={setting}" for setting in settings)]
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, *words],
+        cwd=ROOT,
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout

@@ -2,22 +2,20 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.helpers.counting import skip_with_another_torch
-from tests.helpers.toys import assemble_alone
+from tests.helpers.toys import build_alone, rows_to
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
-from trainer.distributed.parallel import World
-from trainer.observe.log import MetricLogger
-from trainer.train import prepare
-from trainer.train.evaluate import evaluate
+from trainer.optim.optimizers import LRScheduler
+from trainer.train import loop, prepare
 from trainer.train.loop import train
 from trainer.train.run import make_task
-from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 # Two micro-batches a step, and steps that cross the ends of epochs (or, weighted, are padded there); a
@@ -69,29 +67,20 @@ def test_nothing_is_compiled_after_the_first_step(
     words += [f"data.resident={resident}", "data.workers=0"]
     recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
     task = make_task(recipe)
-    parts = assemble_alone(recipe, task)
-    t, world = parts.training, World(0, 1, 0, CPU, None)
-    plan, rates, counts = t.share.plan, set[float](), list[int]()
-    assert plan.epoch_at(plan.steps) > 1 and t.gradient_accumulation_steps == 2
-
-    def evaluated(_: int) -> None:
-        loader, share = parts.evaluation_loader, parts.evaluation_share
-        evaluate(task, t.model, loader, share, world, recipe.precision)
+    run = build_alone(recipe, task)
+    plan, rates, counts = run.plan, set[float](), list[int]()
+    assert plan.epoch_at(plan.steps) > 1 and run.gradient_accumulation_steps == 2
 
     def done(_: int) -> None:
         counts.append(len(compiled))
-        rates.add(float(t.rates.current))
+        assert isinstance(run.state.lr, LRScheduler)
+        rates.add(float(run.state.lr.current))
 
-    train(
-        t,
-        parts.loader(t.share.batches()),
-        range(plan.steps),
-        MetricLogger(plan, CPU, [], lambda: take_metrics(t)),
-        recipe.log.every,
-        lambda step: step in _EVALUATED,
-        evaluated,
-        done,
-    )
+    def evaluated(_recipe: Any, _plan: Any, step: int) -> int:
+        return min((other for other in _EVALUATED if other > step), default=0)
+
+    with mock.patch.object(loop, "next_evaluation", evaluated):
+        train(run, rows_to(run, each_step=[done]))
     assert len(rates) == plan.steps - 1  # the last one is kept
     blocks = 2
     assert counts[0] > 0 and counts == counts[:1] * plan.steps

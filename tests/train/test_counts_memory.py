@@ -13,13 +13,14 @@ import pytest
 from torch.autograd.profiler import profile
 
 from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_steps
-from tests.helpers.toys import assemble_alone
+from tests.helpers.toys import build_alone
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.data.ring import Ring
 from trainer.distributed.parallel import silenced
-from trainer.train.run import Parts, make_task
+from trainer.train.run import make_task
+from trainer.train.state import Run
 from trainer.train.step import train_step
 
 # Of a step of the overhead bench's task, with torch 2.9.1: tensors' memory, as the CPU's allocator gave it.
@@ -96,22 +97,21 @@ def forget_names() -> None:
     getattr(sys, "_clear_internal_caches" if sys.version_info >= (3, 13) else "_clear_type_cache")()
 
 
-def digits(*settings: str) -> Parts:
+def digits(*settings: str) -> Run:
     words = ["model.width=8", "data.workers=0", "parallel.threads=1", *settings]
     recipe = validated(Recipe, override(read_recipe("digits"), words), "digits")
-    return assemble_alone(recipe, make_task(recipe))
+    return build_alone(recipe, make_task(recipe))
 
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_the_bytes_that_a_step_of_the_digits_copies(resident: bool) -> None:
-    parts = digits(f"data.resident={resident}")
-    training = parts.training
-    training.replica.train()
-    batches = parts.loader(training.share.batches())
+    run = digits(f"data.resident={resident}")
+    run.replica.train()
+    batches = run.loader(run.share.batches())
     steps = []
     for step in range(6):
         with counting(seen := Counter[str]()):
-            train_step(training, batches, step)
+            train_step(run, batches, step)
         steps.append(seen)
     assert steps[1:] == steps[1:2] * 5
     assert not of(steps[1], "waits")
@@ -141,9 +141,9 @@ def test_a_batch_is_written_once_to_the_ring_and_used_there(monkeypatch: pytest.
         written.append(out.nbytes if out is not None else 0)
         return original(*arguments, out=out, **keywords)
 
-    parts = digits("data.resident=false", "data.global_batch_size=512", "data.micro_batch_size=512")
-    ring: Ring = parts.loader._ring  # type: ignore[union-attr]
-    batches = parts.loader(range(6))
+    run = digits("data.resident=false", "data.global_batch_size=512", "data.micro_batch_size=512")
+    ring: Ring = run.loader._ring  # type: ignore[union-attr]
+    batches = run.loader(range(6))
     next(batches)  # the order of many batches is worked out with the first
     monkeypatch.setattr(np, "take", take)
     for number in range(1, 3):

@@ -20,9 +20,7 @@ from tests.helpers.rows import read_rows
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.data.sources import load_images
-from trainer.errors import BadInputError
 from trainer.models.images import build_model
-from trainer.train.run_folder import check_space
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--set", "epochs=2", "--set", "data.micro_batch_size=32", "--set", "parallel.threads=1"]
@@ -45,7 +43,7 @@ def settings(*words: str) -> list[str]:
 def test_digits_reach_98_percent(tmp_path: Path) -> None:
     done = trainer(tmp_path, "train", "digits")
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert read_rows(folder)[-1]["accuracy"] >= 0.98
 
 
@@ -54,7 +52,7 @@ def test_all_of_a_run_is_in_its_folder_and_a_second_is_the_same(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     # But for the one line of a run in a container's own file system, where these tests may run as well.
     assert not [line for line in done.stderr.splitlines() if "lies in the container itself" not in line]
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert re.fullmatch(r"digits-[0-9a-f]{8}-1", folder.name)
     end = read_rows(folder)[-1]
     assert end["kind"] == "end"
@@ -94,7 +92,7 @@ def look_into(folder: Path, end: dict[str, Any]) -> None:
     with torch.inference_mode():
         scores = model.eval()(pixels)
     assert float((scores.argmax(1) == labels).float().mean()) == pytest.approx(end["accuracy"], abs=1.5 / 360)
-    evaluation = [row for row in read_rows(folder) if row["kind"] == "evaluation"][-1]
+    evaluation = [row for row in read_rows(folder) if row["kind"] == "eval"][-1]
     loss = torch.nn.functional.cross_entropy(scores, labels)
     assert float(loss) == pytest.approx(evaluation["loss"], rel=1e-3)
 
@@ -116,14 +114,14 @@ def run_whose_reader_leaves(folder: Path) -> Path:
 
 
 def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
-    done = trainer(tmp_path, "train", "digits", "--ranks", "2", "--out", "mine", *SMALLER)
+    done = trainer(tmp_path, "train", "digits", "--nproc-per-node", "2", "--out", "mine", *SMALLER)
     assert done.returncode == 0, done.stderr
     assert "2 x CPU" in done.stdout
     assert "Gloo" not in done.stdout
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run(tmp_path, *torchrun, "-m", "trainer", "train", "digits", *SMALLER)
     assert done.returncode == 0, done.stderr
-    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir() and not path.is_symlink())
     assert json.loads((folder / "manifest.json").read_text())["world_size"] == 2
     ours, theirs = (read_rows(path) for path in (tmp_path / "mine", folder))
     assert [row.get("loss") for row in ours] == [row.get("loss") for row in theirs]
@@ -147,7 +145,9 @@ def test_a_rank_that_raises_takes_the_job_down(tmp_path: Path) -> None:
         "import os\nif 'RANK' in os.environ and 'WORLD_SIZE' in os.environ:\n"
         + "".join(f"    {line}\n" for line in BROKEN.strip().splitlines())
     )
-    done = trainer(tmp_path, "train", "digits", "--ranks", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = trainer(
+        tmp_path, "train", "digits", "--nproc-per-node", "2", *SMALLER, PYTHONPATH=f"{tmp_path}:{ROOT}"
+    )
     assert done.returncode == 1
     assert "RuntimeError: the fifth micro-batch of rank 1" in done.stderr
     assert done.stderr.count("Traceback") == 1
@@ -163,14 +163,6 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "diverged"
 
 
-def test_a_disk_that_is_too_full_is_told_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 4 << 20})())
-    with pytest.raises(BadInputError, match="4 MiB are free but the run writes about 5 MiB"):
-        check_space(tmp_path, build_model(ModelConfig(), 1, 10), copies=2)
-
-
 def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
     data = write_pictures(tmp_path / "data")
     for image in (data / "train").rglob("*.png"):
@@ -179,7 +171,7 @@ def test_bad_data_found_by_the_ranks_is_one_line(tmp_path: Path) -> None:
         "data.name=folder", f"data.path={data}", "data.image_size=16", "data.global_batch_size=4"
     )
     words += settings("data.micro_batch_size=2", "data.augment=none", "data.workers=1", "parallel.threads=1")
-    done = trainer(tmp_path, "train", "digits", "--ranks", "2", *words)
+    done = trainer(tmp_path, "train", "digits", "--nproc-per-node", "2", *words)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert "not a readable image" in done.stderr
@@ -217,7 +209,7 @@ def test_ctrl_c_while_it_starts_ends_it_without_a_word(tmp_path: Path, module: s
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import distributed as dist, nn
 
 from tests.helpers.own_compiled import CompiledTask
 from tests.helpers.steps import LITTLE, assert_same_bits
-from tests.helpers.toys import TokenTask, assemble_alone, make_recipe
+from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
 from tests.helpers.world import Ranks
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, read_recipe
@@ -21,17 +22,15 @@ from trainer.config.training import LogConfig
 from trainer.distributed.parallel import World
 from trainer.observe.checksums import Checksums, fingerprints_of
 from trainer.observe.flops import Count
-from trainer.observe.log import MetricLogger
-from trainer.observe.memory import memory_tracker
 from trainer.observe.phases import PHASE_TIMER
 from trainer.observe.profile import Kind, Profile
-from trainer.train.explain import explain
+from trainer.train import loop
 from trainer.train.loop import train
 from trainer.train.operations import count_operations
+from trainer.train.outputs import metric_sources
 from trainer.train.prepare import blank_batch
 from trainer.train.run import make_task
 from trainer.train.state import tensors_of
-from trainer.train.step import take_metrics
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, CPU, None)
@@ -76,27 +75,29 @@ def trained(recipe: Recipe, task: Any, folder: Path, kind: Kind | None = None) -
     PHASE_TIMER.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
-    parts = assemble_alone(recipe, task)
-    t = parts.training
+    run = build_alone(recipe, task)
+    count = None
     with ExitStack() as stack:
-        stack.callback(parts.loader.close)
-        stack.callback(parts.evaluation_loader.close)
-        trace = Checksums(fingerprints_of(t.model), lambda *_: None) if seen else None
-        logger = MetricLogger(t.share.plan, CPU, [lambda _: None], lambda: take_metrics(t), trace)
-        done: Any = lambda _: None  # noqa: E731
-        if kind is not None:
-            explain(stack, recipe, parts, ALONE, 1, logger)
-            profile = Profile(folder, t.model, CPU, kind=kind, skip=1, warm_up=0, active=1)
+        stack.callback(run.close)
+        if kind is None:
+            out = rows_to(run, lambda _: None)
+        else:
+            checksums = Checksums(fingerprints_of(run.state.model), lambda *_: None)
+            profile = Profile(folder, run.state.model, CPU, kind=kind, skip=1, warm_up=0, active=1)
             stack.callback(profile.close)
-            stack.enter_context(memory_tracker("two steps", say=None))
-            done = profile.step_done
+            sources = metric_sources(stack, run)
+            count = sources.count
+            out = rows_to(
+                run, lambda _: None, checksums=checksums, sources=sources, each_step=[profile.step_done]
+            )
         drawn = (torch.rand(2).tolist(), random.random(), np.random.rand())
-        steps = range(min(2, t.share.plan.steps))
-        train(t, parts.loader(t.share.batches()), steps, logger, 1, lambda _: False, lambda _: None, done)
+        with mock.patch.object(loop, "next_evaluation", lambda *_: 0):
+            train(run, out, until=min(2, run.plan.steps))
         state = {
-            kind: {n: v.detach().clone() for n, v in part.items()} for kind, part in tensors_of(t).items()
+            kind: {n: v.detach().clone() for n, v in part.items()}
+            for kind, part in tensors_of(run.state).items()
         }
-    return state, (drawn, logger.count)
+    return state, (drawn, count)
 
 
 def test_each_recipe_is_looked_at() -> None:
@@ -131,7 +132,7 @@ def test_a_models_own_compiled_code_runs_as_often(way: str, tmp_path: Path) -> N
         torch._dynamo.reset()
         task = CompiledTask(way)
         state, _ = trained(recipe, task, tmp_path, kind)
-        seen.append((state, (task.compiled, task.runs, task.losses, task.mean)))
+        seen.append((state, (task.compiled, task.runs, task.asked, task.mean)))
     (bare, counts), (observed, counts_too) = seen
     assert counts == counts_too
     assert counts[:3] == (1, 4, 4)

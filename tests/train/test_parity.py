@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 
-from tests.helpers.toys import assemble_alone, make_recipe
+from tests.helpers.toys import build_alone, make_recipe
 from trainer.config.recipe import Recipe
 from trainer.data.loader import Batch
 from trainer.data.sources import load_images
@@ -23,7 +23,8 @@ from trainer.models.compiling import missing_for_compiling
 from trainer.rng import permuted
 from trainer.tasks.classification import Classification
 from trainer.train import prepare
-from trainer.train.run import Parts, make_task
+from trainer.train.run import make_task
+from trainer.train.state import Run
 from trainer.train.step import train_step
 
 # Fifty come to the second pass over the digits, and to the twentieth over the few synthetic images.
@@ -50,7 +51,7 @@ def recipe_of(task: str, mode: str, steps: int, **sections: Any) -> Recipe:
             "initial_scale": 2.0**24,
             "growth_interval": 20,
         },
-        "optim": {"name": "sgd", "lr": 0.02, "weight_decay": 1e-4, "max_grad_norm": 2.0, "warmup": 0.1},
+        "optim": {"name": "sgd", "lr": 0.02, "weight_decay": 1e-4, "max_grad_norm": 2.0, "warmup_steps": 0.1},
         "regularization": {"label_smoothing": 0.1},
     }
     for name, section in sections.items():
@@ -68,22 +69,21 @@ class Doubled(Classification):
         return super()._pixels(batch, train).double()
 
 
-def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Parts, nn.Module, list[float]]:
+def by_trainer(recipe: Recipe, doubled: bool) -> tuple[Run, nn.Module, list[float]]:
     """What was trained, the model as it was at first, and the loss of each step."""
     task = make_task(recipe)
     if doubled:
         task = Doubled(recipe.data, recipe.model, recipe.regularization, recipe.seed)
-    parts = assemble_alone(recipe, task)
-    t = parts.training
-    initial = copy.deepcopy(t.model)
-    batches = parts.loader(t.share.batches())
-    t.replica.train()
+    run = build_alone(recipe, task)
+    initial = copy.deepcopy(run.state.model)
+    batches = run.loader(run.share.batches())
+    run.replica.train()
     losses = []
-    for step in range(t.share.plan.steps):
-        t.loss.zero_()
-        train_step(t, batches, step)
-        losses.append(float(t.loss))
-    return parts, initial, losses
+    for step in range(run.plan.steps):
+        run.state.loss.zero_()
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
+    return run, initial, losses
 
 
 class ByHand:
@@ -153,7 +153,7 @@ class ByHand:
 
     def learning_rate(self, update: int) -> float:
         """Linear rise, then half a cosine; in float32, as the trainer's table is."""
-        peak, warmup = self.recipe.optim.lr, round(self.recipe.optim.warmup * self.steps)
+        peak, warmup = self.recipe.optim.lr, round(self.recipe.optim.warmup_steps * self.steps)
         if update < warmup:
             return float(np.float32(peak * (update + 1) / warmup))
         return float(
@@ -185,7 +185,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 def compare(data: str, mode: str, sections: dict[str, Any], steps: int) -> ByHand:
     recipe = recipe_of(data, mode, steps, **sections)
-    parts, initial, losses = by_trainer(recipe, doubled=mode == "fp64")
+    run, initial, losses = by_trainer(recipe, doubled=mode == "fp64")
     hand = ByHand(recipe, initial)
     early, late = TOLERANCE[mode]
     assert len(losses) == steps
@@ -193,10 +193,9 @@ def compare(data: str, mode: str, sections: dict[str, Any], steps: int) -> ByHan
     assert losses == pytest.approx(hand.losses, rel=late)
     least = 0.9 if steps == STEPS else 0.99
     assert np.mean(losses[-5:]) < least * np.mean(losses[:5]), "nothing was learned"
-    t = parts.training
-    assert int(t.rates.updates) == steps - hand.skipped
-    if t.average is not None:
-        averages = zip(t.average.tensors.values(), hand.average.parameters(), strict=True)
+    assert int(run.state.lr.updates) == steps - hand.skipped
+    if run.state.average is not None:
+        averages = zip(run.state.average.tensors.values(), hand.average.parameters(), strict=True)
         for ours, theirs in averages:
             assert torch.allclose(ours, theirs, rtol=late, atol=10 * late)
     return hand

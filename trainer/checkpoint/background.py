@@ -44,6 +44,7 @@ class BackgroundWriter:
     A write that fails doesn't end the training: it is reported, and the next one tries again.
 
     Attributes:
+        folder: Of the checkpoints.
         written: The last step that was written, None before the first.
     """
 
@@ -59,7 +60,7 @@ class BackgroundWriter:
             good: A step that was read already and found good.
         """
         self.written: int | None = None
-        self._folder = folder
+        self.folder = folder
         self._keep_last = keep_last
         self._on_problem = on_problem
         self._known_good = set[int]() if good is None else {good}
@@ -109,7 +110,7 @@ class BackgroundWriter:
         Waits for the write under way. None if there is none, or the folder can't be read.
         """
         try:
-            return store.newest_step(self._folder, self._known_good, self.finish())
+            return store.newest_step(self.folder, self._known_good, self.finish())
         except OSError:
             return None
 
@@ -126,7 +127,7 @@ class BackgroundWriter:
 
     def _write(self, step: int, files: Contents, best: int | None) -> None:
         try:
-            store.commit(self._folder, step, files, self._is_abandoned)
+            store.commit(self.folder, step, files, self._is_abandoned)
         except store.Abandoned:
             return
         except Exception as error:
@@ -138,7 +139,7 @@ class BackgroundWriter:
         self.written = step
         self._known_good.add(step)
         try:
-            removed = store.prune(self._folder, self._keep_last, best, self._known_good)
+            removed = store.prune(self.folder, self._keep_last, best, self._known_good)
             self._known_good.difference_update(removed)
         except Exception as error:
             self._on_problem(f"old checkpoints weren't removed ({_why(error)})")

@@ -7,6 +7,7 @@
 
 import contextlib
 import errno
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -94,11 +95,7 @@ def contents(
 
 
 def write_files(path: Path, contents: Contents) -> None:
-    """Writes the files of a checkpoint and makes them last; their hashes come last.
-
-    Args:
-        path: A new, empty folder.
-        contents: From `contents`; used up.
+    """Writes `contents` to a new, empty folder and makes them last; their hashes come last.
 
     Raises:
         OSError: If they can't be written.
@@ -110,9 +107,6 @@ def write_files(path: Path, contents: Contents) -> None:
 
 def read(path: Path) -> Checkpoint:
     """Reads a checkpoint that is what was written.
-
-    Args:
-        path: Its folder.
 
     Raises:
         Damaged: If a hash differs, a file is missing or is not what it should be.
@@ -133,11 +127,46 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
+    """Which tensors one of a checkpoint's files holds, as its header says; they aren't read.
+
+    Raises:
+        Damaged: If the file is missing, or is none.
+        Unreadable: If it can't be read now.
+    """
+    name += _SUFFIX
+    with _opened(path, name) as (file, size):
+        start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
+        return tensor_file.parse_header(files.read_at(file, 0, start)[8:], size - start)
+
+
+def sums_hash(path: Path) -> str:
+    """SHA-256 of a checkpoint's list of hashes, hexadecimal: it says which checkpoint that is.
+
+    Raises:
+        Damaged: If it has none.
+        Unreadable: If it can't be read now.
+    """
+    with _opened(path, _SUMS) as (file, size):
+        return hashlib.sha256(files.read_at(file, 0, min(size, _SUMS_BYTES))).hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Iterator[tuple[int, int]]:
+    """A file of a checkpoint, and its size."""
+    with (
+        _reason("the folder"),
+        files.opened_folder(path) as folder,
+        _reason(name),
+        files.opened_file(folder, name) as opened,
+    ):
+        yield opened
+
+
 def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
     """Does everything that `read` does but keep the tensors; needs little memory.
 
     Args:
-        path: Folder of a checkpoint.
         advance: Called with numbers of bytes that were read, from several threads.
 
     Raises:

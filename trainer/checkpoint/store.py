@@ -56,46 +56,28 @@ class Entry(NamedTuple):
     problem: str | None
 
 
-def _never() -> bool:
-    return False
-
-
 def write(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]
 ) -> Path:
-    """Writes a checkpoint; when this returns it is on the disk.
+    """`commit` of these tensors, by file and by name, and of this state."""
+    return commit(folder, step, contents(step, tensors, state), lambda: False)
+
+
+def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], bool]) -> Path:
+    """Writes a checkpoint and returns its folder; then it is on the disk.
 
     A step that is there already is replaced: the new folder stands beside the old one before that goes, so
     that at no moment neither is there, on any file system.
 
     Args:
         folder: Of the checkpoints; made if its parent exists.
-        step: From 0.
-        tensors: By file ("model" becomes model.safetensors) and by name; of any layout, tied or not.
-        state: What JSON keeps.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        ValueError: If the contents can't be read back as they are.
-        OSError: If they can't be written; what was there before is untouched.
-    """
-    return commit(folder, step, contents(step, tensors, state))
-
-
-def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], bool] = _never) -> Path:
-    """Writes the files of `contents` as a checkpoint; see `write`.
-
-    Args:
-        folder: Of the checkpoints.
         step: As given to `contents`.
         contents: Used up.
         abandoned: Asked between tensors; when it is true, nothing remains.
 
     Raises:
         Abandoned: If it was.
-        OSError: If the files can't be written.
+        OSError: If the files can't be written; what was there before is untouched.
     """
     beside = _hidden(folder / folder_name(step), "tmp")
     files.make_folder(folder)
@@ -163,7 +145,6 @@ def listing(folder: Path, verify: bool = False, advance: Callable[[int], object]
     """The checkpoints in a folder, newest first; none if there is no folder.
 
     Args:
-        folder: Of the checkpoints.
         verify: Whether to read them all and look for problems.
         advance: Called with numbers of bytes that were verified, from several threads.
 
@@ -184,7 +165,6 @@ def newest_good(
     """Reads the newest checkpoint that can be trusted.
 
     Args:
-        folder: Of the checkpoints.
         foreign: Says of a state why it isn't of the run that is asked for, or None.
 
     Returns:
@@ -236,7 +216,6 @@ def newest_step(folder: Path, known_good: Collection[int], first: int | None) ->
     """The step of the newest checkpoint that is there and can be trusted; None if there is none.
 
     Args:
-        folder: Of the checkpoints.
         known_good: Steps that needn't be read to know that they are good.
         first: The one that is it, if it is still there.
 
@@ -258,7 +237,6 @@ def prune(
     Damaged ones that are newer stay for people to look at; they don't count.
 
     Args:
-        folder: Of the checkpoints.
         keep_last: How many good ones to keep, at least 1.
         best: A step that is kept whatever its age.
         known_good: Steps that needn't be read again to know that they are good.

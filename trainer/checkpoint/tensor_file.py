@@ -157,10 +157,5 @@ def _slot(name: str, entry: Any) -> Slot:
 
 
 def decode(data: torch.Tensor, slots: list[Slot]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, as views of its bytes.
-
-    Args:
-        data: What follows the header, uint8.
-        slots: From `parse_header`.
-    """
+    """The tensors of a file, as views of its bytes."""
     return {slot.name: data[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots}

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import FOLDER
+from trainer.config.sizes import MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.host import strict_json
+from trainer.host.latest import run_path
+from trainer.observe.text import age
 
 if TYPE_CHECKING:
     from trainer.checkpoint.store import Entry
@@ -22,7 +26,7 @@ def add_parser(commands: Any) -> None:
     checkpoints = commands.add_parser(
         "checkpoints", help="list and verify the checkpoints of a run", allow_abbrev=False
     )
-    checkpoints.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    checkpoints.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
     checkpoints.set_defaults(run=lambda options: show_checkpoints(options.folder, options.json))
 
@@ -38,11 +42,15 @@ def show_checkpoints(run: Path, as_json: bool) -> int:
         Exit code: 1 if there are checkpoints and none is good.
 
     Raises:
-        BadInputError: If it isn't a run folder or can't be read.
+        BadInputError: If it isn't a run folder, is one of another format, or can't be read.
     """
     from trainer.checkpoint.store import listing
+    from trainer.train.run_folder import check_format
 
     folder = run / FOLDER
+    # Without a manifest that can be read, the checkpoints are what is left of the run: they are shown.
+    with contextlib.suppress(OSError, ValueError):
+        check_format(run, strict_json.parse((run / "manifest.json").read_bytes()))
     try:
         if not folder.is_dir() and not (run / "manifest.json").is_file():
             raise BadInputError(f"{run}: not a run folder (it holds no manifest.json and no checkpoints)")
@@ -93,15 +101,8 @@ def _lines(run: Path, entries: Sequence[Entry], good: Entry | None, speed: float
         return
     yield f"{'step':>10}  {'age':>8}  {'size':>10}  verified"
     for entry in entries:
-        age, size = _age(time.time() - entry.time), f"{entry.size / 2**20:,.1f} MiB"
-        yield f"{entry.step:>10}  {age:>8}  {size:>10}  {entry.problem or 'good'}"
+        old, size = age(time.time() - entry.time), f"{entry.size / MIB:,.1f} MiB"
+        yield f"{entry.step:>10}  {old:>8}  {size:>10}  {entry.problem or 'good'}"
     if speed:
         yield f"verified at {f'{speed:,.0f}' if speed >= 10 else f'{speed:.2g}'} MB/s"
     yield f"newest good: step {good.step} ({good.path})" if good else "newest good: none; all are damaged"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.data.formats.tokenize import add_parser as add_tokenize
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.launch.signals import unwound
-from trainer.observe.working import counted
+from trainer.observe.console import counted
 
 _SPLITS = ("train", "val")
 _SHOWN = 20
@@ -41,7 +40,30 @@ def add_parser(commands: Any) -> None:
     pack.add_argument("--processes", type=int, metavar="N", help="default: the CPUs of this container")
     pack.set_defaults(run=_pack)
 
-    add_tokenize(kinds)
+    tokens = kinds.add_parser("tokenize", help="text to a token file (.bin)", allow_abbrev=False)
+    tokens.add_argument(
+        "source", type=Path, metavar="SRC", help="text file, or folder of them (sorted by name)"
+    )
+    tokens.add_argument("target", type=Path, metavar="DST", help="token file to write, such as train.bin")
+    tokens.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="bytes|bpe:FILE",
+        help="bytes: each byte is a token, 256 ends a document; bpe:FILE: a tokenizer.json on this machine",
+    )
+    tokens.add_argument(
+        "--end",
+        metavar="TOKEN",
+        help="with bpe:FILE, the token that ends a document (default: <|endoftext|> or the like)",
+    )
+    tokens.add_argument(
+        "--files",
+        default="**/*",
+        metavar="PATTERN",
+        help="which files below SRC, such as '**/*.txt' (default: all that aren't hidden)",
+    )
+    tokens.add_argument("--force", action="store_true", help="replace DST if it is there")
+    tokens.set_defaults(run=_tokenize)
 
     index = kinds.add_parser("index", help="index tar shards, once", allow_abbrev=False)
     index.add_argument("folder", type=Path, metavar="DIR", help="holds .tar files; or train and val do")
@@ -78,15 +100,28 @@ def _parts(source: Path) -> list[tuple[str, Path]]:
 
 def _open(source: Path) -> Any:
     from trainer.data.formats.files import in_folder, in_table
-    from trainer.data.formats.pieces import INDEX, in_pieces
+    from trainer.data.formats.sharded import INDEX, in_shards
 
     if source.suffix in (".csv", ".parquet"):
         return in_table(source)
     if (source / INDEX).exists():
-        return in_pieces(source)
+        return in_shards(source)
     if any(source.glob("*.tar")):
         raise BadInputError(f"{source}: these shards have no index yet: trainer data index {source}")
     return in_folder(source)
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    from trainer.data.formats.tokenize import tokenize
+
+    told = tokenize(
+        options.source, options.target, options.tokenizer, options.end, options.files, options.force
+    )
+    print(
+        f"{options.target}: {told.tokens:,} tokens ({told.dtype}) of {told.documents:,} files, "
+        f"vocabulary {told.vocabulary:,}"
+    )
+    return EXIT_DONE
 
 
 @unwound()
@@ -110,14 +145,14 @@ def _pack(options: argparse.Namespace) -> int:
                 about = pack(records, target, settings, processes, advance)
         except OSError as error:
             raise BadInputError(f"{target}: can't be written ({error.strerror or error})") from error
-        size = sum(piece.bytes for piece in about.pieces)
-        print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.pieces)} pieces")
+        size = sum(shard.bytes for shard in about.shards)
+        print(f"{target}: {about.samples:,} samples, {_bytes(size)} in {len(about.shards)} shards")
     print(f"  train on it with --set data.name=pack --set data.path={options.target}")
     return EXIT_DONE
 
 
 def _index(options: argparse.Namespace) -> int:
-    from trainer.data.formats.shards import index_shards
+    from trainer.data.formats.tar_shards import index_shards
 
     for _, folder in _parts(options.folder):
         total = sum(file.stat().st_size for file in folder.glob("*.tar")) if folder.is_dir() else 0
@@ -127,26 +162,26 @@ def _index(options: argparse.Namespace) -> int:
         except OSError as error:
             raise BadInputError(f"{folder}: can't be written ({error.strerror or error})") from error
         classes = len(about.classes)
-        print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.pieces)} shards")
+        print(f"{folder}: {about.samples:,} samples, {classes} classes, {len(about.shards)} shards")
     return EXIT_DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from trainer.data.formats.pieces import in_pieces
+    from trainer.data.formats.sharded import in_shards
     from trainer.data.formats.stats import damaged
 
     if options.folder.suffix == ".bin":
         return _verify_tokens(options.folder)
     bad = 0
     for _, folder in _parts(options.folder):
-        pieces = in_pieces(folder)
-        with counted(f"verifying {folder}", len(pieces)) as advance:
-            lines = list(damaged(pieces, advance))
+        records = in_shards(folder)
+        with counted(f"verifying {folder}", len(records)) as advance:
+            lines = list(damaged(records, advance))
         for line in lines[:_SHOWN]:
             print(line)
         if len(lines) > _SHOWN:
             print(f"… and {len(lines) - _SHOWN:,} more")
-        print(f"{folder}: {len(pieces) - len(lines):,} of {len(pieces):,} samples are as they were indexed")
+        print(f"{folder}: {len(records) - len(lines):,} of {len(records):,} samples are as they were indexed")
         bad += len(lines)
     return EXIT_FAILED if bad else EXIT_DONE
 

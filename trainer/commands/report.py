@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_DONE, BadInputError
+from trainer.host.latest import run_path
 from trainer.observe.text import plain
 
 _HEAD = 1 << 18  # bytes of a report that its style and its mark are in
@@ -17,7 +18,7 @@ def add_parser(commands: Any) -> None:
     report = commands.add_parser(
         "report", help="write what a run did as one HTML file; several runs side by side", allow_abbrev=False
     )
-    report.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folder")
+    report.add_argument("folders", type=run_path, nargs="+", metavar="RUN", help="run folder, or latest")
     report.add_argument(
         "--out",
         type=Path,

@@ -2,8 +2,17 @@
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
+from trainer.host.latest import LATEST, MANIFEST, RUNS, nor_below_runs, run_path
+from trainer.observe.console import log_as_json, set_verbosity
+
+_MODES = ("auto", "newest", "force", "never")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def add_parser(commands: Any) -> None:
@@ -12,10 +21,16 @@ def add_parser(commands: Any) -> None:
     train.add_argument(
         "recipe",
         metavar="RECIPE",
-        help="name of a recipe (trainer recipes), or path of a YAML file or of a Python file with a task",
+        nargs="?",
+        help="name of a recipe (trainer recipes), or path of a YAML file or of a Python file with a task; "
+        "left out with --resume RUN or --from RUN: that run's own configuration",
     )
     train.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key; repeatable; KEY=VALUE alone does the same",
     )
     train.add_argument(
         "--tuned", type=Path, metavar="FILE", help="what `trainer tune` chose (--set wins over it)"
@@ -23,12 +38,21 @@ def add_parser(commands: Any) -> None:
     train.add_argument(
         "--out", type=Path, metavar="DIR", help="run folder (default: runs/<recipe>-<hash>-<n>)"
     )
+    train.add_argument("--name", metavar="NAME", help="name of the run folder: as --out runs/NAME")
     train.add_argument(
         "--resume",
-        choices=("auto", "newest", "force", "never"),
+        metavar="MODE|RUN",
         default="auto",
-        help="auto: go on with the run in --out, if there is one and its configuration is the same; newest: "
-        "with the newest run of the recipe; force: also with a changed configuration (default: auto)",
+        help="auto: resume the run in --out, if there is one and its configuration is the same (a later end "
+        "extends a finished one); newest: the newest run of the recipe; force: also with a changed "
+        "configuration; never: not at all; or the run to resume: its folder, or latest (default: auto)",
+    )
+    train.add_argument(
+        "--from",
+        dest="begin_from",
+        metavar="RUN[@STEP|@best]",
+        help="begin a new run with the weights, their average and the optimizer's state of another run's "
+        "checkpoint (default: its newest); steps, data order and schedule begin anew",
     )
     train.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="start failed ranks again, up to N times"
@@ -45,7 +69,7 @@ def add_parser(commands: Any) -> None:
         "--gpus", metavar="N|LIST", help="how many GPUs (2), or which (0,1 or id:1); default: all"
     )
     train.add_argument(
-        "--ranks", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
+        "--nproc-per-node", type=int, metavar="N", help="processes on a machine without GPUs (default: 1)"
     )
     _add_nodes(train)
     train.add_argument(
@@ -68,14 +92,38 @@ def add_parser(commands: Any) -> None:
         dest="profile",
         help="mark phases, modules and operators of these steps for Nsight Systems instead (make profile)",
     )
+    train.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: each line of launcher and ranks is an object with time, level, rank and message, without "
+        "a progress bar (default: text)",
+    )
+    how_much = train.add_mutually_exclusive_group()
+    how_much.add_argument(
+        "-q",
+        "--quiet",
+        action="store_const",
+        const="quiet",
+        dest="verbosity",
+        help="warnings and errors only; all else is in the run folder",
+    )
+    how_much.add_argument(
+        "-v",
+        "--verbose",
+        action="store_const",
+        const="verbose",
+        dest="verbosity",
+        help="also what a start does, and when",
+    )
     train.add_argument("--help-config", action="store_true", help="show every configuration key and leave")
-    train.set_defaults(run=_run)
+    train.set_defaults(run=_run, source=None, values=None, verbosity="normal")
 
 
 def _add_nodes(train: argparse.ArgumentParser) -> None:
     """Several nodes; Slurm, Kubeflow and plain variables say it without flags."""
     train.add_argument(
-        "--nodes",
+        "--nnodes",
         metavar="N|MIN:MAX",
         help="nodes of the job, each with a launcher of its own; with MIN:MAX it goes on while nodes leave "
         "and come (default: as Slurm, Kubeflow or NNODES say; else 1)",
@@ -84,9 +132,14 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
         "--node-rank", type=int, metavar="N", help="which of them this is, from 0 (default: NODE_RANK)"
     )
     train.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="where node 0 is; its ranks' own store is at the next port (default: MASTER_ADDR:MASTER_PORT)",
+        "--master-addr", metavar="HOST", help="where node 0 is: its name or address (default: MASTER_ADDR)"
+    )
+    train.add_argument(
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help="its port, where the launchers meet; the ranks' own store is at the next one (default: "
+        "MASTER_PORT, else 29500)",
     )
     train.add_argument(
         "--join-timeout",
@@ -100,25 +153,108 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
     from trainer.host.threads import wait_passively
-    from trainer.launch.nodes.discover import rank_variables
-    from trainer.launch.rank import is_rank, register
+    from trainer.launch.nodes.discover import is_rank, rank_variables
     from trainer.train.tune.tuned import with_tuned
 
+    variables = {**os.environ, **rank_variables(os.environ)}
+    rank = int(variables["RANK"]) if is_rank(variables) else None
+    set_verbosity("normal" if rank and options.verbosity == "verbose" else options.verbosity)
+    if options.log_format == "json":
+        log_as_json(rank)
+    name_folder(options)
+    find_recipe(options, find_run(options))
     if options.help_config:
         settings = with_tuned(options.tuned, options.set)
-        print("\n".join(key_lines(options.recipe, *provisional(options.recipe, settings))))
+        print("\n".join(key_lines(options.recipe, *provisional(options.recipe, settings, options.values))))
         return 0
     os.environ.update(rank_variables(os.environ))
     if is_rank(os.environ):
-        register()  # before the slow imports, so that a signal finds a handler
-    else:
-        from trainer.launch.signals import end_on_signal
-        from trainer.train.resume import has_checkpoint
+        from trainer.launch.worker import Worker
 
-        end_on_signal(lambda: has_checkpoint(options.out, options.resume, options.recipe))
-        wait_passively()
-        # What is wrong with the configuration is said before torch is imported.
-        provisional(options.recipe, with_tuned(options.tuned, options.set))
+        with Worker() as worker:  # before the slow imports, so that a signal finds a handler
+            options.set = with_tuned(options.tuned, options.set)
+            from trainer.train.start import train_without_launcher
+
+            worker.code = train_without_launcher(options)
+        return worker.exit_code
+    from trainer.launch.signals import end_on_signal
+    from trainer.train.run_folder import has_checkpoint
+
+    end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
+    wait_passively()
+    options.set = with_tuned(options.tuned, options.set)
+    # What is wrong with it is said before torch is imported.
+    given = provisional(options.recipe, options.set, options.values)
     from trainer.train.start import start
 
-    return start(options)
+    return start(options, *given)
+
+
+def name_folder(options: argparse.Namespace) -> None:
+    """Makes of --name what it stands for: --out, in the folder of all runs."""
+    if options.name is None:
+        return
+    if options.out is not None:
+        raise BadInputError(f"--name {options.name} and --out {options.out}: give one of them")
+    if not _NAME.fullmatch(options.name) or options.name in (*_MODES, LATEST):
+        raise BadInputError(
+            f"--name {options.name}: give letters, digits, '.', '_' and '-', at most 100, a letter or "
+            f"digit first, and none of {', '.join(_MODES)}, {LATEST}"
+        )
+    options.out = RUNS / options.name
+
+
+def find_run(options: argparse.Namespace) -> Path | None:
+    """Takes a run folder in place of a mode for what it is: --out, of a run that is there. Returns that."""
+    if options.resume in _MODES:
+        return None
+    if options.begin_from is not None:
+        raise BadInputError(
+            f"--from {options.begin_from} and --resume {options.resume}: give one of them; --resume goes on "
+            "with a run, --from begins a new one with the weights of another"
+        )
+    run = _run_named(options.resume, "--resume")
+    try:
+        there = (run / "manifest.json").is_file()
+    except OSError as error:
+        raise BadInputError(f"--resume {run}: can't be read ({error.strerror})") from error
+    if not there:
+        hint = nearest(options.resume, _MODES) if run.name == options.resume else ""
+        raise BadInputError(
+            f"--resume {run}: no run folder (it holds no manifest.json{nor_below_runs(run)}); give one, or "
+            f"{', '.join(_MODES)}{hint}"
+        )
+    if options.out is not None and options.out.resolve() != run.resolve():
+        raise BadInputError(f"--resume {run} and --out {options.out}: a run goes on in its own folder")
+    options.out, options.resume = run, "auto"
+    return run
+
+
+def _run_named(word: str, flag: str) -> Path:
+    try:
+        return run_path(word)
+    except argparse.ArgumentTypeError as error:
+        raise BadInputError(f"{flag} {error}") from error
+
+
+def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
+    """Reads what --from names; where no recipe is given, takes that of the run to resume or to begin from."""
+    from trainer.train.resume import own_config, parse_source
+    from trainer.train.run_folder import read_run
+
+    if options.begin_from is not None:
+        source = parse_source(options.begin_from)
+        options.source = source._replace(run=_run_named(str(source.run), "--from"))
+    if options.recipe is not None:
+        return
+    named = resumed or (options.source.run if options.source else None)
+    if options.source and options.out is not None and (options.out / MANIFEST).is_file():
+        named = options.out  # it has begun already: what it began from may be gone
+    if named is None:
+        raise BadInputError(
+            "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --from RUN for "
+            "that run's own"
+        )
+    run = read_run(named)
+    own_config(run, options.set)
+    options.recipe, options.values = str(run.facts.get("recipe") or named.name), dict(run.manifest.config)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from trainer.config.section import Section
 from trainer.config.sizes import parse_size
+from trainer.errors import BadInputError
 
 Kind = Literal[
     "digits",
@@ -24,6 +25,7 @@ Kind = Literal[
     "dtmf",
     "digits-canvas",
     "coco",
+    "hf",
     "own",
 ]
 
@@ -45,8 +47,7 @@ class LoaderConfig(Section):
 
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = Field(
         "auto",
-        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share, in a "
-        "long run by a search at its start",
+        description="loader processes per rank; auto: 0 if resident; else from 75 % of the CPU share",
     )
     prefetch: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto",
@@ -80,7 +81,8 @@ class DataConfig(LoaderConfig):
         "digits-canvas (detection); or below data.path: images as folder (train/ and val/ by class; or "
         "recordings), table (train.csv and val.csv, or .parquet, with path and label), shards (tar, after "
         "`trainer data index`), pack (made by `trainer data pack`) or cifar10 (its binary version); tokens "
-        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; own: what "
+        "(train.bin and val.bin, by `trainer data tokenize`), text (a file, by characters); coco; hf: a "
+        "folder that save_to_disk of Hugging Face's datasets wrote (images and labels, or text); own: what "
         "a task in a file brings",
     )
     path: Annotated[Path | str | None, BeforeValidator(_as_path)] = Field(
@@ -106,7 +108,7 @@ class DataConfig(LoaderConfig):
     check: Check = Field(
         "fast",
         description="before ranks start: fast (all files that a folder, a table or COCO's annotations name, "
-        "and all pieces of shards and packs, are there), full (that, and each sample decodes) or none",
+        "and all shards of tar sets and packs, are there), full (that, and each sample decodes) or none",
     )
     global_batch_size: int = Field(
         64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks"
@@ -121,6 +123,14 @@ class DataConfig(LoaderConfig):
     last_batch: Last = Field(
         "cross",
         description="the last step of an epoch: cross into the next epoch, drop it, or weighted (padded)",
+    )
+    input_column: str | None = Field(
+        None, description="column of the images or texts; default: image, or text (hf)"
+    )
+    label_column: str = Field("label", description="column of the classes (hf)")
+    eval_split: str | None = Field(
+        None,
+        description="split to measure on; default: validation, val, valid or test, whichever is there (hf)",
     )
     image_size: int = Field(224, ge=8, le=4096, description="height and width in pixels (but digits)")
     classes: int = Field(1000, ge=2, le=1 << 24, description="number of classes (synthetic)")
@@ -152,6 +162,13 @@ class DataConfig(LoaderConfig):
                 f"data.path is set but data.name={self.name} doesn't read it; "
                 "add data.name=folder, or table, shards, pack"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _columns_belong_to_hf(self) -> "DataConfig":
+        for key in ("input_column", "label_column", "eval_split"):
+            if self.name != "hf" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data.{key} is for data.name=hf; leave it out")
         return self
 
     @field_validator("micro_batch_size", mode="before")
@@ -195,9 +212,67 @@ class DataConfig(LoaderConfig):
         return self
 
 
+# Of which the split can be named that is measured on; where they lie below data.path is said at data.name.
+_SPLIT = ("folder", "table", "shards", "pack", "tokens", "coco", "hf")
+# What belongs to one place: another kind of data, or another path, doesn't take it over.
+_OF_PLACE = ("path", "cache", "cache_limit", "input_column", "label_column", "eval_split")
+
+
+class EvaluationSetConfig(Section):
+    """One more data set to measure on: where it lies. What isn't said is as in the section data."""
+
+    name: Kind | None = None
+    path: Annotated[Path | str | None, BeforeValidator(_as_path)] = None
+    split: Annotated[str, Field(pattern=r"^[\w.\-]+$", max_length=100)] | None = None
+    cache: Path | None = None
+    cache_limit: Annotated[str | None, BeforeValidator(_as_text)] = None
+    check: Check | None = None
+    input_column: str | None = None
+    label_column: str | None = None
+
+    def on(self, data: DataConfig) -> DataConfig:
+        """The section data with what is said here in its place.
+
+        Raises:
+            ValueError: If the keys don't go together; it speaks of them as of those of data.
+        """
+        said = {key: value for key, value in self if value is not None}
+        kept = data.model_dump()
+        if not said.keys() - {"check"}:
+            raise ValueError("says nothing that tells it from the main set: give a path, a name or a split")
+        kind = said.get("name", data.name)
+        if kind != data.name:
+            kept = {key: value for key, value in kept.items() if key not in _OF_PLACE}
+        elif self.path is not None and not is_url(self.path):
+            kept = {key: value for key, value in kept.items() if key not in ("cache", "cache_limit")}
+        if (split := said.pop("split", None)) is not None:
+            if kind not in _SPLIT:
+                raise ValueError(f"data.split: data.name={kind} has no splits to choose from; leave it out")
+            if kind == "hf":
+                said["eval_split"] = split
+        try:
+            return DataConfig.model_validate(kept | said)
+        except ValidationError as error:  # its own text is a paragraph, and may repeat a URL
+            problem = error.errors()[0]
+            key = "".join(f"data.{part}: " for part in problem["loc"][:1])
+            raise ValueError(key + problem["msg"].removeprefix("Value error, ")) from None
+
+
 def is_url(path: object) -> bool:
     """Whether a path is a URL; then it is a string."""
     return isinstance(path, str) and "://" in path
+
+
+def at_home(path: Path, key: str) -> Path:
+    """A path with ~ written out.
+
+    Raises:
+        BadInputError: If there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise BadInputError(f"{key}={path}: there is no such user; write the path out") from error
 
 
 def check_url(url: str) -> None:

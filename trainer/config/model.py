@@ -1,13 +1,46 @@
 """The network, and what is done to it: number formats, activation checkpointing, compilation."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from trainer.config.data import check_url
 from trainer.config.section import Section
 
 Allocator = Literal["native", "expandable", "async", "managed"]
+
+# What names weights elsewhere; anything else is a path.
+HUB = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+(/[\w.-]+)*)")
+TORCHVISION = re.compile(r"torchvision:(?P<name>\w+\.\w+)")
+
+
+_ALPHA = 16.0
+
+
+def _as_source(value: Any) -> Any:
+    if not isinstance(value, str) or value.startswith(("hub:", "torchvision:")):
+        return value
+    return Path(value)
+
+
+class LoraConfig(Section):
+    """LoRA (Hu et al., 2021): a few numbers beside each weight are trained, the weights stay as they are."""
+
+    rank: int = Field(0, ge=0, le=1 << 16, description="of what is learned beside each weight; 0: no LoRA")
+    alpha: float = Field(_ALPHA, gt=0, description="what is learned counts alpha / rank times")
+    targets: tuple[str, ...] = Field(
+        (),
+        description='linear layers and torch\'s attention by name: ["*.qkv", "*.mlp.*"]; by default all '
+        "within the model's blocks",
+    )
+
+    @model_validator(mode="after")
+    def _targets_belong_to_a_rank(self) -> "LoraConfig":
+        if (self.targets or self.alpha != _ALPHA) and not self.rank:
+            raise ValueError("model.lora.alpha and targets need model.lora.rank, such as 8")
+        return self
 
 
 class ModelConfig(Section):
@@ -26,10 +59,52 @@ class ModelConfig(Section):
     norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
-    pretrained: Path | None = Field(None, description="safetensors file to start from (fine-tuning)")
+    pretrained: Annotated[Path | str | None, BeforeValidator(_as_source)] = Field(
+        None,
+        description="start from a safetensors file, hub:ORG/NAME@REVISION (its model.safetensors) "
+        "or torchvision:WEIGHTS, such as torchvision:ResNet18_Weights.IMAGENET1K_V1",
+        json_schema_extra={"words": "Path | hub:… | torchvision:… | null"},
+    )
+    mirror: str | None = Field(
+        None, description="URL of a folder with torchvision's weight files, in place of torchvision's own"
+    )
     reinit: tuple[str, ...] = Field(
         (), description='what is not taken from pretrained and starts anew, by name: ["head.*"]'
     )
+
+    freeze: tuple[str, ...] = Field(
+        (), description='parameters that stay as they are, by name: ["layer1*", "stem"]'
+    )
+    lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="after")
+    def _lora_freezes_by_itself(self) -> "ModelConfig":
+        if self.freeze and self.lora.rank:
+            raise ValueError(
+                "model.lora freezes all weights that model.reinit doesn't name; leave model.freeze out"
+            )
+        return self
+
+    @field_validator("pretrained")
+    @classmethod
+    def _sources_are_whole(cls, value: Path | str | None) -> Path | str | None:
+        if isinstance(value, str) and not (HUB.fullmatch(value) or TORCHVISION.fullmatch(value)):
+            raise ValueError(
+                "give hub:ORG/NAME@REVISION, such as hub:timm/vit_small_patch16_224.augreg_in1k@main"
+                if value.startswith("hub:")
+                else "give torchvision:WEIGHTS, such as torchvision:ResNet18_Weights.IMAGENET1K_V1"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _a_mirror_is_a_url(self) -> "ModelConfig":
+        # Here and not at the field: whose error would repeat the URL, with what must not be in it.
+        if self.mirror is not None:
+            try:
+                check_url(self.mirror)
+            except ValueError as error:
+                raise ValueError(f"model.mirror: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _fresh_belongs_to_a_file(self) -> "ModelConfig":

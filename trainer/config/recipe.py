@@ -1,11 +1,12 @@
 """A recipe: everything that decides what a run trains, put together from its parts."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, EvaluationSetConfig
 from trainer.config.model import CompileConfig, MemoryConfig, ModelConfig, PrecisionConfig
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
@@ -14,6 +15,8 @@ from trainer.config.training import (
     AnomalyConfig,
     AverageConfig,
     CheckpointConfig,
+    EvaluationConfig,
+    HooksConfig,
     LogConfig,
     OptimConfig,
     ParallelConfig,
@@ -23,15 +26,23 @@ from trainer.config.training import (
 _TASKS = {
     "classification": (
         "small_resnet",
-        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10"),
+        ("digits", "synthetic", "folder", "table", "shards", "pack", "cifar10", "hf"),
     ),
-    "language": ("gpt", ("stdlib", "tokens", "text", "synthetic")),
+    "language": ("gpt", ("stdlib", "tokens", "text", "hf", "synthetic")),
     "audio": ("audio_cnn", ("dtmf", "folder", "synthetic")),
     "detection": ("tiny_detector", ("digits-canvas", "coco", "synthetic")),
 }
 
 
 _SECTIONS = ("language", "audio", "detection")
+
+
+def of_set(name: str, text: str) -> str:
+    """What is said of keys of the section data, where they are an evaluation set's."""
+    keys = "|".join(EvaluationSetConfig.model_fields)
+    told = re.sub(rf"\bdata\.({keys})\b", rf"evaluation.sets.{name}.\1", text)
+    told = re.sub(r"\bdata\.eval_split\b", f"evaluation.sets.{name}.split", told)
+    return told if f"evaluation.sets.{name}" in told else f"evaluation.sets.{name}: {told}"
 
 
 class Recipe(Section):
@@ -45,7 +56,6 @@ class Recipe(Section):
     seed: int = Field(0, ge=0, lt=1 << 63, description="keys the weights, the order and all other randomness")
     epochs: int = Field(..., ge=1, le=10**9, description="how often the data is seen")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
-    evaluate_every: int = Field(1, ge=0, description="epochs between evaluations; 0: only at the end")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPUs if there are any")
     cudnn_benchmark: bool = Field(
         True, description="let cuDNN time its algorithms once; shapes are fixed here"
@@ -63,10 +73,12 @@ class Recipe(Section):
     compile: CompileConfig = CompileConfig()
     optim: OptimConfig = OptimConfig()
     ema: AverageConfig = AverageConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     regularization: RegularizationConfig = RegularizationConfig()
     parallel: ParallelConfig = ParallelConfig()
     anomaly: AnomalyConfig = AnomalyConfig()
     log: LogConfig = LogConfig()
+    hooks: HooksConfig = HooksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
@@ -86,6 +98,8 @@ class Recipe(Section):
                 f"data.name={self.data.name} is nothing that task={self.task} reads: it reads "
                 f"{', '.join(names)}"
             )
+        if self.task != "classification" and self.data.label_column != "label":
+            raise ValueError(f"data.label_column: nothing that task={self.task} reads; leave it out")
         if self.model.name == "auto":
             self.model.name = model
         readers = {"regularization": "classification", **{name: name for name in _SECTIONS}}
@@ -109,6 +123,29 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _sets_that_the_task_reads(self) -> "Recipe":
+        for name, one in self.evaluation.sets.items():
+            if self.task not in _TASKS:
+                raise ValueError(
+                    "evaluation.sets: a task of one's own brings its data itself, with one set to measure "
+                    "on; leave them out"
+                )
+            try:
+                data, names = one.on(self.data), _TASKS[self.task][1]
+            except ValueError as error:
+                raise ValueError(of_set(name, str(error))) from None
+            if data.name not in names:
+                raise ValueError(
+                    f"evaluation.sets.{name}.name={data.name} is nothing that task={self.task} reads: it "
+                    f"reads {', '.join(names)}"
+                )
+        return self
+
+    def data_of_set(self, name: str) -> DataConfig:
+        """Where an evaluation set lies and how it comes, as a section data."""
+        return self.evaluation.sets[name].on(self.data)
+
+    @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "Recipe":
         mixing = self.regularization.mixup or self.regularization.cutmix
         if mixing and self.data.micro_batch_size == 1:
@@ -129,6 +166,11 @@ class Recipe(Section):
             )
         if self.precision.debug and self.compile.mode != "none":
             raise ValueError("precision.debug looks at every module as it runs: set compile.mode=none")
+        if self.log.layers_every and self.compile.mode != "none" and self.compile.scope == "model":
+            raise ValueError(
+                "log.layers_every looks at the parts of the model as they run, which one that is compiled as "
+                "a whole doesn't show: set compile.scope=blocks, or compile.mode=none"
+            )
         if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):
             raise ValueError(
                 f"precision.keep_fp32 has no effect with precision.mode={self.precision.mode}; "

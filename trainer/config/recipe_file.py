@@ -38,6 +38,11 @@ def read_recipe(name: str) -> dict[str, Any]:
     path = Path(name)
     if path.suffix == ".py":
         return custom_task_recipe(path)
+    if path.is_dir():
+        raise BadInputError(
+            f"{path} is a folder, and no recipe; to go on with a run give --resume {path}, to begin a new "
+            f"one with its weights --from {path}"
+        )
     if path.suffix not in (".yaml", ".yml"):
         known = recipe_names()
         raise BadInputError(
@@ -102,28 +107,45 @@ def _merged(values: dict[str, Any], changes: dict[str, Any], setting: str) -> di
     return merged
 
 
-def load_recipe(name: str, settings: Sequence[str]) -> Recipe:
-    """Reads a recipe and applies settings.
+def make_recipe(values: dict[str, Any], settings: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    """A configuration, every key of it checked.
+
+    Args:
+        values: As a YAML file holds them: `{"epochs": 3, "optim": {"lr": 0.1}}`. `epochs` must be there.
+        settings: As --set takes them, such as "optim.lr=0.1"; they win.
+        source: What the values are called in errors.
 
     Raises:
         BadInputError: For the first thing that is wrong with them.
     """
-    return validated(Recipe, override(read_recipe(name), settings), name)
+    return validated(Recipe, override(values, settings), source)
 
 
-def provisional(name: str, settings: Sequence[str]) -> tuple[Recipe, bool]:
+def load_recipe(name: str, settings: Sequence[str], values: dict[str, Any] | None = None) -> Recipe:
+    """A recipe by its name or path, or by what a run says of it, with settings; see `make_recipe`."""
+    return make_recipe(read_recipe(name) if values is None else values, settings, name)
+
+
+def provisional(
+    name: str, settings: Sequence[str], values: dict[str, Any] | None = None
+) -> tuple[Recipe, bool]:
     """A recipe, and whether its micro-batch is auto: then some number stands there that its rules allow.
+
+    Args:
+        name: Of the recipe, or its path.
+        settings: As --set takes them.
+        values: What stands in it, where a run says that; None: what is read by its name.
 
     Raises:
         BadInputError: For the first thing that is wrong with it.
     """
-    values = override(read_recipe(name), settings)
+    values = override(read_recipe(name) if values is None else values, settings)
     data = values.get("data")
     auto = isinstance(data, Mapping) and data.get("micro_batch_size") == "auto"
     if auto:
         whole = values["data"].get("global_batch_size", DataConfig.model_fields["global_batch_size"].default)
         values = {**values, "data": {**values["data"], "micro_batch_size": whole}}
-    return validated(Recipe, values, name), auto
+    return make_recipe(values, source=name), auto
 
 
 def key_lines(name: str, recipe: Recipe, auto: bool) -> Iterator[str]:

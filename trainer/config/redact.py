@@ -40,9 +40,10 @@ _PATTERNS = [
         (rf"""({_SCHEME})[^\s/@:"']*:(?!\d+(?:[/?#\s"']|$))[^\s"]{{0,4000}}@""", rf"\1{REDACTED}@"),
         (rf"""({_SCHEME})[^\s/?#"']{{1,1000}}@""", rf"\1{REDACTED}@"),
         (rf"""([?&;]{_PARAMETER}=)[^&;#\s"'\\]+""", rf"\1{REDACTED}"),
-        # key=value, key: value, "key": "value", and the same within a string that is quoted once more.
+        # key=value, key: value, "key": "value", and the same within a string that is quoted once more. (What
+        # --env-from says of a secret is its name.)
         (
-            rf"""(?<![\w.\-])(?<!unexpected )({_SECRET}\\?["']?\s*(?:=(?!=)|:(?!/))\s*)"""
+            rf"""(?<![\w.\-])(?<!unexpected )(?<!--env-from )({_SECRET}\\?["']?\s*(?:=(?!=)|:(?!/))\s*)"""
             rf"""(?:\\"[^"\\]*\\"|{_VALUE})""",
             rf"\1{REDACTED}",
         ),

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from trainer.config.redact import redact, redact_text
-from trainer.config.suggest import alike, nearest
+from trainer.config.suggest import MEANT, alike, nearest
 from trainer.config.yaml_text import in_yaml
 from trainer.errors import BadInputError
 
+_SHOWN_BY = "--help-config shows every key"
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -26,12 +28,18 @@ class Section(BaseModel):
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field: FieldInfo = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and "bool" not in _type_name(field.annotation):
-            raise ValueError("true and false are no numbers and no words here")
+            raise PydanticCustomError("bool", "true and false are no numbers and no words here")
         return value
 
 
-def validated(model: type[Config], values: dict[str, Any], source: str) -> Config:
+def validated(model: type[Config], values: dict[str, Any], source: str, shown_by: str = _SHOWN_BY) -> Config:
     """Turns values into a typed configuration.
+
+    Args:
+        model: Its class.
+        values: As they were read.
+        source: Where they come from.
+        shown_by: What is said where an unknown key is like none.
 
     Raises:
         BadInputError: For the first unknown key (with the nearest one) or wrong value.
@@ -39,10 +47,10 @@ def validated(model: type[Config], values: dict[str, Any], source: str) -> Confi
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadInputError(f"{source}: {_first_problem(model, error)}") from error
+        raise BadInputError(f"{source}: {_first_problem(model, error, shown_by)}") from error
 
 
-def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
+def _first_problem(model: type[BaseModel], error: ValidationError, shown_by: str) -> str:
     # An unknown key first: it is usually why another one is missing.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
@@ -52,7 +60,9 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
     dotted = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         inside = problem["input"]
-        return f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict))}{more}"
+        return (
+            f"unknown key '{dotted}'{_nearest_key(dotted, known, isinstance(inside, dict), shown_by)}{more}"
+        )
     dotted = _key_of(problem["loc"], known)
     wanted = next((key.type for key in describe(model) if key.name == dotted), "")
     what = problem["msg"].removeprefix("Value error, ")
@@ -66,7 +76,33 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> str:
         return f"{dotted}: {what}{more}" if dotted else f"{what}{more}"
     given = redact_text(in_yaml(problem["input"]))  # before a cut that would hide what shows it
     given = given if len(given) < 60 else given[:57] + "..."
-    return f"{dotted}={given}: {what[:1].lower()}{what[1:]}; allowed: {wanted}{more}"
+    # A rule of our own says itself what is allowed.
+    allowed = "" if problem["type"] == "value_error" else f"; allowed: {_in_words(wanted)}"
+    return f"{dotted}={given}: {what[:1].lower()}{what[1:]}{allowed}{more}"
+
+
+# Types of a configuration, as people call them; words that are allowed as they stand are shown so.
+_WORDS = {
+    "int": ["a whole number"],
+    "float": ["a number"],
+    "bool": ["true", "false"],
+    "str": ["a word"],
+    "Path": ["a path"],
+    "null": ["null"],
+    "[str, ...]": ["a list of words"],
+    "[int, ...]": ["a list of whole numbers"],
+    "[float, ...]": ["a list of numbers"],
+    "[float, float]": ["a list of two numbers"],
+}
+
+
+def _in_words(kind: str) -> str:
+    """The type of a key, for people: "int | null" is "a whole number or null"."""
+    parts = kind.split(" | ")
+    if not _WORDS.keys() & parts:
+        return kind
+    *first, last = [word for part in parts for word in _WORDS.get(part, [part])]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
@@ -76,19 +112,19 @@ def _key_of(location: Sequence[int | str], known: Sequence[str]) -> str:
     return next((key for key in ends if key in known), ".".join(parts))
 
 
-def _nearest_key(dotted: str, known: list[str], is_section: bool = False) -> str:
+def _nearest_key(dotted: str, known: list[str], is_section: bool = False, shown_by: str = _SHOWN_BY) -> str:
     head, _, tail = dotted.rpartition(".")
     if is_section:
         return nearest(dotted, {key.partition(".")[0] for key in known if "." in key})
     # By the last word alone: a section that two keys have in common makes them alike, whatever they mean.
     everywhere = {key.rpartition(".")[2]: key for key in reversed(known)}
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == head}
-    if tail in everywhere:
-        return f"; did you mean '{everywhere[tail]}'?"
+    if meant := everywhere.get(tail) or MEANT.get(tail):
+        return f"; did you mean '{meant}'?"
     for names in (beside, everywhere):
         if found := alike(tail, names):
             return f"; did you mean '{names[found]}'?"
-    return "; --help-config shows every key"
+    return f"; {shown_by}"
 
 
 class Key(NamedTuple):

@@ -1,7 +1,8 @@
-"""Sizes of files as people write them."""
+"""Sizes as people write them, and the units of memory."""
 
 import re
 
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _LETTERS = " kmgtp"
 
 

@@ -1,14 +1,25 @@
-"""How weights are updated, by whom, and what is guarded, logged and kept meanwhile."""
+"""How weights are updated, by whom, and what is watched, logged and kept meanwhile."""
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from trainer.config.data import EvaluationSetConfig
+from trainer.config.plugins import plugged_sinks
+from trainer.config.redact import is_secret
 from trainer.config.section import Section
+from trainer.config.suggest import nearest
 
 Binding = Literal["auto", "none", "node", "cores"]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_INTERVAL = re.compile(r"([1-9]\d{0,8}) ?(epoch|step)s?")
+_SET_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
+MAIN_SET = "data"  # the evaluation set that the section of this name has
+TRACKERS = ("wandb", "mlflow")
+FILES = ("jsonl", "csv", "tensorboard")
+_SINKS = (*FILES, *TRACKERS)
 
 
 class OptimConfig(Section):
@@ -23,14 +34,19 @@ class OptimConfig(Section):
         description="after the warm-up: cosine, one-cycle (cosine up as well), step (see milestones), "
         "wsd (constant, then a decay over the last part) or constant",
     )
-    warmup: float = Field(
-        0.05, ge=0, lt=1, description="share of the updates with a linear rise of the learning rate"
+    warmup_steps: int | float = Field(
+        0.05,
+        ge=0,
+        description="updates with a linear rise of the learning rate: from 1 on so many, below 1 a share of "
+        "the run's; if they are more than the run has, the peak is not reached",
     )
     final_lr: _Share = Field(
         0.0, description="where cosine, one-cycle (4e-6 at least) and wsd end, as a share of the peak"
     )
-    milestones: tuple[_Share, ...] = Field(
-        (1 / 3, 2 / 3, 8 / 9), description="shares of the run after which the rate falls (step)"
+    milestones: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (),
+        description="epochs after which the rate falls, such as [30, 60]; 2.5 is in the middle of the third; "
+        "one beyond the run's end never comes (step)",
     )
     gamma: float = Field(0.1, gt=0, le=1, description="factor at each milestone (step)")
     decay: float = Field(0.2, gt=0, le=1, description="share of the updates that the decay takes (wsd)")
@@ -43,13 +59,103 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the denominator (adamw, muon)")
     max_grad_norm: float = Field(0.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
+    @field_validator("warmup_steps")
+    @classmethod
+    def _steps_are_whole(cls, value: float) -> int | float:
+        if value < 1 and value:
+            return value
+        if value != int(value):
+            raise ValueError("from 1 on it is a number of steps, which is whole; below 1 a share of the run")
+        return int(value)
+
     @model_validator(mode="after")
     def _parts_come_one_after_the_other(self) -> "OptimConfig":
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
-            raise ValueError("optim.warmup and optim.decay are together more than the run")
+        if self.schedule == "wsd" and self.warmup_steps < 1 and self.warmup_steps + self.decay > 1:
+            raise ValueError("optim.warmup_steps and optim.decay are together more than the run")
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError("optim.milestones must rise, such as [0.3, 0.6, 0.9]")
+            raise ValueError("optim.milestones must rise, such as [30, 60, 80]")
+        if self.schedule == "step" and not self.milestones:
+            raise ValueError("optim.schedule=step needs optim.milestones, epochs such as [30, 60]")
         return self
+
+
+class EvaluationConfig(Section):
+    """When a run is evaluated, on what, and whether it ends early by that."""
+
+    every: str = Field(
+        "1 epoch",
+        description='how often: "2 epochs", "500 steps", or "end": only at the end, where it always is',
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="so many evaluations in a row that are no better than the best end the run; 0: never",
+    )
+    sets: dict[str, EvaluationSetConfig] = Field(
+        {},
+        description="more sets to measure on, by a name of one's own, each with some of path, name, split "
+        "(such as test; default: val), cache, cache_limit, check, input_column and label_column; what it "
+        "doesn't say is as in data. Rows have eval/NAME/loss and so on",
+        json_schema_extra={"words": "{NAME: {path: …, name: …, split: …}}"},
+    )
+    decides: str = Field(
+        MAIN_SET,
+        description="the set by which the best checkpoint is chosen and patience counts: a name of sets, or "
+        "data: the main one",
+    )
+
+    @field_validator("sets", mode="before")
+    @classmethod
+    def _sets_have_names_and_known_keys(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("give sets by name, such as {far: {path: /data/far}}")
+        known, sets = list(EvaluationSetConfig.model_fields), {}
+        for name, keys in value.items():
+            if not isinstance(name, str) or not _SET_NAME.fullmatch(name) or is_secret(name):
+                raise ValueError(f"'{name}' is no name for a set: take letters, digits, - and _")
+            if name == MAIN_SET:
+                raise ValueError("the set of the section data is called data already; take another name")
+            if not isinstance(keys, dict | EvaluationSetConfig):
+                raise ValueError(f"{name}: give its keys, such as {name}={{path: /data/{name}}}")
+            try:
+                sets[name] = EvaluationSetConfig.model_validate(keys)
+            except ValidationError as error:
+                problem = error.errors()[0]
+                key = str(problem["loc"][0])
+                if problem["type"] == "extra_forbidden":
+                    there = f" (there are: {', '.join(known)})"
+                    raise ValueError(f"{name}: unknown key '{key}'{nearest(key, known)}{there}") from None
+                raise ValueError(f"{name}.{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}") from None
+        return sets
+
+    @model_validator(mode="after")
+    def _a_set_decides(self) -> "EvaluationConfig":
+        names = [MAIN_SET, *self.sets]
+        if self.decides not in names:
+            raise ValueError(
+                f"evaluation.decides={self.decides}: no such set{nearest(self.decides, names)} (there are: "
+                f"{', '.join(names)})"
+            )
+        return self
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _is_an_interval(cls, value: Any) -> Any:
+        if not isinstance(value, str) or (value != "end" and not _INTERVAL.fullmatch(value)):
+            raise ValueError('give a number and its unit, such as "2 epochs" or "500 steps", or "end"')
+        return value
+
+    @model_validator(mode="after")
+    def _patience_is_of_several(self) -> "EvaluationConfig":
+        if self.patience and self.every == "end":
+            raise ValueError("evaluation.patience has no effect with evaluation.every=end")
+        return self
+
+    @property
+    def interval(self) -> tuple[int, Literal["epoch", "step"]] | None:
+        """How many, and of what; None: only at the end."""
+        found = _INTERVAL.fullmatch(self.every)
+        return None if found is None else (int(found[1]), "epoch" if found[2] == "epoch" else "step")
 
 
 class AverageConfig(Section):
@@ -151,12 +257,50 @@ class AnomalyConfig(Section):
     most: int = Field(20, ge=1, description="anomalies of a run, after which it stops in any case")
 
 
+class HooksConfig(Section):
+    """Somebody's own code that is called while a run trains; none of it changes what is learned."""
+
+    enabled: bool = Field(True, description="false: none are called, also of a task's file")
+    use: tuple[str, ...] = Field(
+        (),
+        description="file.py:NAME or module:NAME, each a class or object with after_step(row), "
+        "after_evaluation(step, metrics) or after_checkpoint(step, folder)",
+    )
+    on_error: Literal["stop", "warn"] = Field(
+        "stop",
+        description="what an error in a hook or in a log.to of one's own does: ends the run, or is told",
+    )
+
+    @field_validator("use")
+    @classmethod
+    def _are_places(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for place in value:
+            if not is_place(place):
+                raise ValueError(f"'{place}': give file.py:NAME or module:NAME")
+        return value
+
+
+def is_place(text: str) -> bool:
+    """Whether this says where something of one's own is: file.py:NAME or module:NAME."""
+    where, colon, name = text.rpartition(":")
+    return bool(colon and where) and name.isidentifier()
+
+
 class LogConfig(Section):
     """What is logged."""
 
     every: int = Field(50, ge=1, description="steps between two rows of metrics")
-    to: tuple[Literal["jsonl", "csv", "tensorboard"], ...] = Field(
-        ("jsonl", "tensorboard"), description="what the run folder holds of them, besides the console"
+    layers_every: int = Field(
+        0,
+        ge=0,
+        description="steps between two looks at the activations and gradients of each part of the model; "
+        "0: none",
+    )
+    to: tuple[str, ...] = Field(
+        ("jsonl", "tensorboard"),
+        description="where rows go besides the console: jsonl, csv, tensorboard (in the run folder), wandb, "
+        "mlflow, a name that an installed package brings, or a function of one's own, module:NAME or "
+        "file.py:NAME",
     )
     price_per_hour: float = Field(
         0.0,
@@ -170,6 +314,17 @@ class LogConfig(Section):
     fingerprints: bool = Field(
         True, description="checksums.jsonl: a fingerprint of every tensor with each row, for trainer verify"
     )
+
+    @field_validator("to")
+    @classmethod
+    def _is_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if one not in _SINKS and not is_place(one) and one not in (names := (*_SINKS, *plugged_sinks())):
+                raise ValueError(
+                    f"'{one}' is none of {', '.join(names)}, nor module:NAME or file.py:NAME of a function"
+                    f"{nearest(one, names)}"
+                )
+        return value
 
 
 class CheckpointConfig(Section):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -52,8 +53,18 @@ def parse_yaml(text: str, source: str) -> Any:
     Raises:
         BadInputError: If it isn't YAML or grows beyond 10,000 values.
     """
+    return _parsed(source, lambda: yaml.load(text, _Loader))
+
+
+def parse_documents(text: str, source: str) -> list[Any]:
+    """The same of a text with several documents, set apart by `---`; empty ones are left out."""
+    documents = _parsed(source, lambda: list(yaml.load_all(text, _Loader)))
+    return [document for document in documents if document is not None]
+
+
+def _parsed(source: str, load: Callable[[], Any]) -> Any:
     try:
-        values = yaml.load(text, _Loader)
+        values = load()
         size = _expanded(values, {}, ())
     except BadInputError as error:
         raise BadInputError(f"{source}: {error}") from error

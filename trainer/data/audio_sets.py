@@ -11,7 +11,7 @@ from trainer.data.builtin import dtmf
 from trainer.data.dataset import ArrayDataset, Dataset
 from trainer.data.formats.audio import AUDIO, LABEL, SUFFIXES, AudioFolder
 from trainer.data.formats.files import Files, in_folder
-from trainer.data.sources import check_folder, common_classes
+from trainer.data.sources import common_classes, data_path
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key
 
@@ -48,31 +48,48 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
                 f"data.name=dtmf is synthesised at {dtmf.RATE} Hz, {dtmf.LENGTH / dtmf.RATE} s long: set "
                 f"audio.sample_rate={dtmf.RATE} and audio.seconds={dtmf.LENGTH / dtmf.RATE}"
             )
-        train, test = dtmf.recordings(0, dtmf.TRAIN), dtmf.recordings(1, dtmf.TEST)
-        return AudioData(train, test, tuple(dtmf.KEYS))
+        learned, held = dtmf.recordings(0, dtmf.TRAIN), dtmf.recordings(1, dtmf.TEST)
+        return AudioData(learned, held, tuple(dtmf.KEYS))
     if config.name == "synthetic":
         return _synthetic(config, length, seed)
-    if not isinstance(config.path, Path):
-        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
-    root = config.path.expanduser()
-    check_folder(root)
-    return _folders(root, seconds, sample_rate, part, config)
-
-
-def _folders(root: Path, seconds: float, sample_rate: int, part: str, config: DataConfig) -> AudioData:
-    """`train/` and `val/` by class, or one folder by class with the lists of Speech Commands."""
+    root = Path(data_path(config))
+    # `train/` and `val/` by class, or one folder by class with the lists of Speech Commands.
     if (root / VALIDATION).exists() or (root / TESTING).exists():
         train, evaluation = listed(root, part)
-        roots = (root, root)
     else:
-        roots = (root / "train", root / "val")
-        train, evaluation = (in_folder(folder, SUFFIXES) for folder in roots)
+        train, evaluation = (in_folder(root / split, SUFFIXES) for split in ("train", "val"))
     classes = common_classes(root, train, evaluation)
     return AudioData(
-        AudioFolder(roots[0], seconds, sample_rate, True, config.on_corrupt, train),
-        AudioFolder(roots[1], seconds, sample_rate, False, config.on_corrupt, evaluation),
+        AudioFolder(train, seconds, sample_rate, True, config.on_corrupt),
+        AudioFolder(evaluation, seconds, sample_rate, False, config.on_corrupt),
         classes,
     )
+
+
+def more_audio(
+    config: DataConfig, seconds: float, sample_rate: int, split: str | None, seed: int
+) -> tuple[Dataset, tuple[str, ...]]:
+    """Recordings to measure on, and their classes.
+
+    Args:
+        split: A folder below data.path; or, where lists say which files these are, validation or testing;
+            None: val, or validation.
+
+    Raises:
+        BadInputError: If it isn't there or isn't what it should be.
+    """
+    if config.name in ("dtmf", "synthetic"):
+        audio = load_audio(config, seconds, sample_rate, "validation", seed)
+        return audio.evaluation, audio.classes
+    root = Path(data_path(config))
+    if (root / VALIDATION).exists() or (root / TESTING).exists():
+        part = split or "validation"
+        if part not in ("validation", "testing"):
+            raise BadInputError(f"data.split={part}: {root} has lists, of validation and testing; name one")
+        records = listed(root, part)[1]
+    else:
+        records = in_folder(root / (split or "val"), SUFFIXES)
+    return AudioFolder(records, seconds, sample_rate, False, config.on_corrupt), tuple(records.classes)
 
 
 def listed(root: Path, part: str) -> tuple[Files, Files]:

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,14 +34,6 @@ class Wrong(NamedTuple):
     reason: str
 
 
-class Stored(Protocol):
-    """What lies in files."""
-
-    def absent(self) -> str:
-        """Which of its files can't be read, how many and where the first is named; "" if all are there."""
-        ...
-
-
 class Part(NamedTuple):
     """A data set, and how many of its samples may be corrupt."""
 
@@ -55,7 +47,7 @@ def check_data(how: Check, remote: bool, parts: Sequence[Part]) -> None:
 
     Args:
         how: What data.check says.
-        remote: Whether it lies behind a URL: its pieces are checked as they are fetched, not here.
+        remote: Whether it lies behind a URL: its shards are checked as they are fetched, not here.
         parts: Training and evaluation.
 
     Raises:
@@ -64,8 +56,8 @@ def check_data(how: Check, remote: bool, parts: Sequence[Part]) -> None:
     if how == "none" or remote:
         return
     for part in parts:
-        stored: Stored | None = getattr(part.dataset, "records", None)
-        if stored is not None and (line := stored.absent()):
+        records = getattr(part.dataset, "records", None)
+        if records is not None and (line := records.absent()):
             raise BadInputError(line)
     for part in parts:
         if how == "full" and part.dataset.arrays is None and not part.dataset.in_process:

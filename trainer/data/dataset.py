@@ -39,7 +39,7 @@ class Dataset(Protocol):
 
     A data set may have `buckets`, the number of samples in each of its buckets of similar length, whose
     samples have consecutive numbers: then those of a micro-batch are of one bucket. It may have `records`,
-    which are looked up before ranks start (`check.Stored`).
+    which are looked up before ranks start (`formats.records`).
     """
 
     fields: Mapping[str, Field]

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from trainer.data.dataset import Dataset
 from trainer.host.limits import Limits, workers_per_rank
+from trainer.observe.text import megabytes
 
 Given = int | Literal["auto"]
 
@@ -118,13 +119,9 @@ def by_rule(
 def estimate(setting: Loading, sizes: Sizes, limits: Limits, ranks: int, forked: bool = True) -> str:
     """What a setting takes, for people: "3 workers x prefetch 3 x 9.6 MB = 87 MB, …"."""
     whole, budget = bytes_needed(setting, sizes, forked), memory_budget(limits, ranks)
-    of = "" if budget == math.inf else f" of the {_megabytes(budget)} that they may take"
+    of = "" if budget == math.inf else f" of the {megabytes(budget)} that they may take"
     text = f"{setting}"
     if setting.workers:
         ahead = setting.workers * setting.prefetch * sizes.batch
-        text += f" x {_megabytes(sizes.batch)} = {_megabytes(ahead)}"
-    return f"{text}; with spare slots, evaluation and processes {_megabytes(whole)}{of}"
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB" if size < 9.95e6 else f"{size / 1e6:,.0f} MB"
+        text += f" x {megabytes(sizes.batch)} = {megabytes(ahead)}"
+    return f"{text}; with spare slots, evaluation and processes {megabytes(whole)}{of}"

@@ -34,7 +34,7 @@ from trainer.data.workers import (
     start_method,
     unsendable,
 )
-from trainer.errors import BadInputError
+from trainer.errors import BadInputError, OwnCodeError
 from trainer.rng import Ints, uniforms
 
 _RESIDENT_BYTES = 256 << 20
@@ -113,7 +113,6 @@ class ResidentLoader:
     """The data set lies on the device; a batch is a gather there."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
-        """Copies the data set to the device."""
         assert source.dataset.arrays is not None
         self._source = source
         self._device = device
@@ -160,13 +159,15 @@ class ResidentLoader:
 class _Filled(NamedTuple):
     """A batch that lies in its slot; `failed` is the message where it could not be filled.
 
-    A message and not an exception, which would arrive with a worker's traceback in its text.
+    A message and not an exception, which would arrive with a worker's traceback in its text. `trace` is what
+    somebody's own code raised.
     """
 
     number: int
     num_items: NumItems
     replaced: Sequence[Bad] = ()
     failed: str = ""
+    trace: str = ""
     work: Work = NO_WORK
 
 
@@ -192,13 +193,14 @@ class _Filler(TorchDataset[_Filled]):
         return filled._replace(work=work_since(began, len(sample)))
 
     def _read(self, batch: int, sample: Ints, extras: dict[str, npt.NDArray[Any]]) -> _Filled:
-        out = self._ring.arrays(batch)
+        # Of several evaluation sets the ring has room for the largest batches.
+        out = {name: array[: len(sample)] for name, array in self._ring.arrays(batch).items()}
         for name, array in extras.items():
             out[name][...] = array
         try:
             replaced = self._source.dataset.read(sample, extras.get(_UNIFORM), out)
         except BadInputError as error:
-            return _Filled(batch, NumItems(0, 0), failed=str(error))
+            return _Filled(batch, NumItems(0, 0), failed=str(error), trace=getattr(error, "trace", ""))
         if data.NUM_ITEMS not in out and _WEIGHT not in extras:
             most = self._source.dataset.num_items
             return _Filled(batch, NumItems(most * len(sample), most), replaced or ())
@@ -284,9 +286,11 @@ class RingLoader:
     def take_work(self) -> dict[str, float]:
         """What filling was spent on since the last call, `loader/*`; empty if nothing was filled."""
         work, self._work = self._work, NO_WORK
-        return work.figures(self._workers)
+        return work.metrics(self._workers)
 
     def _checked(self, filled: _Filled) -> tuple[int, NumItems]:
+        if filled.trace:
+            raise OwnCodeError(filled.failed, filled.trace)
         if filled.failed:
             raise BadInputError(filled.failed)
         if filled.replaced:

@@ -1,21 +1,23 @@
 """Data sets by name: embedded digits, synthetic images, and images from folders, tables, shards and packs."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, at_home
 from trainer.config.sizes import parse_size
 from trainer.data.dataset import ArrayDataset, Dataset
+from trainer.data.formats.arrow import ArrowImages, splits
 from trainer.data.formats.cifar10 import open_cifar10
 from trainer.data.formats.files import in_folder, in_table, readable
 from trainer.data.formats.images import ImageDataset
-from trainer.data.formats.pieces import in_pieces
 from trainer.data.formats.records import Records
+from trainer.data.formats.sharded import in_shards
 from trainer.data.remote.access import join
-from trainer.data.remote.cache import CachedPieces, open_cached, pieces_together
+from trainer.data.remote.cache import CachedShards, fitting_shards_per_block, open_cached
 from trainer.errors import BadInputError
 from trainer.rng import Purpose, key, keys
 
@@ -55,18 +57,21 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         return _digits()
     if config.name == "synthetic":
         return _synthetic(config, seed)
-    if config.path is None:
-        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
-    path = _at_home("path", config.path)
-    if isinstance(path, Path):
-        check_folder(path)
+    path = data_path(config)
     if config.name == "cifar10":
         return _cifar10(Path(path))
-    train, evaluation = (
-        open_records(config.name, path, split, config.cache, config.cache_limit) for split in ("train", "val")
-    )
-    if isinstance(train, CachedPieces) and isinstance(evaluation, CachedPieces):
-        train.together = pieces_together(_bytes(config.cache_limit), (train, evaluation))
+    train: Records
+    evaluation: Records
+    if config.name == "hf":
+        columns = config.input_column or IMAGE, config.label_column
+        train, evaluation = (ArrowImages(part, *columns) for part in splits(Path(path), config.eval_split))
+    else:
+        train, evaluation = (
+            open_records(config.name, path, split, config.cache, config.cache_limit)
+            for split in ("train", "val")
+        )
+    if isinstance(train, CachedShards) and isinstance(evaluation, CachedShards):
+        train.shards_per_block = fitting_shards_per_block(_bytes(config.cache_limit), (train, evaluation))
     classes = common_classes(path, train, evaluation, gaps=config.name != "folder")
     # The usual statistics of ImageNet.
     return ImageData(
@@ -78,6 +83,79 @@ def load_images(config: DataConfig, seed: int) -> ImageData:
         std=(0.229, 0.224, 0.225),
         notes=_of_nobody(classes, train),
     )
+
+
+def more_images(config: DataConfig, split: str | None, seed: int) -> tuple[Dataset, tuple[str, ...]]:
+    """Images to measure on, and their classes; of what lies in files only this split is opened.
+
+    Args:
+        config: Names the data set.
+        split: Which part; None: val, or what hf data has to measure on.
+        seed: For synthetic images.
+
+    Raises:
+        BadInputError: If it isn't there or isn't what it should be.
+    """
+    if config.name in ("digits", "synthetic", "cifar10"):
+        images = load_images(config, seed)
+        return images.evaluation, images.classes
+    path = data_path(config)
+    records: Records
+    if config.name == "hf":
+        _, folder = splits(Path(path), config.eval_split)
+        records = ArrowImages(folder, config.input_column or IMAGE, config.label_column)
+    else:
+        records = open_records(config.name, path, split or "val", config.cache, config.cache_limit)
+    dataset = ImageDataset(records, config.image_size, random_crop=False, on_corrupt=config.on_corrupt)
+    return dataset, tuple(records.classes)
+
+
+def check_alike(dataset: Dataset, classes: Sequence[str], main: Dataset, known: Sequence[str]) -> None:
+    """Makes sure that a model of the main data can be measured on another set.
+
+    Args:
+        dataset: The other set.
+        classes: Its classes; the last ones may be missing.
+        main: What is measured on besides.
+        known: The model's classes.
+
+    Raises:
+        BadInputError: If classes or samples are others.
+    """
+    if tuple(classes) != tuple(known[: len(classes)]):
+        odd = next((name for name in classes if name not in known), None)
+        lost = next((name for name in known if name not in classes), None)
+        what = "they stand in another order"
+        if odd is not None:
+            what = f"'{odd}' is none of the model's"
+        elif lost is not None:
+            what = f"'{lost}' is missing"
+        raise BadInputError(f"has other classes than the model ({len(classes):,} and {len(known):,}): {what}")
+    for name, (shape, dtype) in main.fields.items():
+        here = dataset.fields.get(name)
+        if here != (shape, dtype):
+            found = "none" if here is None else f"{here.dtype} {_by(here.shape)}"
+            raise BadInputError(
+                f"is another kind of data: '{name}' is {found} there, in the main set {dtype} {_by(shape)}"
+            )
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+def data_path(config: DataConfig) -> Path | str:
+    """The folder of the data, or its URL.
+
+    Raises:
+        BadInputError: If it isn't given, or there is no such folder.
+    """
+    if config.path is None:
+        raise BadInputError(f"data.path is missing: data.name={config.name} needs --set data.path=DIR")
+    path = _at_home("path", config.path)
+    if isinstance(path, Path):
+        check_folder(path)
+    return path
 
 
 def open_records(
@@ -104,14 +182,14 @@ def open_records(
     if name == "table":
         parquet = path / f"{split}.parquet"
         return in_table(parquet if parquet.exists() else path / f"{split}.csv")
-    return in_pieces(path / split)
+    return in_shards(path / split)
 
 
 def order_of(dataset: Dataset) -> tuple[tuple[int, ...], int]:
-    """Samples of each piece, and of how many pieces they are shuffled together; () and 0: of all."""
+    """Samples of each shard, and of how many shards they are shuffled together; () and 0: of all."""
     records = getattr(dataset, "records", None)
-    if isinstance(records, CachedPieces) and records.together:
-        return tuple(records.sizes), records.together
+    if isinstance(records, CachedShards) and records.shards_per_block:
+        return tuple(records.sizes), records.shards_per_block
     return (), 0
 
 
@@ -131,12 +209,7 @@ def _bytes(size: str | None) -> int | None:
 
 
 def _at_home(key: str, path: Path | str) -> Path | str:
-    if isinstance(path, str):
-        return path
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise BadInputError(f"data.{key}={path}: there is no such user; write the path out") from error
+    return path if isinstance(path, str) else at_home(path, f"data.{key}")
 
 
 def common_classes(

@@ -30,7 +30,7 @@ class Work(NamedTuple):
         """Both together."""
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def figures(self, workers: int) -> dict[str, float]:
+    def metrics(self, workers: int) -> dict[str, float]:
         """Shares of the time, for a row of metrics; empty if nothing was filled."""
         if not self.samples or not self.wall:
             return {}

@@ -46,18 +46,20 @@ def unsendable(dataset: Dataset, method: str, error: Exception) -> str:
 
 
 def check_known_there(dataset: Dataset, method: str) -> None:
-    """Makes sure that a worker that isn't forked can import the class of a data set.
+    """Makes sure that a worker that isn't forked can import the class of a data set, and what it calls.
 
     Raises:
-        BadInputError: If the class is of a task's own file, or of a notebook.
+        BadInputError: If one of them is of a task's own file, or of a notebook.
     """
-    module = type(dataset).__module__
-    notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-    if method != "fork" and (module == MODULE or notebook):
-        raise BadInputError(
-            f"data.start_method={method}: a worker can't import {type(dataset).__name__} from a task's "
-            "file or a notebook; import it from a module of yours, or set data.workers=0"
-        )
+    for thing in (dataset, *getattr(dataset, "brought", ())):
+        module = getattr(thing, "__module__", "")
+        notebook = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+        if method != "fork" and (module == MODULE or notebook):
+            name = getattr(thing, "__name__", type(thing).__name__)
+            raise BadInputError(
+                f"data.start_method={method}: a worker can't import {name} from a task's "
+                "file or a notebook; import it from a module of yours, or set data.workers=0"
+            )
 
 
 class _Trial(pickle.Pickler):

@@ -54,11 +54,6 @@ class StopConsensus:
     def after(self, step: int, signal: int, save: bool) -> Decision:
         """What to do after a step.
 
-        Args:
-            step: Steps done; each is asked about once, in order.
-            signal: The signal that this rank got, or 0.
-            save: Whether this rank finds that it is time for a checkpoint.
-
         Returns:
             The same on every rank.
         """

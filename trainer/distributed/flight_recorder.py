@@ -9,12 +9,17 @@ same on all ranks of a group), `profiling_name`, sizes, dtypes and `state`: "sch
 called it, "completed" once the GPU has done it, between them "started" if TORCH_NCCL_ENABLE_TIMING=1;
 `pg_status` with the last number that was completed; `pg_config` with the ranks of each group. Gloo leaves
 the state at "scheduled" and has no `pg_config`.
+
+torch's own analyzer (`torchfrtrace`) is not used: its code is in the wheel of 2.14.1, but not in those of
+2.5.1 and 2.9.1, which bring the command alone; it unpickles whole dumps from a folder, and wants `pg_config`.
 """
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from trainer.observe.text import listed
 
 _KEPT = 3  # of each group, from the first that isn't completed on
 
@@ -205,6 +210,4 @@ def _place(group: _Group) -> str:
 
 def _names(ranks: Iterable[int]) -> str:
     numbers = [str(rank) for rank in sorted(ranks)]
-    shown: Sequence[str] = numbers if len(numbers) <= 8 else [*numbers[:6], f"{len(numbers) - 6} more"]
-    words = "rank " if len(numbers) == 1 else "ranks "
-    return words + (f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0])
+    return f"rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"

@@ -1,6 +1,5 @@
 """Several processes, one model: process group, DDP and the sum that makes ranks agree."""
 
-import atexit
 import hashlib
 import inspect
 import os
@@ -19,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config.training import ParallelConfig
 from trainer.errors import BadInputError
+from trainer.launch.worker import hold
 from trainer.observe.phases import communicating, enter_phase
+from trainer.observe.text import listed
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class World:
         device: Where this rank computes.
         group: The process group; None for a single process.
         control: One for CPU tensors, for what ranks decide together; None for a single process.
+        local_size: Number of ranks on this host.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None
     control: dist.ProcessGroup | None = None
+    local_size: int = 1
 
 
 @contextmanager
@@ -52,12 +55,13 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     rank, size, local = (
         int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
     )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if size == 1:
-        yield World(rank, size, local, device, None)
+        yield World(rank, size, local, device, None, local_size=here)
         return
     with nullcontext() if kind == "cuda" else silenced(sys.stdout):
         dist.init_process_group(
@@ -71,7 +75,7 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     if kind == "cpu":
         hold_gloo(dist.group.WORLD)
     try:
-        yield World(rank, size, local, device, dist.group.WORLD, control)
+        yield World(rank, size, local, device, dist.group.WORLD, control, here)
     except BaseException:
         # destroy would wait for NCCL kernels that wait for a rank which is gone.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
@@ -80,19 +84,15 @@ def joined_world(kind: Literal["cpu", "cuda"], timeout_s: float) -> Iterator[Wor
     dist.destroy_process_group()
 
 
-_gloo = list[object]()
-atexit.register(_gloo.clear)
-
-
 def hold_gloo(group: dist.ProcessGroup | None) -> None:
-    """Keeps gloo's part of a group until the process ends, so that leaving the group can't hang.
+    """Keeps gloo's part of a group until this rank ends, so that leaving the group can't hang.
 
     Before torch 2.8 a group that Python lets go of waits for gloo's threads and keeps Python's lock; one of
     them may wait for that lock, to give back a tensor. gloo's part is let go of without the lock: it has to
     be the last (https://github.com/pytorch/pytorch/pull/154976).
     """
     assert group is not None
-    _gloo.append(group._get_backend(torch.device("cpu")))
+    hold(group._get_backend(torch.device("cpu")))
 
 
 @contextmanager
@@ -119,11 +119,7 @@ def sum_hook(
 
     The loss is already divided by the step's total over all ranks, so that a sum is what's right.
     """
-    enter_phase("communication")
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    _launched(bucket)
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
-    return summed
+    return _summed(group, bucket, bucket.buffer())
 
 
 def bf16_sum_hook(
@@ -135,24 +131,22 @@ def bf16_sum_hook(
     torch's bf16_compress_hook divides by the number of ranks, see `sum_hook`.
     """
     buffer = bucket.buffer()
-    enter_phase("communication")
-    work = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True)
-    _launched(bucket)
-    restored: torch.futures.Future[torch.Tensor] = work.get_future().then(
-        lambda future: buffer.copy_(_first(future))
-    )
+    summed = _summed(group, bucket, buffer.to(torch.bfloat16))
+    restored: torch.futures.Future[torch.Tensor] = summed.then(lambda future: buffer.copy_(future.value()))
     return restored
 
 
-def _launched(bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+def _summed(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    values: torch.Tensor,
+) -> torch.futures.Future[torch.Tensor]:
+    enter_phase("communication")
+    work = dist.all_reduce(values, group=group, async_op=True)
     # What is left of backward after the last bucket is to wait for the others.
     enter_phase("communication" if bucket.is_last() else "backward")
-
-
-def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
-    value = future.value()
-    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
-    return tensor
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 # torch 2.13 renamed the argument and warns of the old name. The new one keeps the broadcast at the start, of
@@ -232,14 +226,11 @@ def check_reduced(model: nn.Module, rank: int) -> None:
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
-        prefixes = ("model.", "_orig_mod.")
-        unused = [names[int(number)] for number in found[1].split()] if found else []
-        for prefix in prefixes:
-            unused = [name.removeprefix(prefix) for name in unused]
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        unused = [names[int(number)] for number in found[1].split()] if found else ["(torch names none)"]
+        unused = [name.removeprefix("model.").removeprefix("_orig_mod.") for name in unused]
         raise BadInputError(
             f"rank {rank}: a step's backward pass gave no gradient to the model's parameters "
-            f"{', '.join(unused[:5]) or '(torch names none)'}{more}; use "
+            f"{listed(unused, 6)}; use "
             "parallel.find_unused_parameters=true or parallel.reduction=tree, or remove these parameters"
         ) from error
 
@@ -251,10 +242,6 @@ def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
 
 def check_agreement(text: str, world: World) -> None:
     """Makes sure that all ranks are about to do the same.
-
-    Args:
-        text: What a rank is about to do.
-        world: The ranks.
 
     Raises:
         BadInputError: If ranks differ, as they do where hosts see different files.

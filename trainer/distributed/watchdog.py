@@ -1,8 +1,8 @@
 """Finds the rank that hangs, and ends the job with code 76 instead of waiting for it for ever.
 
-Each rank has a thread that looks at its marks (observe.phases) and a second one that exchanges them with the
+Each rank has a thread that looks at its phases (observe.phases) and a second one that exchanges them with the
 others over the store at which the ranks met: a thread of its own, for a request to a host that is gone never
-returns. A rank without progress for long reads what the others said last. The one with the fewest marks is
+returns. A rank without progress for long reads what the others said last. The one with the fewest phases is
 the one that the others wait for; one that says nothing any more was stopped, or its host is gone.
 """
 
@@ -26,8 +26,9 @@ from trainer.config.training import ParallelConfig
 from trainer.distributed.flight_recorder import dump, parse
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
-from trainer.launch import rank
+from trainer.launch.worker import leave_now
 from trainer.observe.phases import PHASE_TIMER
+from trainer.observe.text import listed
 
 _LOOKS = 20  # in the time without progress that is allowed
 _LONGEST_INTERVAL = 5.0  # seconds
@@ -60,7 +61,7 @@ class Seen:
 
     Attributes:
         rank: Its number.
-        count: Its marks.
+        count: Phases that it entered.
         step: The step that it did, counted from 1.
         phase: What it did there; "failed" or "done" once it has left.
         idle: Seconds without progress, by its own clock, when it said so.
@@ -83,7 +84,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Why the job ends.
 
     Attributes:
@@ -97,7 +98,7 @@ class Verdict:
     code: int = EXIT_HANG
 
 
-def judge(states: Sequence[Seen], limit: float, doubtful: float) -> Verdict | None:
+def judge(states: Sequence[Seen], limit: float, doubtful: float) -> HangVerdict | None:
     """Who keeps the others waiting.
 
     Args:
@@ -112,7 +113,7 @@ def judge(states: Sequence[Seen], limit: float, doubtful: float) -> Verdict | No
     failed = [state for state in there if state.phase == "failed"]
     if failed:
         names = _names(failed, there)
-        return Verdict(f"{names} failed, and the others wait in vain", _ranks(failed), EXIT_FAILED)
+        return HangVerdict(f"{names} failed, and the others wait in vain", _ranks(failed), EXIT_FAILED)
     if any(doubtful < state.silence < limit for state in there):
         return None
     silent = [state for state in there if state.silence >= limit]
@@ -123,7 +124,7 @@ def judge(states: Sequence[Seen], limit: float, doubtful: float) -> Verdict | No
     first, others = culprits[0], [state for state in there if state not in culprits]
     if len(culprits) == len(there) > 1 and first.phase == "communication":
         text = f"all {len(there)} ranks wait in {first.where}, and none is behind the others"
-        return Verdict(_sentence(limit, [text], _CHECK[first.phase]), _ranks(culprits))
+        return HangVerdict(_sentence(limit, [text], _CHECK[first.phase]), _ranks(culprits))
     names = _names(culprits, there)
     if silent:
         check = "whether it was stopped (SIGSTOP), and whether its host is there"
@@ -131,7 +132,7 @@ def judge(states: Sequence[Seen], limit: float, doubtful: float) -> Verdict | No
     else:
         check = _CHECK[first.phase]
         what = f"{names} {'hang' if len(culprits) > 1 else 'hangs'} in {first.where}"
-    return Verdict(_sentence(limit, [what, *_waiting(others)], check), _ranks(culprits))
+    return HangVerdict(_sentence(limit, [what, *_waiting(others)], check), _ranks(culprits))
 
 
 def _sentence(limit: float, parts: Sequence[str], check: str) -> str:
@@ -145,20 +146,14 @@ def _waiting(others: Sequence[Seen]) -> list[str]:
     ((where, count), *_) = Counter(other.where for other in others).most_common()
     if len(others) == 1:
         return [f"rank {others[0].rank} waits in {where}"]
-    return [f"{len(others)} others wait{',' if count < len(others) else ''} {_most(count, others)}in {where}"]
-
-
-def _most(count: int, others: Sequence[Seen]) -> str:
-    return "most of them " if count < len(others) else ""
+    return [f"{len(others)} others wait{', most of them' * (count < len(others))} in {where}"]
 
 
 def _names(culprits: Sequence[Seen], there: Sequence[Seen]) -> str:
     """Few of them by their numbers; with the host where there are several."""
     hosts = len({state.host for state in there}) > 1
     names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
-    shown = names if len(names) <= _NAMED else [*names[: _NAMED - 1], f"{len(names) - _NAMED + 1} more"]
-    words = "rank " if len(names) == 1 else "ranks "
-    return words + (" and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0])
+    return f"rank{'s' * (len(names) > 1)} {listed(names, _NAMED)}"
 
 
 def _ranks(states: Sequence[Seen]) -> list[int]:
@@ -247,14 +242,14 @@ class Watchdog:
             unanswered = unanswered + step if heard == self._heard_times and self._listens() else 0.0
             heard = self._heard_times
             if self._agreed:
-                self._leave(Verdict(**json.loads(self._agreed)))
+                self._leave(HangVerdict(**json.loads(self._agreed)))
             verdict = self._verdict(limit, unanswered) if self._idle >= limit else None
             waited = waited + step if verdict else 0.0
             if verdict and (self._store is None or waited > 4 * self._interval or unanswered >= limit):
                 self._leave(verdict)  # nobody to agree with
             self._proposal = json.dumps(asdict(self._with_record(verdict))) if verdict else ""
 
-    def _verdict(self, limit: float, unanswered: float) -> Verdict | None:
+    def _verdict(self, limit: float, unanswered: float) -> HangVerdict | None:
         own = self._seen()
         if self._world.size == 1 or PHASE_TIMER.phase == "end":  # then nobody waits for anybody
             return judge([own], limit, limit)
@@ -264,7 +259,7 @@ class Watchdog:
         heard = [own if state.rank == own.rank else state for state in self._heard]
         return judge(heard, limit, 4 * self._interval) if heard else None
 
-    def _with_record(self, verdict: Verdict) -> Verdict:
+    def _with_record(self, verdict: HangVerdict) -> HangVerdict:
         """Adds which collective not all ranks entered, where torch's flight recorders know it."""
         records = {number: self._records.get(number) or None for number in range(self._world.size)}
         line = parse(records) if any(records.values()) and verdict.code == EXIT_HANG else None
@@ -280,11 +275,11 @@ class Watchdog:
     def _listens(self) -> bool:
         return self._idle >= self._seconds / 2
 
-    def _leave(self, verdict: Verdict) -> None:
+    def _leave(self, verdict: HangVerdict) -> None:
         own = self._world.rank in verdict.culprits
         # Where rank 0 holds the store and not torchrun, the others need it to learn what was agreed.
         holds = self._world.rank == 0 and self._world.size > 1 and not _agent_holds_the_store()
-        rank.leave_now(
+        leave_now(
             verdict.code,
             verdict.line,
             f"rank {self._world.rank} is here:\n{_stack()}" if own else "",

@@ -20,8 +20,22 @@ if TYPE_CHECKING:  # pydantic takes longer to import than all the rest, and a ra
 
 Cpus = frozenset[int]
 
-VARIABLE = "TRAINER_CPUS"  # for the ranks: the CPUs of each, "0-3;4-7"
-_PIN_VARIABLE = "TRAINER_PIN_THREADS"
+
+@dataclass(frozen=True)
+class CpuShares:
+    """What the ranks of this host keep to.
+
+    Attributes:
+        each: The CPUs of each, by its local rank; empty if none is bound.
+        pinned: Whether a rank's OpenMP threads are pinned, each to one of them.
+    """
+
+    each: tuple[Cpus, ...] = ()
+    pinned: bool = False
+
+    def of(self, local_rank: int) -> Cpus:
+        """Those of one rank; empty if it is not bound."""
+        return self.each[local_rank] if local_rank < len(self.each) else frozenset()
 
 
 @dataclass(frozen=True)
@@ -73,8 +87,8 @@ def gpu_nodes(bus_ids: Sequence[str], root: Path = Path("/")) -> list[int | None
     return places
 
 
-def share_cpus(binding: Binding, topology: Topology, places: Sequence[int | None]) -> list[Cpus]:
-    """The CPUs of each rank of this host; empty if no rank is bound.
+def share_cpus(binding: Binding, topology: Topology, places: Sequence[int | None]) -> CpuShares:
+    """The CPUs of each rank of this host.
 
     Args:
         binding: node: those of the rank's NUMA node. cores: whole cores of its own there. auto: node, where
@@ -87,16 +101,17 @@ def share_cpus(binding: Binding, topology: Topology, places: Sequence[int | None
     if binding == "auto":
         binding = "node" if len(nodes) > 1 and (len(places) > 1 or known) else "none"
     if binding == "none":
-        return []
+        return CpuShares()
     homes = [
         place if place is not None and place in nodes else nodes[rank * len(nodes) // len(places)]
         for rank, place in enumerate(places)
     ]
     if binding == "node":
-        return [topology.nodes[home] for home in homes]
-    return [
+        return CpuShares(tuple(topology.nodes[home] for home in homes))
+    own = (
         _cores(topology, home, homes[:rank].count(home), homes.count(home)) for rank, home in enumerate(homes)
-    ]
+    )
+    return CpuShares(tuple(own), pinned=True)
 
 
 def _cores(topology: Topology, node: int, number: int, of: int) -> Cpus:
@@ -106,65 +121,46 @@ def _cores(topology: Topology, node: int, number: int, of: int) -> Cpus:
     return frozenset(cpu for core in part for cpu in core) & topology.nodes[node]
 
 
-def within(limits: Limits, shares: Sequence[Cpus]) -> Limits:
+def within(limits: Limits, shares: CpuShares) -> Limits:
     """Limits with no more CPUs than ranks have that keep to these: the poorest of them decides."""
-    if not shares:
+    if not shares.each:
         return limits
-    each = min(len(cpus) / shares.count(cpus) for cpus in shares)
-    if each * len(shares) >= limits.cpus:
+    cpus = len(shares.each) * min(len(share) / shares.each.count(share) for share in shares.each)
+    if cpus >= limits.cpus:
         return limits
-    return replace(
-        limits, cpus=each * len(shares), sources={**limits.sources, "cpus": "parallel.cpu_binding"}
-    )
+    return replace(limits, cpus=cpus, sources={**limits.sources, "cpus": "parallel.cpu_binding"})
 
 
-def variables(binding: Binding, shares: Sequence[Cpus]) -> dict[str, str]:
-    """What the environment of the ranks needs for these shares."""
-    if not shares:
-        return {}
-    pinned = {_PIN_VARIABLE: "1"} if binding == "cores" else {}
-    return {VARIABLE: ";".join(map(cpus_text, shares)), **pinned}
-
-
-def shares_of(environ: Mapping[str, str]) -> list[Cpus]:
-    """The CPUs of each rank of this host, as the launcher wrote them; empty if it bound none."""
-    text = environ.get(VARIABLE, "")
-    return [frozenset(listed_cpus(part) or ()) for part in text.split(";")] if text else []
-
-
-def bind(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets this rank keep to its CPUs, before anything starts threads; nothing if the launcher bound none.
+def bind(shares: CpuShares, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this rank keep to its CPUs, before anything starts threads; nothing if it has none.
 
     With cores of its own its OpenMP threads are pinned to them, too (libgomp's and LLVM's variables), unless
     the user has said how.
     """
-    shares, rank = shares_of(environ), int(environ.get("LOCAL_RANK", "0"))
-    if rank >= len(shares) or not shares[rank]:
+    cpus = shares.of(int(environ.get("LOCAL_RANK", "0")))
+    if not cpus:
         return
-    cpus = shares[rank]
     keep_to(cpus)
-    if environ.get(_PIN_VARIABLE) and not any(
+    if shares.pinned and not any(
         name in environ for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
     ):
         environ["GOMP_CPU_AFFINITY"] = cpus_text(cpus)
         environ["KMP_AFFINITY"] = f"granularity=fine,proclist=[{cpus_text(cpus)}],explicit"
 
 
-def unpin_main_thread(environ: Mapping[str, str] = os.environ) -> None:
+def unpin_main_thread(shares: CpuShares) -> None:
     """Gives this thread all the rank's CPUs back: libgomp pins it, and what it forks would stay on one."""
-    shares, rank = shares_of(environ), int(environ.get("LOCAL_RANK", "0"))
-    if rank < len(shares) and shares[rank]:
-        keep_to(shares[rank])
+    if cpus := shares.of(int(os.environ.get("LOCAL_RANK", "0"))):
+        keep_to(cpus)
 
 
-def binding_note(environ: Mapping[str, str]) -> str:
+def binding_note(shares: CpuShares) -> str:
     """A line for the user on what each rank of this host is bound to; empty if none is."""
-    shares = shares_of(environ)
-    if not shares:
+    if not shares.each:
         return ""
-    who = "the rank" if len(shares) == 1 else "ranks"
-    pinned = ", OpenMP's threads pinned" if environ.get(_PIN_VARIABLE) else ""
-    return f"CPUs: {who} on {' | '.join(map(cpus_text, shares))}{pinned} (parallel.cpu_binding)"
+    who = "the rank" if len(shares.each) == 1 else "ranks"
+    pinned = ", OpenMP's threads pinned" if shares.pinned else ""
+    return f"CPUs: {who} on {' | '.join(map(cpus_text, shares.each))}{pinned} (parallel.cpu_binding)"
 
 
 def cpus_text(cpus: Cpus) -> str:

@@ -2,7 +2,7 @@
 
 From the kernel's documentation: filesystems/proc.rst, cgroup-v2.rst, cgroup-v1/cpuacct.rst,
 scheduler/sched-bwc.rst, scheduler/sched-stats.rst; and proc(5). Where a file is missing (macOS, gVisor) or
-malformed, its figures are absent; nothing raises.
+malformed, its metrics are absent; nothing raises.
 """
 
 import os
@@ -11,8 +11,10 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.host.kernel import figures_in, own_cgroups
 from trainer.host.limits import Limits
 from trainer.host.processes import tree
+from trainer.host.reading import text_of
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _REFRESH = 20  # samples between two looks at who belongs to the tree
@@ -55,30 +57,30 @@ class Host:
         """Seconds and bytes so far; names that `rates` understands."""
         self._look_around()
         found = dict[str, float]()
-        stats = [read_stat(_read(f"{self._proc}/{pid}/stat")) for pid in self._job]
+        stats = [read_stat(text_of(f"{self._proc}/{pid}/stat")) for pid in self._job]
         known = [seconds for seconds in stats if seconds is not None]
         if len(known) < len(stats):
             self._age = _REFRESH
-        used = read_usage(_read(self._usage)) if self._usage is not None else None
+        used = read_usage(text_of(self._usage)) if self._usage is not None else None
         if used is None and known:
             used = sum(known)
         if used is not None:
             found["used"] = used
-        busy = read_busy(_read(f"{self._proc}/stat"))
+        busy = read_busy(text_of(f"{self._proc}/stat"))
         if busy is not None:
             found["busy"] = busy
-        waited = read_schedstat(_read(f"{self._proc}/{self._pid}/schedstat"))
+        waited = read_schedstat(text_of(f"{self._proc}/{self._pid}/schedstat"))
         if waited is not None:
             found["starved"] = waited
-        if self._stat is not None and (throttled := read_throttled(_read(self._stat))):
+        if self._stat is not None and (throttled := read_throttled(text_of(self._stat))):
             found["throttled_periods"] = throttled[0] * self._period
             found["throttled_time"] = throttled[1]
             found["throttled_quota"] = throttled[0] * self._quota
-        flows = [flow for pid in self._job if (flow := read_io(_read(f"{self._proc}/{pid}/io")))]
+        flows = [flow for pid in self._job if (flow := read_io(text_of(f"{self._proc}/{pid}/io")))]
         if flows:
             found["disk/read"] = sum(flow[0] for flow in flows)
             found["disk/written"] = sum(flow[1] for flow in flows)
-        network = read_network(_read(f"{self._proc}/net/dev"))
+        network = read_network(text_of(f"{self._proc}/net/dev"))
         if network:
             outside = [flow for name, flow in network.items() if self._counts(name)]
             found["network/received"] = sum(flow[0] for flow in outside)
@@ -92,7 +94,7 @@ class Host:
         What they had then is, after a fork, its parent's; to tell what isn't costs milliseconds for each.
         Shared memory and files count for `pid` alone.
         """
-        sizes = {pid: read_statm(_read(f"{self._proc}/{pid}/statm")) for pid in self._own}
+        sizes = {pid: read_statm(text_of(f"{self._proc}/{pid}/statm")) for pid in self._own}
         first = sizes.pop(self._pid)
         if first is None:
             return None
@@ -104,7 +106,7 @@ class Host:
     def _look_around(self) -> None:
         """Finds who belongs to the job: now and then, and when the processes known of changed."""
         self._age += 1
-        below = _read(f"{self._proc}/{self._pid}/task/{self._pid}/children")
+        below = text_of(f"{self._proc}/{self._pid}/task/{self._pid}/children")
         if self._age > _REFRESH or below != self._below:
             self._age, self._below = 0, below
             self._own = tree(self._pid, self._proc)
@@ -117,7 +119,7 @@ class Host:
 
 
 def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Figures of an interval: CPUs' worth of time, shares of the wall, bytes per second.
+    """Metrics of an interval: CPUs' worth of time, shares of the wall, bytes per second.
 
     Args:
         before: From `Host.counters`.
@@ -126,15 +128,15 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
     """
     grown = {name: max(0.0, after[name] - before[name]) for name in after if name in before}
     speed = {name: value / seconds for name, value in grown.items()}
-    figures = dict[str, float]()
+    metrics = dict[str, float]()
     if "used" in speed:
-        figures["cpu/used"] = speed["used"]
+        metrics["cpu/used"] = speed["used"]
         if "busy" in speed:
-            figures["cpu/others"] = max(0.0, speed["busy"] - speed["used"])
+            metrics["cpu/others"] = max(0.0, speed["busy"] - speed["used"])
     if "starved" in speed:
-        figures["cpu/starved"] = min(1.0, speed["starved"])
+        metrics["cpu/starved"] = min(1.0, speed["starved"])
     if "throttled_time" in speed:
-        figures["cpu/throttled"] = _throttled(
+        metrics["cpu/throttled"] = _throttled(
             speed["throttled_periods"], speed["throttled_time"], speed["throttled_quota"]
         )
     for name, key in (
@@ -145,8 +147,8 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
         ("network/loopback", "network/loopback_bytes_per_s"),
     ):
         if name in speed:
-            figures[key] = speed[name]
-    return figures
+            metrics[key] = speed[name]
+    return metrics
 
 
 def _throttled(periods: float, stopped: float, ran: float) -> float:
@@ -176,8 +178,8 @@ def read_stat(text: str) -> float | None:
 
 def read_io(text: str) -> tuple[int, int] | None:
     """Bytes read from and written to disks by a process and the children that it waited for."""
-    found = dict(re.findall(r"^(read_bytes|write_bytes): (\d{1,20})$", text, re.MULTILINE))
-    return (int(found["read_bytes"]), int(found["write_bytes"])) if len(found) == 2 else None
+    read, written = map(figures_in(text).get, ("read_bytes", "write_bytes"))
+    return None if read is None or written is None else (read, written)
 
 
 def read_statm(text: str) -> tuple[int, int] | None:
@@ -210,20 +212,18 @@ def read_schedstat(text: str) -> float | None:
 
 def read_usage(text: str) -> float | None:
     """CPU seconds of a cgroup, from cpu.stat (v2) or cpuacct.usage (v1)."""
-    match = re.search(r"^usage_usec (\d{1,20})$", text, re.MULTILINE)
-    if match:
-        return int(match[1]) / 1e6
-    return int(text) / 1e9 if re.fullmatch(r"\d{1,20}", text.strip()) else None
+    if (micro := figures_in(text).get("usage_usec")) is not None:
+        return micro / 1e6
+    return int(text) / 1e9 if re.fullmatch(r"[0-9]{1,20}", text.strip()) else None
 
 
 def read_throttled(text: str) -> tuple[int, float] | None:
     """Periods with a stop, and the stopped seconds of all CPUs, from cpu.stat (v1 or v2)."""
-    found = dict(re.findall(r"^(nr_throttled|throttled_usec|throttled_time) (\d{1,20})$", text, re.MULTILINE))
-    if "nr_throttled" not in found or len(found) < 2:
+    found = figures_in(text)
+    periods, micro, nano = map(found.get, ("nr_throttled", "throttled_usec", "throttled_time"))
+    if periods is None or (micro is None and nano is None):
         return None
-    micro = found.get("throttled_usec")
-    seconds = int(found["throttled_time"]) / 1e9 if micro is None else int(micro) / 1e6
-    return int(found["nr_throttled"]), seconds
+    return periods, (nano or 0) / 1e9 if micro is None else micro / 1e6
 
 
 def read_network(text: str) -> dict[str, tuple[float, float]]:
@@ -248,9 +248,9 @@ def _interfaces(root: Path) -> set[str]:
 def _period(quota: Path) -> float:
     """Seconds of a quota's period; 0 if nothing tells."""
     if quota.name == "cpu.max":
-        words = _read(quota).split()
+        words = text_of(quota).split()
     else:
-        words = ["", *_read(quota.with_name("cpu.cfs_period_us")).split()]
+        words = ["", *text_of(quota.with_name("cpu.cfs_period_us")).split()]
     return int(words[1]) / 1e6 if len(words) == 2 and words[1].isdecimal() else 0.0
 
 
@@ -261,8 +261,7 @@ def _usage_file(root: Path, quota: Path) -> Path | None:
     if (beside := quota.with_name("cpuacct.usage")).exists():  # mounted together, as is usual
         return beside
     # Mounted apart: of use only if this process is in the same cgroup of both hierarchies.
-    lines = _read(root / "proc/self/cgroup").splitlines()
-    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
+    paths = own_cgroups(root)
     if paths.get("cpu") is None or paths.get("cpu") != paths.get("cpuacct"):
         return None
     parts = list(quota.parent.relative_to(root).parts)
@@ -271,14 +270,3 @@ def _usage_file(root: Path, quota: Path) -> Path | None:
     parts[parts.index("cpu")] = "cpuacct"
     other = root.joinpath(*parts, "cpuacct.usage")
     return other if other.exists() else None
-
-
-def _read(path: str | Path) -> str:
-    try:  # several times cheaper than pathlib, and this runs for every process twice a second
-        file = os.open(path, os.O_RDONLY)
-        try:
-            return os.read(file, 1 << 16).decode("ascii", "replace")
-        finally:
-            os.close(file)
-    except (OSError, ValueError):
-        return ""

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.host.reading import kind_of, text_of, within
+from trainer.config.sizes import MIB
+from trainer.host.kernel import mounts
+from trainer.host.reading import kind_of, within
 
-_MIB = 1 << 20
-_MOST_WRITTEN = 16 * _MIB
+_MOST_WRITTEN = 16 * MIB
 _READ = 64 << 10
 _WRITING, _READING, _WALKING = 0.15, 0.2, 0.1  # seconds
 _LONGEST = 0.6  # for all that is asked of one folder; a dead NFS server answers never
@@ -39,13 +40,11 @@ class Mount:
         kind: ext4, nfs4, overlay, …; "" if unknown.
         point: Where it is mounted.
         how: "bind mount", "volume", "container layer" or "mount".
-        rotational: Whether its disk turns; None if unknown.
     """
 
     kind: str = ""
     point: str = "/"
     how: str = "mount"
-    rotational: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Folder:
         free: Bytes that are free for this user.
         files: Inodes that are free; -1 where there is no such number.
         speed: Bytes per second of a short write; 0 if it took too long, None if it wasn't measured.
-        skew: Seconds by which the file system's clock is ahead of this host's.
         mount: Its file system.
     """
 
@@ -67,7 +65,6 @@ class Folder:
     free: int = 0
     files: int = -1
     speed: float | None = None
-    skew: float = 0.0
     mount: Mount = Mount()
 
 
@@ -91,19 +88,14 @@ class Data:
 
 
 def read_mount(path: Path, root: Path = Path("/")) -> Mount:
-    """The file system that a path lies on, from mountinfo; see proc_pid_mountinfo(5)."""
+    """The file system that a path lies on."""
     best, found = "", Mount()
     real = os.path.realpath(path)
-    for line in text_of(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        words, kind = left.split(), right.partition(" ")[0]
-        if len(words) < 5:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4])
+    for _, inner, point, kind, _ in mounts(root):
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best = point
-            found = Mount(kind, point, _how(words[3], kind, point), _rotational(root, words[2]))
+            found = Mount(kind, point, _how(inner, kind, point))
     return found
 
 
@@ -113,14 +105,6 @@ def _how(inner: str, kind: str, point: str) -> str:
     if re.search(r"/volumes/[^/]+/_data$|kubernetes\.io~", inner):
         return "volume"
     return "bind mount" if inner != "/" and not inner.startswith("/@") and point != "/" else "mount"
-
-
-def _rotational(root: Path, device: str) -> bool | None:
-    folder = root / "sys/dev/block" / device
-    for file in (folder / "queue/rotational", folder / "../queue/rotational"):
-        if (text := text_of(file)) in ("0", "1"):
-            return text == "1"
-    return None
 
 
 def read_folder(
@@ -137,7 +121,7 @@ def read_folder(
     mount = within(_LONGEST, lambda: read_mount(path, root), Mount())
     late = Folder(path, error=f"no answer within {_LONGEST:g} s", mount=mount)
     found = within(_LONGEST, lambda: _folder(path, mount), late)
-    if found.error or not speed or found.free < 64 * _MIB:
+    if found.error or not speed or found.free < 64 * MIB:
         return found
     same = [one.speed for one in known if one.mount == mount and one.speed is not None]
     measured = same[0] if same else within(_LONGEST, lambda: _write(_nearest(path)), 0.0)
@@ -157,17 +141,12 @@ def _folder(path: Path, mount: Mount) -> Folder:
         if kind_of(there) != "folder":
             return Folder(path, error=f"{there} is no folder", mount=mount)
         room = os.statvfs(there)
-        began = time.time()
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(b"x")
-            file.flush()
-            made = os.fstat(file.fileno()).st_mtime
-            ended = time.time()
     except OSError as error:
         return Folder(path, error=error.strerror or str(error), mount=mount)
-    skew = made - ended if made > ended else min(0.0, made - began)
     files = room.f_favail if room.f_files else -1
-    return Folder(path, "", room.f_bavail * room.f_frsize, files, None, skew, mount)
+    return Folder(path, "", room.f_bavail * room.f_frsize, files, None, mount)
 
 
 def _write(folder: Path) -> float:
@@ -177,9 +156,9 @@ def _write(folder: Path) -> float:
     the process can't even be ended.
     """
     written = 0
-    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, _MIB) as block:
+    with tempfile.TemporaryFile(dir=folder) as file, mmap.mmap(-1, MIB) as block:
         # The map is aligned, as O_DIRECT asks.
-        block.write(os.urandom(_MIB))
+        block.write(os.urandom(MIB))
         direct = _direct(file.fileno())
         began = time.monotonic()
         while written < _MOST_WRITTEN and time.monotonic() - began < _WRITING:

@@ -3,6 +3,7 @@
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH208
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -200,3 +201,14 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time, of all on this machine: the others wait. The file stays, empty."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

@@ -1,10 +1,67 @@
-"""Which GPUs a request means. Imports nothing heavy: `scripts/runtime.py` asks it, too."""
+"""Which GPUs this machine has, and which a request means. No packages: `scripts/runtime.py` asks, too."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trainer.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi names it.
+
+    Attributes:
+        index: Its number, in the order of the PCI bus.
+        name: The model.
+        uuid: Its name for good; MIG slices have their own, which are not listed here.
+    """
+
+    index: str
+    name: str
+    uuid: str
+
+
+def host_gpus() -> list[Gpu] | None:
+    """The GPUs of this machine; None where nvidia-smi is missing or fails."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else parse_gpus(done.stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Reads `nvidia-smi -L`."""
+    return [Gpu(*found) for found in re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)", text, re.MULTILINE)]
+
+
+def visible_gpus(uuids: Sequence[str], variable: str | None) -> tuple[list[str], str]:
+    """What CUDA_VISIBLE_DEVICES leaves: numbers, whole UUIDs and MIG slices; and its first wrong word, or "".
+
+    As CUDA reads it: of a UUID the first letters do, and from the first wrong word on nothing counts.
+
+    Args:
+        uuids: Of the host's GPUs, by their numbers.
+        variable: Its value; None if it isn't set.
+    """
+    if variable is None:
+        return [str(number) for number in range(len(uuids))], ""
+    visible: list[str] = []
+    for word in (part.strip() for part in variable.split(",")):
+        whole = [uuid for uuid in uuids if word.startswith("GPU-") and uuid.startswith(word)]
+        if (word.isdecimal() and len(word) < 5 and int(word) < len(uuids)) or (
+            word.startswith("MIG-") and uuids
+        ):
+            visible.append(word)
+        elif len(whole) == 1:
+            visible += whole
+        else:
+            return visible, word
+    return visible, ""
 
 
 def chosen_gpus(request: str, visible: Sequence[str]) -> list[str]:

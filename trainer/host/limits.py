@@ -11,11 +11,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 
+from trainer.host.kernel import figures_in, mounts, own_cgroups
 from trainer.host.reading import text_of
 
 # Those of v1. The v2 hierarchy goes by "", as in /proc/self/cgroup.
@@ -24,8 +24,8 @@ _CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 _NO_MEMORY_LIMIT = 1 << 60
 # pids.max counts threads too. A loader worker was seen with 4 (PyTorch 2.9); a rank has its own for autograd,
 # CUDA, NCCL, the checkpoint writer.
-_TASKS_PER_WORKER = 4
-_TASKS_PER_RANK = 64
+TASKS_PER_WORKER = 4
+TASKS_PER_RANK = 64
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_limits(root: Path = Path("/"), affinity: int | None = None) -> Limits:
             *figures(_bytes, "memory.high"),
             *figures(_bytes, "memory.limit_in_bytes"),
             # v1: the smallest limit of all ancestors, also of those that the container can't see.
-            *figures(lambda text: _bytes(_value(text, "hierarchical_memory_limit")), "memory.stat"),
+            *figures(lambda text: _finite(figures_in(text).get("hierarchical_memory_limit")), "memory.stat"),
         ],
         key=itemgetter(0),
         default=(0, "unknown"),
@@ -123,7 +123,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
         root: Folder that stands for "/".
     """
     files = [cgroup / name for cgroup in _cgroups(root) for name in ("memory.oom_control", "memory.events")]
-    counts = [_integer(_value(text_of(file), "oom_kill")) for file in files]
+    counts = [figures_in(text_of(file)).get("oom_kill") for file in files]
     # The innermost: what is around it may count other containers' (v2), or not what is in it (v1).
     return next((count for count in reversed(counts) if count is not None), 0)
 
@@ -172,7 +172,7 @@ def _spare_processes(limits: Limits, local_world_size: int) -> int:
     """How many processes a rank may start where their number is limited; else as many as anybody wants."""
     if limits.pids is None:
         return 1 << 20
-    return (limits.pids // local_world_size - _TASKS_PER_RANK) // _TASKS_PER_WORKER
+    return (limits.pids // local_world_size - TASKS_PER_RANK) // TASKS_PER_WORKER
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -191,21 +191,6 @@ def keep_to(cpus: frozenset[int]) -> None:
 
 
 _before_binding: frozenset[int] | None = None
-
-
-def keep_to_share(limits: Limits, local_world_size: int) -> None:
-    """Binds this process, and what it starts, to as many CPUs as one rank's share; does nothing for one rank.
-
-    For a process that measures what a rank would do, while the others aren't there.
-
-    Args:
-        limits: What the ranks share.
-        local_world_size: Ranks in this container, at least 1.
-    """
-    if local_world_size > 1:
-        own = max(1, math.ceil(limits.cpus / local_world_size))
-        with suppress(OSError):
-            keep_to(frozenset(sorted(allowed_cpus())[:own]))
 
 
 def count_cpus(text: str) -> int | None:
@@ -239,10 +224,7 @@ def _cgroups(root: Path) -> list[Path]:
     Not all need exist: in a container, /proc/self/cgroup often names the path that the host sees, of which
     only the mount itself is there.
     """
-    own = {}
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        own.update(dict.fromkeys(controllers.split(","), path))
+    own = own_cgroups(root)
     found: dict[Path, None] = {}  # an ordered set
     for controller, mounted, mount_point in _mounts(root):
         try:
@@ -258,27 +240,14 @@ def _cgroups(root: Path) -> list[Path]:
 
 def _mounts(root: Path) -> list[tuple[str, str, str]]:
     """Returns (controller, the cgroup that is mounted, where), from mountinfo or else as is standard."""
-    mounts = []
-    for line in text_of(root / "proc/self/mountinfo").splitlines():
-        # 36 35 0:30 /cgroup /mount/point rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
-        left, _, right = line.partition(" - ")
-        mount, filesystem = left.split(), right.split()
-        if len(mount) < 5 or len(filesystem) < 3 or filesystem[0] not in {"cgroup", "cgroup2"}:
-            continue
-        mounted, mount_point = (
-            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path) for path in mount[3:5]
-        )
-        options = [""] if filesystem[0] == "cgroup2" else filesystem[2].split(",")
-        mounts += [(name, mounted, mount_point) for name in ("", *_CONTROLLERS) if name in options]
+    found = []
+    for mount in mounts(root):
+        names = {"cgroup": mount.options, "cgroup2": [""]}.get(mount.kind, [])
+        found += [(name, mount.inner, mount.point) for name in ("", *_CONTROLLERS) if name in names]
     standard = [("", "/sys/fs/cgroup"), ("", "/sys/fs/cgroup/unified")]
     standard += [(name, f"/sys/fs/cgroup/{name}") for name in _CONTROLLERS]
-    known = {name for name, _, _ in mounts}
-    return mounts + [(name, "/", mount_point) for name, mount_point in standard if name not in known]
-
-
-def _value(text: str, key: str) -> str:
-    match = re.search(rf"^{key}\s+(\S+)", text, re.MULTILINE)
-    return match[1] if match else ""
+    known = {name for name, _, _ in found}
+    return found + [(name, "/", mount_point) for name, mount_point in standard if name not in known]
 
 
 def _integer(text: str) -> int | None:
@@ -286,8 +255,11 @@ def _integer(text: str) -> int | None:
 
 
 def _bytes(text: str) -> int | None:
+    return _finite(_integer(text))
+
+
+def _finite(size: int | None) -> int | None:
     # 0 is no limit that a process that asks could live under: memory.high is set to it to reclaim at once.
-    size = _integer(text)
     return size if size is not None and 0 < size < _NO_MEMORY_LIMIT else None
 
 
@@ -302,9 +274,8 @@ def _cpuset(text: str) -> int | None:
 
 
 def _physical_memory(root: Path) -> list[tuple[float, str]]:
-    kib = _integer(_value(text_of(root / "proc/meminfo"), "MemTotal:"))
-    if kib:
-        return [(kib * 1024, "/proc/meminfo")]
+    if total := figures_in(text_of(root / "proc/meminfo")).get("MemTotal"):
+        return [(total, "/proc/meminfo")]
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

@@ -1,29 +1,30 @@
 """What a job holds of the memory of its container, and an end to it before the kernel makes one.
 
-From the kernel's documentation: filesystems/proc.rst (status, smaps_rollup), cgroup-v1/memory.rst,
-cgroup-v2.rst. Where /proc is missing (macOS), a rank's own peak is all that is known.
+From the kernel's documentation: cgroup-v1/memory.rst, cgroup-v2.rst. Where /proc is missing (macOS), a
+rank's own peak is all that is known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import re
+import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.host.kernel import figures_in
 from trainer.host.limits import read_limits
-from trainer.host.processes import children
+from trainer.host.processes import children, private_bytes, status_of, tree
 from trainer.host.reading import text_of
 
 HEADROOM = 0.05  # of a memory stays free: fragmentation and neighbours are not the same every time
 _LOOK_SECONDS = 0.01
 _REST_SECONDS = 0.25  # between two looks at what isn't a rank, which cost milliseconds each
-_PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,24 @@ class Room:
     others_bytes: int
     source: str
 
+    @property
+    def spare_bytes(self) -> float:
+        """What may still be taken, with some headroom; infinite where nothing tells the limit."""
+        return (1 - HEADROOM) * self.limit_bytes - self.others_bytes if self.limit_bytes else math.inf
+
 
 def read_room(root: Path = Path("/")) -> Room:
     """What there is, and what others use; `root` is a folder that stands for "/"."""
     limits = read_limits(root)
     source = limits.sources["memory_bytes"]
     beside = root / source.lstrip("/")
-    stat = text_of(beside.with_name("memory.stat")) if beside.name.startswith("memory.") else ""
+    stat = figures_in(text_of(beside.with_name("memory.stat"))) if beside.name.startswith("memory.") else {}
     if stat:  # v1 counts what is below a group in the keys with total_
-        used = _sum(stat, ("total_rss", "total_shmem")) or _sum(stat, ("anon", "shmem", "slab_unreclaimable"))
+        used = _sum(stat, "total_rss", "total_shmem") or _sum(stat, "anon", "shmem", "slab_unreclaimable")
     else:
-        memory = text_of(root / "proc/meminfo")
-        used = max(0, _sum(memory, ("MemTotal:",)) - _sum(memory, ("MemAvailable:",))) << 10
+        memory = figures_in(text_of(root / "proc/meminfo"))
+        used = max(0, memory.get("MemTotal", 0) - memory.get("MemAvailable", 0))
     return Room(limits.memory_bytes, min(used, limits.memory_bytes), source)
-
-
-def own_peak(proc: Path = _PROC) -> tuple[int, int]:
-    """The most bytes that this process ever had in memory, and how many of those now are files."""
-    status = text_of(proc / "self/status")
-    if not status:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
-    return _sum(status, ("VmHWM:",)) << 10, _sum(status, ("RssFile:",)) << 10
 
 
 def cap_own(room_bytes: int) -> None:
@@ -70,12 +66,10 @@ def cap_own(room_bytes: int) -> None:
 
     Address space is counted, not memory: all that is mapped so far is left to it.
     """
-    import resource
-
-    status = text_of(_PROC / "self/status")
+    status = status_of()
     if not status:
         return
-    mapped, resident = _sum(status, ("VmData:",)) << 10, _sum(status, ("RssAnon:",)) << 10
+    mapped, resident = status.get("VmData", 0), status.get("RssAnon", 0)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = mapped + max(0, room_bytes - resident)
     with contextlib.suppress(OSError, ValueError):
@@ -130,7 +124,7 @@ class Watch:
             ranks, now = set(self._ranks()), time.monotonic()
             if now - looked > _REST_SECONDS:
                 looked = now
-                rest = sum(_private(pid) for pid in self._job() if pid not in ranks)
+                rest = sum(private_bytes(pid) for pid in self._job() if pid not in ranks)
                 self.rest_bytes = max(self.rest_bytes, rest)
             held = [_held(pid) for pid in ranks]
             total = sum(own for own, _ in held) + max((file for _, file in held), default=0) + rest
@@ -141,10 +135,7 @@ class Watch:
                 self._kill(f"took longer than {self._seconds:.0f} s")
 
     def _job(self) -> list[int]:
-        found = sorted(children(os.getpid()) - self._before)
-        for pid in found:  # grows meanwhile
-            found += sorted(children(pid) - set(found))
-        return found
+        return [pid for child in children(os.getpid()) - self._before for pid in tree(child)]
 
     def _kill(self, why: str) -> None:
         self.killed = self.killed or why
@@ -155,16 +146,9 @@ class Watch:
 
 def _held(pid: int) -> tuple[int, int]:
     """Bytes of anonymous and shared memory, and of files, that a process has in memory."""
-    status = text_of(_PROC / str(pid) / "status")
-    return _sum(status, ("RssAnon:", "RssShmem:")) << 10, _sum(status, ("RssFile:",)) << 10
+    status = status_of(pid)
+    return _sum(status, "RssAnon", "RssShmem"), status.get("RssFile", 0)
 
 
-def _private(pid: int) -> int:
-    """Bytes that a process has for itself."""
-    return _sum(text_of(_PROC / str(pid) / "smaps_rollup"), ("Private_Dirty:",)) << 10
-
-
-def _sum(text: str, keys: Iterable[str]) -> int:
-    found = re.findall(r"^(\S+)\s+(\d{1,19})\b", text, re.MULTILINE)
-    values = dict(found)
-    return sum(int(values.get(key, 0)) for key in keys)
+def _sum(figures: Mapping[str, int], *keys: str) -> int:
+    return sum(figures.get(key, 0) for key in keys)

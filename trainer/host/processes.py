@@ -1,8 +1,16 @@
-"""What /proc tells of processes and of this thread: who started whom, and how long it waited for a CPU."""
+"""What /proc tells of processes and of this thread: who started whom, memory, how long it waited for a CPU.
+
+From the kernel's documentation: filesystems/proc.rst (status, smaps_rollup, clear_refs).
+"""
 
 import os
+import resource
+import sys
 import threading
 from pathlib import Path
+
+from trainer.host.kernel import figures_in
+from trainer.host.reading import text_of
 
 _QUEUED = threading.local()
 
@@ -22,6 +30,27 @@ def tree(top: int, proc: Path = Path("/proc")) -> list[int]:
     for pid in found:  # grows meanwhile
         found += sorted(children(pid, proc))
     return found
+
+
+def status_of(pid: int | str = "self") -> dict[str, int]:
+    """The figures of a process's status, sizes in bytes; empty where the system doesn't tell."""
+    return figures_in(text_of(f"/proc/{pid}/status"))
+
+
+def private_bytes(pid: int) -> int:
+    """Bytes that a process has for itself."""
+    return figures_in(text_of(f"/proc/{pid}/smaps_rollup")).get("Private_Dirty", 0)
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory; on macOS the most there ever were."""
+    return status_of().get("VmRSS") or peak_bytes()
+
+
+def peak_bytes() -> int:
+    """The most bytes that this process had in memory since its start."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return status_of().get("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def queued_ns() -> int:

@@ -38,9 +38,10 @@ def kind_of(path: str | Path) -> str:
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
-def text_of(path: Path) -> str:
+def text_of(path: str | Path) -> str:
     """A file's text; empty if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+    try:  # several times cheaper than pathlib, and some are read for every process twice a second
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            return file.read().decode("utf-8", "replace").strip()
     except (OSError, ValueError):  # ValueError: a null byte in the path
         return ""

@@ -4,20 +4,19 @@
 often a checkout of this project. PYTHONSAFEPATH needs Python 3.11 and would reach what the ranks start.
 """
 
-import os
 import sys
 
-PATH_VARIABLE = "TRAINER_LAUNCH_PATH"
+if __name__ == "__main__":  # as_launcher.py MODULE FOLDER-OF-THE-LAUNCH ARGUMENTS
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # this file's own folder: nothing may be imported from there
+    import json
+    from pathlib import Path
 
-
-def search_path() -> str:
-    """This process's search path as the variable holds it: a line for each folder."""
-    return "\n".join(sys.path)
-
-
-if __name__ == "__main__":  # as_launcher.py MODULE ARGUMENTS
-    # This file's own folder is in front until here, so nothing else may be imported before.
-    sys.path[:] = os.environ[PATH_VARIABLE].split("\n")
+    try:
+        told = json.loads(Path(sys.argv[2], "launch.json").read_text())
+    except FileNotFoundError:
+        sys.exit(1)  # the launch is over, and nobody waits for this process
+    sys.path[:] = told["path"]
     from runpy import run_module
 
     run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

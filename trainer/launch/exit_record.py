@@ -1,16 +1,29 @@
-"""The record of how a rank ended: ranks leave it, launchers read it, nodes pass it on; and its words."""
+"""How a rank ended: ranks write the record, launchers read it, nodes pass it on; and its words."""
 
 import json
 import queue
 import re
 import signal
+import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE
+from trainer.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_HANG,
+    EXIT_REQUEUE,
+    BadInputError,
+    DivergedError,
+    OutOfMemory,
+    OwnCodeError,
+)
+from trainer.launch.signals import Stopped
 
-TORCHRUN = -1  # the "rank" of an outcome that is torchrun's own
+TORCHRUN = -1  # the "rank" of a record that is torchrun's own
 
 _MAYBE_MEMORY = " (out of memory? see dmesg)"
 _HINTS = {
@@ -18,6 +31,17 @@ _HINTS = {
     signal.SIGBUS: " (is /dev/shm full?)",
     signal.SIGSEGV: " (a fault in native code)",
 }
+
+# What the end of a traceback says where another rank left first: such a failure is not the cause.
+_CONSEQUENCES = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+    "ncclRemoteError",
+    "communicator was aborted",
+)
 
 # What torch's DataLoader raises for a worker that died, in whatever the rank was doing; Python's word, if its
 # signal handler could not raise it.
@@ -29,7 +53,7 @@ _NUMBERS = {signal.strsignal(number): number for number in signal.Signals}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExitRecord:
     """How one rank ended.
 
     Attributes:
@@ -51,9 +75,48 @@ class Outcome:
     consequence: bool = False
 
 
-def read_outcome(folder: Path, rank: int) -> Outcome:
-    """The outcome that a rank left; FileNotFoundError if there is none yet."""
-    return Outcome(**json.loads((folder / f"rank-{rank}.json").read_text()))
+def record_of(rank: int, code: int | None, error: BaseException | None) -> ExitRecord:
+    """The record of a rank that ends now.
+
+    BadInputError means 2; Stopped, DivergedError and OutOfMemory 1, each with one line; OwnCodeError 1 with a
+    line and a traceback; any other exception means 1 with its traceback.
+
+    Args:
+        rank: Its global number.
+        code: The exit code if nothing was raised; None: 0.
+        error: What was raised, if anything was.
+    """
+    now = time.monotonic()
+    if error is None:
+        return ExitRecord(rank, code or EXIT_DONE, time=now)
+    if isinstance(error, BadInputError):
+        line, trace = " ".join(str(error).split()), getattr(error, "trace", "")
+        code = EXIT_FAILED if isinstance(error, OwnCodeError) else EXIT_BAD_INPUT
+        return ExitRecord(rank, code, line, trace, now, for_all=True)
+    if isinstance(error, Stopped | DivergedError | OutOfMemory):
+        for_all = not isinstance(error, OutOfMemory)  # which can be of one rank alone
+        return ExitRecord(rank, EXIT_FAILED, str(error), time=now, for_all=for_all)
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return ExitRecord(rank, error.code or EXIT_DONE, time=now)
+        return ExitRecord(rank, EXIT_FAILED, str(error.code), time=now)
+    return _raised(rank, error, now)
+
+
+def _raised(rank: int, error: BaseException, now: float) -> ExitRecord:
+    if dead := dead_worker(error):
+        return ExitRecord(rank, EXIT_FAILED, dead, time=now)
+    # Without the frame that made this process a rank.
+    frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    line = traceback.format_exception_only(type(error), error)[-1].strip()
+    consequence = any(sign in text[-2000:] for sign in _CONSEQUENCES)
+    return ExitRecord(rank, EXIT_FAILED, line, text, now, consequence=consequence)
+
+
+def read_exit_record(folder: Path, rank: int) -> ExitRecord:
+    """The record that a rank left; FileNotFoundError if there is none yet."""
+    return ExitRecord(**json.loads((folder / f"rank-{rank}.json").read_text()))
 
 
 def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
@@ -65,9 +128,9 @@ def read_torchrun(folder: Path, exit_code: int) -> tuple[dict[int, int], str]:
     return {int(rank): code for rank, code in told["exits"].items()}, told["error"]
 
 
-def job_code(outcomes: Sequence[Outcome]) -> int:
+def job_code(records: Sequence[ExitRecord]) -> int:
     """The exit code of a job whose ranks ended like this."""
-    codes = {outcome.code for outcome in outcomes}
+    codes = {record.code for record in records}
     for code in (EXIT_BAD_INPUT, EXIT_HANG):
         if code in codes:
             return code
@@ -76,20 +139,20 @@ def job_code(outcomes: Sequence[Outcome]) -> int:
     return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
 
 
-def explain(outcomes: Sequence[Outcome], world: int) -> str:
+def exit_message(records: Sequence[ExitRecord], world: int) -> str:
     """What to tell the user of a job whose ranks ended like this: the cause, once; else nothing."""
-    code = job_code(outcomes)
-    bad = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_REQUEUE)]
-    candidates = [outcome for outcome in bad if code in (outcome.code, EXIT_FAILED)]
+    code = job_code(records)
+    bad = [record for record in records if record.code not in (EXIT_DONE, EXIT_REQUEUE)]
+    candidates = [record for record in bad if code in (record.code, EXIT_FAILED)]
     if not candidates:
         return ""
-    cause = min(candidates, key=lambda outcome: (outcome.consequence, outcome.time, outcome.rank))
+    cause = min(candidates, key=lambda record: (record.consequence, record.time, record.rank))
     if cause.for_all:
         return f"trainer: {cause.line}\n{cause.traceback}"
     who = "torchrun" if cause.rank == TORCHRUN else f"rank {cause.rank} of {world}"
     line = cause.line or f"ended with exit code {cause.code}"
     text = f"trainer: {who} failed:\n{cause.traceback}" if cause.traceback else f"trainer: {who}: {line}\n"
-    others = [str(rank) for rank in sorted({outcome.rank for outcome in bad} - {cause.rank, TORCHRUN})]
+    others = [str(rank) for rank in sorted({record.rank for record in bad} - {cause.rank, TORCHRUN})]
     if others:
         text += f"trainer: as a consequence failed or was stopped: rank {', '.join(others)}\n"
     return text
@@ -105,20 +168,20 @@ def ending(exit_code: int) -> str:
     return f"was killed by {number.name}{_HINTS.get(number, '')}"
 
 
-def crashed(folder: Path, rank: int, exit_code: int) -> Outcome:
-    """The outcome of a rank that ended without a word; what a fault in native code wrote is its traceback."""
+def crashed(folder: Path, rank: int, exit_code: int) -> ExitRecord:
+    """The record of a rank that ended without a word; what a fault in native code wrote is its traceback."""
     file = folder / f"rank-{rank}.fault"
     fault = file.read_text() if file.exists() else ""
     trace = f"{ending(exit_code)}\n{fault}" if fault else ""
     # Nobody but the kernel or a person kills so, while the launcher waits: it is never another rank's doing.
     time = 0.0 if exit_code == -signal.SIGKILL else float("inf")
-    return Outcome(rank, EXIT_FAILED, ending(exit_code), trace, time)
+    return ExitRecord(rank, EXIT_FAILED, ending(exit_code), trace, time)
 
 
-def by_memory(outcome: Outcome, words: str) -> Outcome:
-    """An outcome by SIGKILL, where it is known that memory was full: says so in these words."""
-    line, trace = (text.replace(_MAYBE_MEMORY, words) for text in (outcome.line, outcome.traceback))
-    return replace(outcome, line=line, traceback=trace)
+def by_memory(record: ExitRecord, words: str) -> ExitRecord:
+    """A record of an end by SIGKILL, where it is known that memory was full: says so in these words."""
+    line, trace = (text.replace(_MAYBE_MEMORY, words) for text in (record.line, record.traceback))
+    return replace(record, line=line, traceback=trace)
 
 
 def dead_worker(error: BaseException) -> str:

@@ -5,123 +5,111 @@ rank), finds the ranks through files that they write, sends them the signals dir
 ended. torchrun sees no signal, so that none kills it; what it logs is not shown.
 """
 
-import json
-import logging
+import math
 import os
-import socket
+import signal
+import subprocess
 import sys
 import tempfile
-import traceback
-import warnings
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from trainer.config.redact import redact_text
-from trainer.errors import EXIT_FAILED
-from trainer.host.files import write_whole
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
+from trainer.host.affinity import CpuShares
+from trainer.host.limits import Limits, out_of_memory_kills, read_limits
+from trainer.host.processes import children
 from trainer.launch import as_launcher
-from trainer.launch.exit_record import Outcome, explain, job_code
-from trainer.launch.local_job import LocalJob
+from trainer.launch.exit_record import (
+    TORCHRUN,
+    ExitRecord,
+    by_memory,
+    crashed,
+    exit_message,
+    job_code,
+    read_exit_record,
+    read_torchrun,
+)
+from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.nodes.interface import gloo_interface
-from trainer.launch.nodes.meeting import Table
-from trainer.launch.rank import FOLDER_VARIABLE, PARENT_VARIABLE, die_with_parent
-from trainer.launch.signals import Inbox
+from trainer.launch.nodes.rendezvous import Rendezvous
+from trainer.launch.signals import SignalReceiver, blocked
+from trainer.observe.console import Level, logs_as_json, tell, verbosity
+
+_POLL_SECONDS = 0.05
+_AFTER_FAILURE_SECONDS = 3.0  # the other ranks can't go on, but may be writing their last line
+_AFTER_SECOND_INTERRUPT_SECONDS = 1.0
+_TORCHRUN_SECONDS = 10.0  # what torchrun may take, on a busy machine, to say how its ranks ended
+
+
+class LocalRanks(NamedTuple):
+    """What is to be started on this host.
+
+    Attributes:
+        ranks: How many.
+        threads: Intra-op threads of each (OMP_NUM_THREADS, MKL_NUM_THREADS).
+        environment: Further variables for them; what the user has set stays.
+        cpus: What they keep to.
+        path: Where they find modules: taken before a task or hook of the user's adds its folder, in which
+            another `trainer` may lie. None: this process's search path at the start.
+    """
+
+    ranks: int
+    threads: int
+    environment: Mapping[str, str] = {}
+    cpus: CpuShares = CpuShares()
+    path: tuple[str, ...] | None = None
+
+    def variables(self) -> dict[str, str]:
+        """All that a rank's environment has besides this process's own."""
+        threads = str(self.threads)
+        return {**self.environment, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def launch(
-    arguments: Sequence[str],
+    module: str,
+    request: Mapping[str, Any],
+    local: LocalRanks,
     *,
-    processes: int,
-    threads: int,
-    environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     grace_seconds: float = 25.0,
-    module: str = "trainer",
     output: int | None = None,
-    inbox: Inbox | None = None,
+    receiver: SignalReceiver | None = None,
 ) -> int:
-    """Runs `python -m module arguments` as ranks of this host and returns the job's exit code.
+    """Runs a module as ranks of this host, and returns the job's exit code.
 
     Call it in the main thread. The ranks find modules where this process does, not in the working folder.
 
     Args:
-        arguments: What each rank gets as its command line.
-        processes: Ranks on this node.
-        threads: Intra-op threads of each rank (OMP_NUM_THREADS, MKL_NUM_THREADS).
-        environment: Further variables for the ranks.
+        module: What each rank runs, with the launch's folder as its only argument; it must open a
+            `trainer.launch.worker.Worker` on it.
+        request: What the module finds as `Worker.request`.
+        local: The ranks.
         max_restarts: How often all ranks start again after a failure (code 1).
         grace_seconds: How long ranks have to end after a signal, or after one of them asked to be requeued.
-        module: What each rank runs; it must call `trainer.launch.rank.run_rank`.
         output: A file descriptor that takes the standard output of the ranks; by default this process's own.
-        inbox: Where the caller takes the signals, if it does; by default they are taken here.
+        receiver: Where the caller takes the signals, if it does; by default they are taken here.
 
     Returns:
         0 done, 2 bad input, 75 requeue, 76 hang, 1 anything else; on failure the cause is on stderr.
     """
-    variables = {**(environment or {}), **thread_variables(threads)}
-    if processes > 1:
-        variables = {**gloo_interface("127.0.0.1"), **variables}
-    with nullcontext(inbox) if inbox else Inbox() as signals:
+    if local.ranks > 1:
+        local = local._replace(environment={**gloo_interface("127.0.0.1"), **local.environment})
+    with nullcontext(receiver) if receiver else SignalReceiver() as signals:
         for attempt in range(1, max_restarts + 2):
-            outcomes = run_ranks(
-                [module, *arguments],
-                range(processes),
-                processes,
-                _alone(),
-                variables,
-                signals,
-                grace_seconds,
-                output,
-            )
-            say(explain(outcomes, processes))
-            code = job_code(outcomes)
+            group = WorkerGroup(signals, range(local.ranks), local.ranks, grace_seconds)
+            records = group.run(module, request, local, _alone(), output)
+            code = job_code(records)
+            say(exit_message(records, local.ranks), "warning" if code == EXIT_REQUEUE else "error")
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
-            say(f"trainer: starting again ({attempt} of {max_restarts})\n")
+            say(f"trainer: starting again ({attempt} of {max_restarts})\n", "warning")
+            if request.get("resume") == "never":  # what this launch began is its own
+                request = {**request, "resume": "auto"}
     return code
-
-
-def thread_variables(threads: int) -> dict[str, str]:
-    """What sets the intra-op threads of a rank before it imports torch."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def run_ranks(
-    command: Sequence[str],
-    local: range,
-    world: int,
-    rendezvous: Sequence[str],
-    variables: Mapping[str, str],
-    inbox: Inbox,
-    grace_seconds: float,
-    output: int | None = None,
-    table: Table | None = None,
-) -> list[Outcome]:
-    """Runs this node's ranks once, and returns how each ended.
-
-    Args:
-        command: A module and its arguments.
-        local: Their global numbers.
-        world: Ranks on all nodes.
-        rendezvous: torchrun's options for that.
-        variables: Further ones for the ranks.
-        inbox: Takes the signals.
-        grace_seconds: As of `launch`.
-        output: As of `launch`.
-        table: The other nodes' launchers.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
-        start = [sys.executable, "-u", as_launcher.__file__]
-        if world == 1:  # torchrun would only add the seconds in which it imports torch
-            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            return LocalJob(Path(folder), inbox, local, world, grace_seconds, table).run(
-                [*start, *command], {**variables, **alone}, output
-            )
-        base = [f"--nproc-per-node={len(local)}", "--max-restarts=0", f"--log-dir={folder}", *rendezvous]
-        return LocalJob(Path(folder), inbox, local, world, grace_seconds, table).run(
-            [*start, "trainer.launch.launcher", *base, "--", *command], variables, output
-        )
 
 
 def _alone() -> list[str]:
@@ -145,42 +133,203 @@ def _here() -> str:
     return "localhost" if known else "127.0.0.1"
 
 
-def say(text: str) -> None:
-    """Prints for people, on stderr, without secrets."""
-    with suppress(OSError):  # nobody reads stderr any more: the exit code still counts
-        print(redact_text(text), end="", file=sys.stderr, flush=True)
+def say(text: str, level: Level = "info") -> None:
+    """Prints for people, on stderr, without secrets: whole lines, or nothing."""
+    if text:
+        tell(text, level)
 
 
-def _torchrun(argv: Sequence[str]) -> None:
-    """Runs torchrun's own code on `options -- module arguments`; leaves word of which ranks failed."""
-    die_with_parent()
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    # Its log lines, its warnings and its traceback tell users nothing that the ranks don't tell better.
-    logging.disable()
-    warnings.simplefilter("ignore")
-    given = os.environ.copy()
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at the import; not for the ranks
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+@dataclass
+class WorkerGroup:
+    """One start of this node's ranks, until they are gone.
 
-    del os.environ["TORCH_CPP_LOG_LEVEL"]
-    os.environ.update(given)
-    cut = argv.index("--")
-    request = run.parse_args([*argv[:cut], as_launcher.__file__.replace("$", "$$")])
-    # Not through its parser, which takes a rank's `--signal` for an abbreviation. It expands `$` later.
-    request.training_script_args = [argument.replace("$", "$$") for argument in argv[cut + 1 :]]
-    if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
-        socket.getfqdn = lambda name="": name or "localhost"
-    exits, error = {}, ""
+    Attributes:
+        receiver: The signals that this launcher is sent.
+        ranks: Their global numbers.
+        world: Ranks on all nodes.
+        grace: Seconds to end in, after a signal.
+        rendezvous: The other nodes' launchers, if there are any.
+        logs: Where all ranks but the first write what would go to the terminal, if not there.
+    """
+
+    receiver: SignalReceiver
+    ranks: range
+    world: int
+    grace: float
+    rendezvous: Rendezvous | None = None
+    logs: Path | None = None
+    signals: list[signal.Signals] = field(default_factory=list)
+    pids: dict[int, int] = field(default_factory=dict)
+    records: dict[int, ExitRecord] = field(default_factory=dict)
+    delivered: dict[int, int] = field(default_factory=dict)
+    overdue: set[int] = field(default_factory=set)
+    deadline: float = math.inf
+    _folder: Path = Path()  # of the launch, while it runs
+    _taken: int = 0
+    _stopped: bool = False
+
+    def run(
+        self,
+        module: str,
+        request: Mapping[str, Any],
+        local: LocalRanks,
+        joining: Sequence[str],
+        output: int | None = None,
+    ) -> list[ExitRecord]:
+        """Runs the ranks to their end, and returns how each ended.
+
+        Args:
+            module: As of `launch`.
+            request: As of `launch`.
+            local: As of `launch`.
+            joining: torchrun's options for its own rendezvous.
+            output: As of `launch`.
+        """
+        with tempfile.TemporaryDirectory(prefix="trainer-launch-", ignore_cleanup_errors=True) as folder:
+            self._folder = Path(folder)
+            logs = None if self.logs is None else str(self.logs)
+            try:
+                path = list(local.path or sys.path)
+                told = Launch(path, os.getpid(), local.cpus, logs, logs_as_json(), verbosity())
+                write_launch(self._folder, told)
+                write_request(self._folder, request, self.ranks)
+            except OSError as error:
+                raise BadInputError(
+                    f"{folder}: the launch can't be written there ({error.strerror}); make room, or give "
+                    "another folder by TMPDIR"
+                ) from error
+            variables = local.variables()
+            if self.world == 1:  # torchrun would only add the seconds in which it imports torch
+                variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+                words = [module, folder]
+            else:
+                base = [f"--nproc-per-node={len(self.ranks)}", "--max-restarts=0", f"--log-dir={folder}"]
+                words = ["trainer.launch.agent", folder, module, *base, *joining]
+            return self._run([sys.executable, "-u", as_launcher.__file__, *words], variables, output)
+
+    def _run(
+        self, command: Sequence[str], variables: Mapping[str, str], output: int | None
+    ) -> list[ExitRecord]:
+        kills = out_of_memory_kills()
+        # torchrun takes defaults from PET_ variables, which are for those who start it without us.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
+        with blocked():  # and a session of its own: a terminal's Ctrl-C reaches the launcher alone
+            process = subprocess.Popen(
+                command, env={**environment, **variables}, stdout=output, start_new_session=True
+            )
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                self._look()
+                self._hear()
+                self._forward()
+                if time.monotonic() > self.deadline:
+                    self._kill(process)
+        finally:
+            process.kill()
+            process.wait()
+            self._look()
+            self._kill_groups()  # what a rank started and left behind
+        records = self._all_records(process.returncode)
+        if count := max(0, out_of_memory_kills() - kills):
+            return [by_memory(record, _out_of_memory(count, read_limits())) for record in records]
+        return records
+
+    def _look(self) -> None:
+        """Reads what the ranks wrote, and sets how long those that are left may take."""
+        gone = {rank for rank, pid in self.pids.items() if not _exists(pid)}
+        for rank in self.ranks:
+            with suppress(FileNotFoundError):
+                if rank not in self.pids:
+                    self.pids[rank] = int((self._folder / f"rank-{rank}.pid").read_text())
+                if rank not in self.records:
+                    self.records[rank] = read_exit_record(self._folder, rank)
+        codes = {record.code for record in self.records.values()}
+        if codes - {EXIT_DONE, EXIT_REQUEUE} or gone - self.records.keys():
+            self._end_within(_AFTER_FAILURE_SECONDS)
+        # With every record known, a process that is still there hangs in its exit.
+        if EXIT_REQUEUE in codes or len(self.records) == len(self.ranks):
+            self._end_within(self.grace)
+
+    def _hear(self) -> None:
+        """Takes what this launcher was sent, and what the other nodes say."""
+        self.signals += self.receiver.received[self._taken :]  # a handler may add to it at any moment
+        self._taken = len(self.signals) - self._stopped
+        if self.rendezvous is None:
+            return
+        self.rendezvous.turn()
+        if self.rendezvous.stop and not self._stopped:
+            self._stopped = True
+            self.signals.append(signal.SIGTERM)
+        if self.rendezvous.over:
+            self._end_within(_AFTER_FAILURE_SECONDS)
+
+    def _forward(self) -> None:
+        """Sends each rank the signals that it has not had; a rank that registers late gets them then."""
+        for rank, pid in self.pids.items():
+            for number in self.signals[self.delivered.get(rank, 0) :]:
+                with suppress(OSError):
+                    os.kill(pid, number)
+            self.delivered[rank] = len(self.signals)
+        if self.signals:
+            self._end_within(self.grace)
+        if self.receiver.interrupted_twice:
+            self._end_within(_AFTER_SECOND_INTERRUPT_SECONDS)
+
+    def _end_within(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """Ends what did not end in time: the ranks, registered or not, then torchrun."""
+        self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
+        self._kill_groups(*children(process.pid))
+        if time.monotonic() > self.deadline + _TORCHRUN_SECONDS:
+            process.kill()
+
+    def _kill_groups(self, *unregistered: int) -> None:
+        for pid in (*self.pids.values(), *unregistered):  # each rank leads a session
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _all_records(self, exit_code: int) -> list[ExitRecord]:
+        """Adds what the ranks did not say themselves."""
+        exits, records = {0: exit_code}, dict(self.records)
+        if self.world > 1 and len(records) < len(self.ranks):
+            exits, error = read_torchrun(self._folder, exit_code)
+            if error and not self.overdue:
+                records[TORCHRUN] = ExitRecord(TORCHRUN, EXIT_FAILED, traceback=error)
+        for rank in self.ranks:
+            records.setdefault(rank, self._without_record(rank, exits.get(rank)))
+        return list(records.values())
+
+    def _without_record(self, rank: int, exit_code: int | None) -> ExitRecord:
+        """The record of a rank that wrote none itself."""
+        if self.receiver.interrupted_twice:
+            return ExitRecord(rank, EXIT_FAILED, "stopped by a second SIGINT", for_all=True)
+        if rank in self.overdue and self._stopped and not self.receiver.received:
+            # A node came while this rank was still starting, too early to hear of it: nothing is lost.
+            return ExitRecord(rank, EXIT_REQUEUE)
+        if rank in self.overdue:
+            since = self.signals[0].name if self.signals else "the others' end"
+            line = f"did not end within {self.grace:g} s of {since} and was killed"
+            return ExitRecord(rank, EXIT_FAILED, line, consequence=True)
+        if exit_code is None:
+            return ExitRecord(rank, EXIT_FAILED, "was stopped, or ended without a word", consequence=True)
+        return crashed(self._folder, rank, exit_code)
+
+
+def _out_of_memory(kills: int, limits: Limits) -> str:
+    return (
+        f": out of memory (the {limits.memory_bytes / 1e9:,.1f} GB of {limits.sources['memory_bytes']} were "
+        f"full, and the kernel counts {kills} such kill{'s' * (kills > 1)}); lower data.micro_batch_size, "
+        "data.workers or data.prefetch, start fewer ranks, or give the container more memory"
+    )
+
+
+def _exists(pid: int) -> bool:
     try:
-        run.run(request)
-    except ChildFailedError as failed:
-        exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    except BaseException:
-        error = traceback.format_exc()
-    told = Path(os.environ[FOLDER_VARIABLE]) / "torchrun.json"
-    write_whole(told, json.dumps({"exits": exits, "error": error}))
-
-
-if __name__ == "__main__":
-    _torchrun(sys.argv[1:])
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -5,52 +5,48 @@ node leaves or comes, and each goes on from the checkpoint of the one before.
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
-from trainer.launch.exit_record import Outcome
-from trainer.launch.launcher import run_ranks, say, thread_variables
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.launch.exit_record import ExitRecord
+from trainer.launch.launcher import LocalRanks, WorkerGroup, say
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
+from trainer.launch.nodes.client import RendezvousClient, sees
 from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.guest import Guest, sees
-from trainer.launch.nodes.host import Host
 from trainer.launch.nodes.interface import gloo_interface
-from trainer.launch.nodes.meeting import Round, Table, Verdict
-from trainer.launch.rank import LOGS_VARIABLE
-from trainer.launch.signals import Inbox
+from trainer.launch.nodes.rendezvous import Outcome, Rendezvous, Round
+from trainer.launch.nodes.server import RendezvousServer
+from trainer.launch.signals import SignalReceiver
 
 
 def launch_with_others(
-    arguments: Sequence[str],
+    module: str,
+    request: Mapping[str, Any],
+    local: LocalRanks,
     *,
     nodes: Nodes,
     folder: Path | None,
     same: Mapping[str, str],
-    processes: int,
-    threads: int,
-    environment: Mapping[str, str],
     grace_seconds: float,
     join_seconds: float,
     output: int | None = None,
-    module: str = "trainer",
     suits: Callable[[int], bool] = lambda _: True,
 ) -> int:
-    """Runs `python -m module arguments` as ranks of all nodes; every node's launcher calls it.
+    """Runs a module as ranks of all nodes; every node's launcher calls it.
 
     Args:
-        arguments: What each rank gets as its command line.
+        module: As of `launcher.launch`.
+        request: As of `launcher.launch`, for the ranks of this node.
+        local: Those.
         nodes: Of the job, and which one this is.
         folder: The run folder, the same on every node, or None.
         same: What must be the same on every node, by name: versions, the configuration.
-        processes: Ranks on this node.
-        threads: Intra-op threads of each.
-        environment: Further variables for the ranks.
         grace_seconds: How long ranks have to end after a signal.
         join_seconds: How long the nodes may take to come together.
         output: A file descriptor that takes the standard output of the ranks, or None.
-        module: What each rank runs.
         suits: Whether the batch can be shared out to so many ranks.
 
     Returns:
@@ -60,52 +56,54 @@ def launch_with_others(
     Raises:
         BadInputError: If this node can't be part of it.
     """
-    variables = {**environment, **thread_variables(threads)}
-    if folder is not None:
-        variables[LOGS_VARIABLE] = str(folder / LOGS)
-    with Inbox() as signals:
-        table = _table(nodes, processes, same, folder, join_seconds, signals, suits)
+    with SignalReceiver() as signals:
+        rendezvous = _rendezvous(nodes, local.ranks, same, folder, join_seconds, signals, suits)
         try:
             while True:
-                meeting = table.gather()
-                if isinstance(meeting, Verdict):
-                    verdict = meeting
+                joined = rendezvous.gather()
+                if isinstance(joined, Outcome):
+                    outcome = joined
                 else:
-                    outcomes = _play(
-                        meeting,
-                        nodes,
-                        [module, *arguments],
-                        variables,
-                        folder,
-                        signals,
-                        grace_seconds,
-                        output,
-                        table,
-                    )
-                    verdict = table.conclude(outcomes, leaving=bool(signals.received))
-                if not verdict.again:
-                    say(verdict.text if nodes.number == 0 else _brief(verdict, nodes))
+                    records = _elsewhere(joined, nodes, folder)
+                    if not records:
+                        _tell(joined, nodes)
+                        logs = None if folder is None else folder / LOGS
+                        group = WorkerGroup(
+                            signals, joined.ranks, joined.world, grace_seconds, rendezvous, logs
+                        )
+                        there = {**local.environment, **gloo_interface(joined.address)}
+                        records = group.run(
+                            module,
+                            request,
+                            local._replace(environment=there),
+                            _rendezvous_of_torchrun(joined, nodes),
+                            output,
+                        )
+                    outcome = rendezvous.conclude(records, leaving=bool(signals.received))
+                if not outcome.again:
+                    text = outcome.text if nodes.number == 0 else _brief(outcome, nodes)
+                    say(text, "warning" if outcome.code == EXIT_REQUEUE else "error")
                     if nodes.number == 0 and folder is not None:
                         with suppress(OSError):  # for a script that sees only the codes of all nodes together
-                            (folder / EXIT_CODE).write_text(f"{verdict.code}\n")
-                    return verdict.code
-                say(verdict.text)
+                            (folder / EXIT_CODE).write_text(f"{outcome.code}\n")
+                    return outcome.code
+                say(outcome.text, "warning")
         finally:
             if nodes.number == 0 and folder is not None:
                 with suppress(OSError):
                     (folder / MEETING).unlink()
-            table.close()
+            rendezvous.close()
 
 
-def _table(
+def _rendezvous(
     nodes: Nodes,
     processes: int,
     same: Mapping[str, str],
     folder: Path | None,
     join_seconds: float,
-    signals: Inbox,
+    signals: SignalReceiver,
     suits: Callable[[int], bool],
-) -> Table:
+) -> Rendezvous:
     def asked() -> bool:
         return bool(signals.received)
 
@@ -113,60 +111,45 @@ def _table(
         say(f"trainer: node {nodes.number} ({platform.node()}) {text}\n")
 
     if nodes.number:
-        return Guest(nodes, processes, same, join_seconds, asked, tell)
-    host = Host(nodes, processes, same, str(folder), join_seconds, asked, tell, suits)
+        return RendezvousClient(nodes, processes, same, join_seconds, asked, tell)
+    server = RendezvousServer(nodes, processes, same, str(folder), join_seconds, asked, tell, suits)
     if folder is not None:
         try:
-            (folder / MEETING).write_text(host.token)
+            (folder / MEETING).write_text(server.token)
         except OSError as error:
-            host.close()
+            server.close()
             raise BadInputError(f"--out {folder}: can't be written ({error.strerror})") from error
-    return host
+    return server
 
 
-def _play(
-    meeting: Round,
-    nodes: Nodes,
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    folder: Path | None,
-    signals: Inbox,
-    grace_seconds: float,
-    output: int | None,
-    table: Table,
-) -> list[Outcome]:
-    """Runs this node's ranks of a round."""
-    if nodes.number and folder is not None and not sees(folder, MEETING, meeting.token):
-        line = (
-            f"node {nodes.number} ({platform.node()}) doesn't see node 0's run folder, {meeting.folder}, as "
-            f"{folder}: give --out on a file system that all nodes have"
-        )
-        return [Outcome(rank, EXIT_BAD_INPUT, line, for_all=True) for rank in meeting.ranks]
-    first, last = meeting.ranks[0], meeting.ranks[-1]
-    say(
-        f"trainer: node {nodes.number} ({platform.node()}) starts ranks {first} to {last} of "
-        f"{meeting.world}; {len(meeting.sizes)} of {nodes.most} nodes are here\n"
+def _elsewhere(joined: Round, nodes: Nodes, folder: Path | None) -> list[ExitRecord]:
+    """How the ranks of this node end where it has another run folder than node 0; else nothing."""
+    if not nodes.number or folder is None or sees(folder, MEETING, joined.token):
+        return []
+    line = (
+        f"node {nodes.number} ({platform.node()}) doesn't see node 0's run folder, {joined.folder}, as "
+        f"{folder}: give --out on a file system that all nodes have"
     )
-    rendezvous = [
-        *(f"--nnodes={len(meeting.sizes)}", f"--node-rank={meeting.place}"),
+    return [ExitRecord(rank, EXIT_BAD_INPUT, line, for_all=True) for rank in joined.ranks]
+
+
+def _tell(joined: Round, nodes: Nodes) -> None:
+    say(
+        f"trainer: node {nodes.number} ({platform.node()}) starts ranks {joined.ranks[0]} to "
+        f"{joined.ranks[-1]} of {joined.world}; {len(joined.sizes)} of {nodes.most} nodes are here\n"
+    )
+
+
+def _rendezvous_of_torchrun(joined: Round, nodes: Nodes) -> list[str]:
+    return [
+        *(f"--nnodes={len(joined.sizes)}", f"--node-rank={joined.place}"),
         *(f"--master-addr={nodes.host}", f"--master-port={nodes.port + 1}"),
     ]
-    return run_ranks(
-        command,
-        meeting.ranks,
-        meeting.world,
-        rendezvous,
-        {**variables, **gloo_interface(meeting.address)},
-        signals,
-        grace_seconds,
-        output,
-        table,
-    )
 
 
-def _brief(verdict: Verdict, nodes: Nodes) -> str:
+def _brief(outcome: Outcome, nodes: Nodes) -> str:
     """What the other nodes print: node 0 shows the whole of it."""
-    first = verdict.text.partition("\n")[0].removeprefix("trainer: ")
-    if verdict.code == EXIT_DONE or not first:
+    first = outcome.text.partition("\n")[0].removeprefix("trainer: ")
+    if outcome.code == EXIT_DONE or not first:
         return ""
-    return f"trainer: node {nodes.number} ({platform.node()}) ends with code {verdict.code}: {first}\n"
+    return f"trainer: node {nodes.number} ({platform.node()}) ends with code {outcome.code}: {first}\n"

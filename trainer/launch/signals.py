@@ -1,14 +1,30 @@
-"""Signals that ask for a stop: a flag that a rank's loop reads between two steps; a list in the launcher."""
+"""Signals that ask for a stop. Only this module sets handlers (and `cli.main`, for Ctrl-C); who takes which:
+
+| who | SIGTERM, SIGUSR1 | SIGINT (Ctrl-C) | SIGHUP |
+|---|---|---|---|
+| a command, as `cli.main` starts it | the system's | ends it, no traceback | the system's |
+| `train`, no ranks yet: `end_on_signal` | ends it: 75 if it can resume, else 1 | as above | as above |
+| a launcher: `SignalReceiver` | sent on to each rank, once | each sent on; the second kills | as SIGTERM |
+| what the launcher starts, until it can: `blocked` | waits | waits | waits |
+| a rank, from `Worker` on: `StopFlag` | asks for a stop | the same; the second ends it | asks for a stop |
+| a rank's forks: `leave_to_rank` | SIGTERM ends it | ignored | ignored |
+| the process of a tracker | waits: it ends with its rank | waits | waits |
+| a rank whose `Worker` is closed | waits: its exit code is decided | waits | waits |
+| `data`, `export`: `unwound` | SIGTERM is an exception | an exception | an exception |
+
+SIGINT and SIGHUP that were ignored stay so: by nohup, or a script's `&`. A launcher's processes have a
+session of their own, so that a terminal's Ctrl-C reaches the launcher alone; torchrun never sees a signal.
+"""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from trainer.errors import EXIT_FAILED, EXIT_REQUEUE
+from trainer.observe.console import as_line
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -30,56 +46,22 @@ class Stopped(Exception):  # noqa: N818  (the outcome of a request, not an error
         self.signal = number
 
 
-class _State:
-    """What arrived so far; one per process."""
-
-    installed = False
-    requested: signal.Signals | None = None
-    interrupted_at: float | None = None
-
-
-def requested() -> signal.Signals | None:
-    """The first signal that asked this process to stop, or None."""
-    return _State.requested
-
-
-def install() -> None:
-    """Installs the handlers, in the main thread; calling it again changes nothing.
-
-    SIGHUP stays ignored where it is (nohup).
-    """
-    if _State.installed:
-        return
-    _State.installed = True
-    for number in SIGNALS:
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _note)
-    os.register_at_fork(after_in_child=_forked)
-    # The launcher starts ranks with these signals blocked, so that none kills them before this line.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _note(number: int, _frame: FrameType | None) -> None:
-    """Remembers the first signal; a second Ctrl-C ends the process at once."""
-    if number == signal.SIGINT:
-        now = time.monotonic()
-        if _State.interrupted_at is None:
-            _State.interrupted_at = now
-        elif now - _State.interrupted_at > _SAME_INTERRUPT_SECONDS:
-            os._exit(128 + number)
-    if _State.requested is None:
-        _State.requested = signal.Signals(number)
-
-
-def _forked() -> None:
-    """Gives a forked child (a loader worker) a SIGTERM that ends it: there the flag has no reader.
-
-    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank. A
-    child that becomes a rank itself installs the handlers anew.
-    """
-    _State.installed = False
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+@contextmanager
+def taken(
+    act: Callable[[signal.Signals], object], numbers: Iterable[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """Meanwhile these signals call `act`, in the main thread; then their handlers are what they were."""
+    left = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
+    before = {
+        number: signal.signal(number, lambda got, _: act(signal.Signals(got)))
+        for number in numbers
+        if number not in left
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def end_on_signal(resumable: Callable[[], bool]) -> None:
@@ -92,54 +74,18 @@ def end_on_signal(resumable: Callable[[], bool]) -> None:
         resumable: Whether there is a checkpoint; then the exit code asks to be requeued. Imports nothing.
     """
 
-    def end(number: int, _frame: FrameType | None) -> None:
+    def end(number: int, _: object) -> None:
         requeue = resumable()
         left = "the same command goes on from its checkpoint" if requeue else "there is no checkpoint yet"
-        os.write(2, f"trainer: stopped by {signal.Signals(number).name} before it began; {left}\n".encode())
+        line = f"trainer: stopped by {signal.Signals(number).name} before it began; {left}"
+        os.write(2, f"{as_line(line, 'warning')}\n".encode())
         os._exit(EXIT_REQUEUE if requeue else EXIT_FAILED)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, end)
 
 
-@contextmanager
-def unwound() -> Iterator[None]:
-    """Meanwhile a signal to end is an exception: unfinished files and processes go as after an error.
-
-    The exit code is a shell's, 128 and the signal's number. Outside of the main thread nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [
-        n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN
-    ]
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        for other in numbers:  # a second one mustn't cut off the cleaning up
-            signal.signal(other, signal.SIG_IGN)
-        os.write(2, f"trainer: stopped by {signal.Signals(number).name}\n".encode())
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def blocked() -> Iterator[None]:
-    """Blocks the signals for the processes that are started meanwhile, until they call `install`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, set(before) - set(SIGNALS))
-
-
-class Inbox:
+class SignalReceiver:
     """The signals that the launcher was sent while it is open, in order: each once, but every Ctrl-C.
 
     Attributes:
@@ -149,26 +95,95 @@ class Inbox:
     def __init__(self) -> None:
         """Starts empty."""
         self.received: list[signal.Signals] = []
+        self._taken = taken(self._note)
 
-    def __enter__(self) -> "Inbox":
-        """Takes the signals, but those that nohup or a script's `&` had ignored."""
-        ignored = [n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN]
-        self._before = {
-            number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored
-        }
+    def __enter__(self) -> "SignalReceiver":
+        """Takes the signals."""
+        self._taken.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Gives the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._taken.__exit__(None, None, None)
 
     @property
     def interrupted_twice(self) -> bool:
         """Whether the user does not want to wait."""
         return self.received.count(signal.SIGINT) > 1
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        name = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+    def _note(self, number: signal.Signals) -> None:
+        name = signal.SIGTERM if number is signal.SIGHUP else number
         if name is signal.SIGINT or name not in self.received:
             self.received.append(name)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Blocks the signals for the processes that are started meanwhile, until they call `unblock`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, set(before) - set(SIGNALS))
+
+
+def block() -> None:
+    """Lets signals wait from here on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def unblock() -> None:
+    """Lets those come that waited."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class StopFlag:
+    """What a rank was sent: a flag that its loop reads between two steps.
+
+    Attributes:
+        requested: The first signal that asked for a stop, or None.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was sent yet."""
+        self.requested: signal.Signals | None = None
+        self._interrupted_at: float | None = None
+
+    def note(self, number: signal.Signals) -> None:
+        """Remembers the first signal; a second Ctrl-C ends the process at once."""
+        if number is signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+            elif now - self._interrupted_at > _SAME_INTERRUPT_SECONDS:
+                os._exit(128 + number)
+        if self.requested is None:
+            self.requested = number
+
+
+def leave_to_rank() -> None:
+    """Gives a rank's fork (a loader worker) a SIGTERM that ends it: there the flag has no reader.
+
+    The other signals are the rank's to act on: ignored here, because a worker that dies fails its rank.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+
+
+@contextmanager
+def unwound() -> Iterator[None]:
+    """Meanwhile a signal to end is an exception: unfinished files and processes go as after an error.
+
+    The exit code is a shell's, 128 and the signal's number. Outside of the main thread nothing changes.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def end(number: signal.Signals) -> None:
+        for other in numbers:  # a second one mustn't cut off the cleaning up
+            signal.signal(other, signal.SIG_IGN)
+        os.write(2, f"trainer: stopped by {number.name}\n".encode())
+        raise SystemExit(128 + number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    with taken(end, numbers) if in_main else nullcontext():
+        yield

@@ -7,8 +7,8 @@ what activation checkpointing costs, and a budget can be met with the least reco
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.config.sizes import GIB
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import recompute
 
-_GIB = 1 << 30
 _TIMES, _LONG_SECONDS = 3, 2.0
 
 
@@ -123,23 +123,21 @@ def measure(model: nn.Module, blocks: Mapping[str, nn.Module], forward: Callable
         costs[name] = BlockCost(saved, flops.get_total_flops(), seconds)
         return output
 
-    buffers = [buffer.clone() for buffer in model.buffers()]
     least = KeptBytes(model.parameters())
-    try:
-        for name, block in blocks.items():
-            block.forward = functools.partial(measured, name, originals[name])
-        with torch.no_grad():
-            forward()
-        for name, block in blocks.items():
-            block.forward = originals[name]
-            recompute(block)
-        with least.counting():
-            forward()
-    finally:
-        for name, block in blocks.items():
-            block.forward = originals[name]
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+    with _buffers_kept(model):
+        try:
+            for name, block in blocks.items():
+                block.forward = functools.partial(measured, name, originals[name])
+            with torch.no_grad():
+                forward()
+            for name, block in blocks.items():
+                block.forward = originals[name]
+                recompute(block)
+            with least.counting():
+                forward()
+        finally:
+            for name, block in blocks.items():
+                block.forward = originals[name]
     return ModelCost(costs, least.bytes_without())
 
 
@@ -163,8 +161,8 @@ def cheapest(cost: ModelCost, budget: float) -> list[str]:
     least = cost.kept(useful)
     if least > budget:
         raise BadInputError(
-            f"memory.budget_gib={budget / _GIB:g}: with every block checkpointed a micro-batch still keeps "
-            f"{least / _GIB:.3g} GiB; raise it or lower data.micro_batch_size"
+            f"memory.budget_gib={budget / GIB:g}: with every block checkpointed a micro-batch still keeps "
+            f"{least / GIB:.3g} GiB; raise it or lower data.micro_batch_size"
         )
     chosen: list[str] = []
     for name in sorted(useful, key=lambda name: cost.blocks[name].flops / cost.blocks[name].saved):
@@ -180,14 +178,21 @@ def cheapest(cost: ModelCost, budget: float) -> list[str]:
 
 def seconds_of_step(model: nn.Module, forward: Callable[[], Any], device: torch.device) -> float:
     """Duration of a forward and backward pass; gradients and buffers are as before afterwards."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    forward().backward()  # warms up: the first has memory to find and kernels to choose
-    _, seconds = _timed(lambda: forward().backward(), [torch.empty(0, device=device)])
-    for parameter in model.parameters():
-        parameter.grad = None
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    with _buffers_kept(model):
+        forward().backward()  # warms up: the first has memory to find and kernels to choose
+        _, seconds = _timed(lambda: forward().backward(), [torch.empty(0, device=device)])
+    model.zero_grad()
     return seconds
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def _leaf(value: Any) -> Any:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from trainer.config.model import ModelConfig
-from trainer.models.images import ResidualBlock, make_norm
+from trainer.models.images import make_norm, residual_stages
 
 
 class AudioCnn(nn.Module):
@@ -13,16 +13,9 @@ class AudioCnn(nn.Module):
     def __init__(self, config: ModelConfig, mels: int, classes: int) -> None:
         """Each stage halves both axes and, but for the first, doubles the width."""
         super().__init__()
-        width, bands = config.width, mels
-        self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
-        stages = []
-        for number, blocks in enumerate(config.blocks):
-            target = config.width << number
-            for index in range(blocks):
-                stages.append(ResidualBlock(width, target, 1 if index else 2, config.norm))
-                width = target
-            bands = (bands + 1) // 2
-        self.blocks = nn.Sequential(*stages)
+        self.stem = nn.Conv2d(1, config.width, 3, padding=1, bias=False)
+        self.blocks, width = residual_stages(config, first_stride=2)
+        bands = -(-mels // 2 ** len(config.blocks))
         self.norm = make_norm(config.norm, width)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(width * bands, classes)

@@ -1,7 +1,7 @@
 """Running statistics: one update per step, from all of its micro-batches on all ranks.
 
-Left alone, they would be updated once per micro-batch, so that the momentum would depend on the
-accumulation, on the number of ranks (each keeping its own) and on activation checkpointing (counted
+Nothing of torch's does this: there they are updated once per micro-batch, so that the momentum would depend
+on the accumulation, on the number of ranks (each keeping its own) and on activation checkpointing (counted
 twice). Instead every statistic becomes the mean of what the step's micro-batches, each starting from the
 value before the step, made of it; a micro-batch that left it out doesn't count. Without accumulation on one
 rank that is what torch always does.
@@ -15,7 +15,7 @@ from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.parallel import sum_over_ranks
-from trainer.models.buffers import ChangingBuffers, Found, OtherBuffers
+from trainer.models.buffers import ChangingBuffers, FoundBuffers, OtherBuffers
 
 
 def batchnorm_buffers(model: nn.Module) -> list[torch.Tensor]:
@@ -40,7 +40,9 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 class StepStatistics:
     """The statistics that a model's forward pass keeps in its buffers; none is fine too."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, found: Found | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, found: FoundBuffers | None = None
+    ) -> None:
         """Takes over BatchNorm's momentum, and other buffers that were found to change."""
         self._group = group
         layers = _layers(model)

@@ -18,7 +18,7 @@ _NAMES = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundBuffers:
     """What a trial showed of a model's buffers.
 
     Attributes:

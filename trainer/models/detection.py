@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from trainer.config.model import ModelConfig
 from trainer.config.suggest import nearest
 from trainer.errors import BadInputError
-from trainer.models.images import ResidualBlock, make_norm
+from trainer.models.images import make_norm, residual_stages
 
 _NEAR = 1.0  # strides from a box's middle within which a cell is to find it: up to four cells do
 _PRIOR = 0.01  # score of a cell before training, as in Lin et al., 2017
@@ -20,7 +20,7 @@ _CANDIDATES = 300  # boxes of an image that suppression looks at
 _SAME = 0.6  # overlap from which two boxes of a class are one
 
 
-class Found(NamedTuple):
+class Detections(NamedTuple):
     """What is found in an image: boxes (k, 4), scores (k,), and labels, int64 (k,), best first."""
 
     boxes: torch.Tensor
@@ -37,16 +37,9 @@ class TinyDetector(nn.Module):
     def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
         """Each stage halves the resolution, as the stem does, and, but for the first, doubles the width."""
         super().__init__()
-        width = config.width
         self.stride = 2 << len(config.blocks)
-        self.stem = nn.Conv2d(channels, width, 3, 2, padding=1, bias=False)
-        stages = []
-        for number, blocks in enumerate(config.blocks):
-            target = config.width << number
-            for index in range(blocks):
-                stages.append(ResidualBlock(width, target, 1 if index else 2, config.norm))
-                width = target
-        self.blocks = nn.Sequential(*stages)
+        self.stem = nn.Conv2d(channels, config.width, 3, 2, padding=1, bias=False)
+        self.blocks, width = residual_stages(config, first_stride=2)
         self.norm = make_norm(config.norm, width)
         self.mix = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.mixed = make_norm(config.norm, width)
@@ -204,7 +197,9 @@ def _replace_norms(module: nn.Module, norm: str) -> None:
             _replace_norms(child, norm)
 
 
-def detections(model: nn.Module, images: torch.Tensor, most: int = 100, least: float = 0.0) -> list[Found]:
+def detections(
+    model: nn.Module, images: torch.Tensor, most: int = 100, least: float = 0.0
+) -> list[Detections]:
     """What a detector finds in images.
 
     Args:
@@ -235,7 +230,9 @@ def detections(model: nn.Module, images: torch.Tensor, most: int = 100, least: f
     return results
 
 
-def _best(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, most: int, least: float) -> Found:
+def _best(
+    boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor, most: int, least: float
+) -> Detections:
     # The background, which torchvision's anchors of one stage may name, is nothing that was found.
     chosen = (scores >= least) & (labels >= 0)
-    return Found(*(rows[chosen][:most] for rows in (boxes, scores, labels)))
+    return Detections(*(rows[chosen][:most] for rows in (boxes, scores, labels)))

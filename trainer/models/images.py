@@ -49,9 +49,7 @@ def _timm_model(name: str, channels: int, classes: int) -> nn.Module:
     try:
         import timm
     except ImportError as error:
-        raise BadInputError(
-            f'model.name={_TIMM}{name}: timm is not installed; run make venv GROUPS="train bench"'
-        ) from error
+        raise BadInputError(f"model.name={_TIMM}{name}: timm is not installed; run make venv") from error
     names = timm.list_models()
     if name not in names:
         raise BadInputError(f"model.name: timm has no model '{name}'{nearest(name, names)}")
@@ -65,16 +63,8 @@ class SmallResNet(nn.Module):
     def __init__(self, config: ModelConfig, channels: int, classes: int) -> None:
         """Doubles the width and halves the resolution at each stage but the first."""
         super().__init__()
-        width = config.width
-        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-        stages = []
-        for number, blocks in enumerate(config.blocks):
-            target = config.width << number
-            for index in range(blocks):
-                stride = 2 if number and not index else 1
-                stages.append(ResidualBlock(width, target, stride, config.norm))
-                width = target
-        self.blocks = nn.Sequential(*stages)
+        self.stem = nn.Conv2d(channels, config.width, 3, padding=1, bias=False)
+        self.blocks, width = residual_stages(config, first_stride=1)
         self.norm = make_norm(config.norm, width)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(width, classes)
@@ -106,6 +96,22 @@ class ResidualBlock(nn.Module):
         shortcut: torch.Tensor = self.shortcut(active)
         result: torch.Tensor = shortcut + inner
         return result
+
+
+def residual_stages(config: ModelConfig, first_stride: int) -> tuple[nn.Sequential, int]:
+    """The blocks of all stages, and the channels of the last; each stage but the first doubles them.
+
+    Args:
+        config: How many channels and blocks.
+        first_stride: Of the first stage; that of the others is 2.
+    """
+    stages, width = [], config.width
+    for number, blocks in enumerate(config.blocks):
+        stride, target = 2 if number else first_stride, config.width << number
+        for _ in range(blocks):
+            stages.append(ResidualBlock(width, target, stride, config.norm))
+            stride, width = 1, target
+    return nn.Sequential(*stages), width
 
 
 def make_norm(kind: str, width: int) -> nn.Module:

@@ -1,7 +1,7 @@
 """Finds the module that first produced a NaN or an infinity (`precision.debug`).
 
 Each module's weights, inputs, output and the gradient of its output are looked at on the device. The first
-of a run that is wrong tells where to look; it is read late, with the other figures.
+of a run that is wrong tells where to look; it is read late, with the other metrics.
 """
 
 import functools
@@ -52,7 +52,7 @@ class FirstNonFinite:
             "nonfinite_place": torch.where(none, -1, place),
         }
 
-    def explain(self, row: Row) -> None:
+    def name_first(self, row: Row) -> None:
         """A sink: names the place on standard error, if the steps of the row had one."""
         number = int(row.get("nonfinite_place", -1))
         if number >= 0:

@@ -83,13 +83,6 @@ def _float32(value: Any) -> Any:
     return value.float() if low else value
 
 
-def make_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler | None:
-    """The loss scaler of fp16, None for formats that need none (Micikevicius et al., 2018)."""
-    if config.mode != "fp16":
-        return None
-    return GradScaler(device.type, init_scale=config.initial_scale, growth_interval=config.growth_interval)
-
-
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """1.0 if the gradients of this step overflowed, else 0.0; float32 () on their device, unread.
 
@@ -106,3 +99,117 @@ def scale_of(scaler: GradScaler) -> torch.Tensor:
     scale = scaler._get_scale_async()
     assert scale is not None  # it exists once a loss has been scaled
     return scale
+
+
+class Precision:
+    """How a step computes and updates where no loss scale is needed: fp32, tf32, bf16.
+
+    Attributes:
+        autocast: Context of a forward pass; entered again and again.
+        scaler: The loss scaler of fp16, or None.
+        may_skip: Whether an update may be skipped, which only the device knows.
+    """
+
+    scaler: GradScaler | None = None
+    may_skip = False
+
+    def __init__(self, autocast: AbstractContextManager[object]) -> None:
+        """Computes within a context, see `autocast`."""
+        self.autocast = autocast
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Adds the gradients of a micro-batch's loss, float (); returns it detached."""
+        loss.backward()
+        return loss.detach()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the gradients their true size, before they are clipped."""
+
+    def judged(self, norm: torch.Tensor) -> torch.Tensor:
+        """The gradient norm, float (), as anomaly detection is to see it."""
+        return norm
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+        """Updates the weights.
+
+        Args:
+            optimizer: Whose gradients have been unscaled and clipped.
+            norm: Their norm before that, float (); only looked at where it decides on the update.
+
+        Returns:
+            float (), on the device: 1 if the update was skipped; None where that can't be.
+        """
+        optimizer.step()
+        return None
+
+
+class SkippingPrecision(Precision):
+    """The same, but an update whose loss or gradients aren't finite is not made (anomaly.nonfinite=skip)."""
+
+    may_skip = True
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """See `Precision.backward`."""
+        detached = loss.detach()
+        loss.backward(_one_if_finite(detached))
+        return detached
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:
+        """See `Precision.update`."""
+        skipped = (~norm.isfinite()).to(torch.float32)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as GradScaler tells it
+            optimizer.step()
+        elif not bool(skipped):  # somebody's own, which needn't know of it
+            optimizer.step()
+        return skipped
+
+
+class ScaledPrecision(Precision):
+    """fp16: losses are scaled up, and an update whose gradients overflow is skipped."""
+
+    may_skip = True
+
+    def __init__(
+        self, autocast: AbstractContextManager[object], scaler: GradScaler, skip_nonfinite: bool
+    ) -> None:
+        """With `skip_nonfinite` a loss that isn't finite skips the update on every rank."""
+        super().__init__(autocast)
+        self.scaler: GradScaler = scaler
+        self._skip_nonfinite = skip_nonfinite
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """See `Precision.backward`."""
+        scaled, detached = self.scaler.scale(loss), loss.detach()
+        scaled.backward(_one_if_finite(detached) if self._skip_nonfinite else None)
+        return detached
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `Precision.unscale`."""
+        self.scaler.unscale_(optimizer)
+
+    def judged(self, norm: torch.Tensor) -> torch.Tensor:
+        """An overflow is the scaler's business, unless the scale is too small to be the cause."""
+        return torch.where(scale_of(self.scaler) < 1, norm, 0.0)
+
+    def update(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
+        """See `Precision.update`."""
+        skipped = found_inf(self.scaler, optimizer)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return skipped
+
+
+def _one_if_finite(loss: torch.Tensor) -> torch.Tensor:
+    # A loss that isn't finite makes all gradients NaN: so every rank sees it, by their sum.
+    return loss * 0 + 1
+
+
+def make_precision(config: PrecisionConfig, device: torch.device, skip_nonfinite: bool) -> Precision:
+    """The precision of a recipe on a device."""
+    context = autocast(config, device)
+    if config.mode == "fp16":  # which alone needs a loss scaler (Micikevicius et al., 2018)
+        scale, interval = config.initial_scale, config.growth_interval
+        scaler = GradScaler(device.type, init_scale=scale, growth_interval=interval)
+        return ScaledPrecision(context, scaler, skip_nonfinite)
+    return SkippingPrecision(context) if skip_nonfinite else Precision(context)

@@ -1,7 +1,7 @@
 """BatchNorm whose statistics are those of a micro-batch on all ranks together.
 
-torch.nn.SyncBatchNorm runs on a GPU only; this one runs wherever a process group does, so that what it
-promises is tested with real processes. Statistics are combined as in Chan et al., 1979.
+Not torch.nn.SyncBatchNorm, which runs on a GPU only: this one runs wherever a process group does, so that
+what it promises is tested with real processes. Statistics are combined as in Chan et al., 1979.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.models.finetune import keeps_statistics
 from trainer.observe.phases import Phase, communicating, enter_phase
 
 
@@ -19,7 +20,7 @@ def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
     Returns:
         Number of layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and not keeps_statistics(m)]
     for layer in layers:
         layer.forward = _Synchronised(layer, group)  # type: ignore[method-assign, assignment]
     return len(layers)
@@ -71,7 +72,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def _communicating() -> Phase | None:
-    # Compiled code would be guarded by the number of marks.
+    # Compiled code would be guarded by the number of phase changes.
     return None if torch.compiler.is_compiling() else communicating()
 
 

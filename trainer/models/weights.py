@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from trainer.config.data import at_home
 from trainer.errors import BadInputError
 from trainer.models.names import matching
 
@@ -30,7 +31,7 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
     Raises:
         BadInputError: If the file isn't safetensors, or names or shapes differ where `reinit` doesn't allow.
     """
-    file = _regular(file)
+    file = regular(file)
     state = model.state_dict(keep_vars=True)
     try:
         with safe_open(file, framework="pt") as opened:
@@ -125,12 +126,13 @@ def _finite(tensor: torch.Tensor, name: str, file: Path) -> torch.Tensor:
     return tensor
 
 
-def _regular(file: Path) -> Path:
-    """The file, if it is one: a pipe would wait for a writer."""
-    try:
-        file = file.expanduser()
-    except RuntimeError as error:
-        raise BadInputError(f"model.pretrained: {file}: there is no such user; write the path out") from error
+def regular(file: Path) -> Path:
+    """The file, if it is one: a pipe would wait for a writer. One that isn't there passes.
+
+    Raises:
+        BadInputError: If it is something else.
+    """
+    file = at_home(file, "model.pretrained")
     if file.is_dir():
         inside = file / "model.safetensors"
         raise BadInputError(f"model.pretrained: {file} is a folder; give a file in it, such as {inside}")

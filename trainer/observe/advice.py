@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainer.host.processes import queued_ns
-from trainer.observe.diagnosis import Facts, Figures, Verdict, diagnose, merge
+from trainer.observe.diagnosis import Facts, Metrics, Verdict, diagnose, merge
 from trainer.observe.flops import Count
 from trainer.observe.leak import Trends
 from trainer.observe.log import Row, Sink
@@ -27,19 +27,11 @@ class Advisor:
         price_per_hour: float = 0.0,
         trends: Trends | None = None,
     ) -> None:
-        """Begins without an opinion.
-
-        Args:
-            facts: What the figures don't say.
-            count: Knows who waits for the device.
-            tell: Takes rows of the kind "verdict".
-            price_per_hour: Of the run; 0: not known.
-            trends: Looks for leaks.
-        """
+        """Begins without an opinion."""
         self._begun = False
         self._price, self._trends = price_per_hour, trends or Trends()
         self._facts, self._count, self._tell = facts, count, tell
-        self._rows: list[Figures] = []
+        self._rows: list[Metrics] = []
         self._before: list[str] = []
 
     def __call__(self, row: Row) -> None:
@@ -83,9 +75,9 @@ class Advisor:
             totals["cost/per_thousand_samples"] = 1000 / samples_per_s / 3600 * self._price
         return totals
 
-    def _diagnose(self, figures: Figures) -> Verdict:
+    def _diagnose(self, metrics: Metrics) -> Verdict:
         waits = self._count.waits if self._count else ""
-        return diagnose(figures, dataclasses.replace(self._facts, waits=waits))
+        return diagnose(metrics, dataclasses.replace(self._facts, waits=waits))
 
 
 def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | str]:
@@ -94,7 +86,7 @@ def _row(verdict: Verdict, step: int, final: bool) -> dict[str, float | int | st
 
 @contextmanager
 def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a source of figures: `time/gc`, seconds in the garbage collector, and `cpu/starved`.
+    """Gives a source of metrics: `time/gc`, seconds in the garbage collector, and `cpu/starved`.
 
     The latter is the share of the wall's time for which the thread that asks could have run and had no CPU.
     Both are of the time since it was asked last.
@@ -112,9 +104,9 @@ def host_clock() -> Iterator[Callable[[], dict[str, float]]]:
     def take() -> dict[str, float]:
         nonlocal asked, queued, collecting
         now, queued_now = time.perf_counter(), queued_ns()
-        figures = {"time/gc": collecting, "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9)}
+        metrics = {"time/gc": collecting, "cpu/starved": (queued_now - queued) / 1e9 / max(now - asked, 1e-9)}
         asked, queued, collecting = now, queued_now, 0.0
-        return figures
+        return metrics
 
     gc.callbacks.append(collected)
     try:

@@ -8,7 +8,7 @@ too.
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -109,10 +109,8 @@ def checksums_to(file: TextIO, names: Sequence[str], known: Sequence[str], step:
     """Makes the function that writes rows to a file.
 
     Args:
-        file: Open for appending.
         names: Of the tensors.
         known: Those that the file names last, from an earlier attempt.
-        step: Steps done.
     """
     due, step = list(names) != list(known), step if known else 0
 
@@ -136,7 +134,7 @@ class ChecksumRow:
     """A row of a trace.
 
     Attributes:
-        kind: "train" or "evaluation".
+        kind: "train" or "eval".
         step: Steps done.
         metrics: By name, as the text that stands in the file.
         tensors: Fingerprints by name; an evaluation has none.
@@ -158,23 +156,34 @@ def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
     Raises:
         OSError: If it can't be read.
     """
-    if not file.exists():
-        return [], [], 0
-    *lines, _ = file.read_bytes().split(b"\n")
     rows, names, bad = list[ChecksumRow](), list[str](), 0
-    for line in lines:
+    for row in rows_as_text(file) if file.exists() else ():
         try:
-            # Numbers as text: equal texts are equal bits, -0.0 and all.
-            row = json.loads(line, parse_float=str, parse_int=str)
             kind, step, tensors = str(row.pop("kind")), int(row.pop("step")), row.pop("tensors")
             if kind == "names":
                 names = [str(name) for name in tensors]
                 continue
             prints = dict(zip(names, map(str, tensors), strict=True)) if tensors else {}
             rows.append(ChecksumRow(kind, step, {name: str(value) for name, value in row.items()}, prints))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             bad += 1
     return rows, names, bad
+
+
+def rows_as_text(file: Path) -> Iterator[Any]:
+    """The rows of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
+
+    What can't be read is None, but for a last line that was cut off: that is what a kill leaves.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    *lines, _ = file.read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            yield json.loads(line, parse_float=str, parse_int=str)
+        except (ValueError, RecursionError):
+            yield None
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,16 @@ import time
 
 import torch
 
+from trainer.host.kernel import processor
 from trainer.host.limits import read_limits
 from trainer.version import __version__
 
 
 def conditions() -> str:
     """Versions, processor, the CPUs that this container may use, and the date."""
-    limits = read_limits()
+    limits, cpu = read_limits(), processor() or platform.machine()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"{time.strftime('%Y-%m-%d')}, trainer {__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {_processor()}, {limits.cpus:g} CPUs, {device}"
+        f"Python {platform.python_version()}, {cpu}, {limits.cpus:g} CPUs, {device}"
     )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:  # noqa: PTH123
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()

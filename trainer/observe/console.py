@@ -1,19 +1,102 @@
-"""What a person sees: a progress bar on a terminal, now and then a plain line elsewhere."""
+"""The one console: what a person sees, without secrets; a bar on a terminal, now and then a line elsewhere.
+
+Results go to standard output, warnings and the progress of other commands to standard error. Of the ranks
+only the first one tells of its run. Imports no torch, and rich only for a bar.
+
+With `--log-format json` each line is an object with time, level, rank (null: the launcher) and message, and
+there are no bars. `--quiet` leaves warnings and errors only, `--verbose` adds what a start does, and when.
+"""
 
 import contextlib
+import datetime
+import json
 import os
 import sys
 import time
-from collections.abc import Mapping
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.redact import redact_text
-from trainer.observe.log import Row
+from trainer.observe.text import duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 2.0
+_COUNT_SECONDS = 30.0  # at most between two lines of `counted`, while something moves
+
+
+Level = Literal["info", "warning", "error"]
+Verbosity = Literal["quiet", "normal", "verbose"]
+_BEGAN = time.monotonic()
+
+
+class _Log:
+    """How this process writes lines: as text, or as JSON, and as which rank."""
+
+    as_json = False
+    rank: int | None = None
+    verbosity: Verbosity = "normal"
+
+
+def log_as_json(rank: int | None = None) -> None:
+    """From now on this process, and what it forks, writes lines as JSON; rank: which it is, None: none."""
+    _Log.as_json, _Log.rank = True, rank
+
+
+def set_verbosity(verbosity: Verbosity) -> None:
+    """From now on this process, and what it forks, tells more or less."""
+    _Log.verbosity = verbosity
+
+
+def verbosity() -> Verbosity:
+    """How much it tells."""
+    return _Log.verbosity
+
+
+def logs_as_json() -> bool:
+    """Whether it does."""
+    return _Log.as_json
+
+
+def as_line(text: str, level: Level) -> str:
+    """What is written of a text, without secrets: itself, or an object for it."""
+    text = redact_text(text)
+    if not _Log.as_json:
+        return text
+    now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+    message = text.strip().removeprefix("trainer: ").removeprefix("error: ")
+    return json.dumps({"time": now, "level": level, "rank": _Log.rank, "message": message})
+
+
+def say(line: str) -> None:
+    """A line on standard output; of several lines, as JSON, each that isn't blank is one."""
+    if _Log.verbosity == "quiet":
+        return
+    lines = [one for one in line.splitlines() if one.strip()] if _Log.as_json else [line]
+    try:
+        for one in lines:
+            print(as_line(one, "info"), flush=True)
+    except OSError:  # the reader is gone (`| head`): that is no reason to end what goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def detail(line: str) -> None:
+    """A line for --verbose, after the seconds since this process began."""
+    if _Log.verbosity == "verbose":
+        say(f"  {time.monotonic() - _BEGAN:7.2f} s  {line}")
+
+
+def warn(line: str) -> None:
+    """A line on standard error, after the program's name."""
+    tell(f"trainer: {line}", "warning")
+
+
+def tell(text: str, level: Level = "info") -> None:
+    """A text on standard error: a line, or a line with a traceback below it."""
+    with contextlib.suppress(OSError):  # nobody reads it, or its disk is full
+        print(as_line(text.removesuffix("\n"), level), file=sys.stderr, flush=True)
 
 
 class ProgressBar:
@@ -23,19 +106,25 @@ class ProgressBar:
     interpreter from the loop at bad moments.
     """
 
-    def __init__(self, steps: int) -> None:
-        """Chooses the bar if standard output is a terminal."""
-        console = Console()
-        self._steps = steps
+    def __init__(self, steps: int, done: int = 0) -> None:
+        """Chooses the bar if standard output is a terminal; `done` steps are an earlier attempt's."""
+        self._steps, self._first = steps, done
         self._figures = ""
-        self._step = 0
-        self._shown = time.monotonic()
-        self._started = self._shown
+        self._step = done
+        self._shown = self._started = time.monotonic()
         self._bar: Progress | None = None
+        if not _Log.as_json and _Log.verbosity != "quiet":
+            self._begin(steps, done)
+
+    def _begin(self, steps: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console()
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("training"),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[metrics]}"),
@@ -44,7 +133,7 @@ class ProgressBar:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._bar.add_task("training", total=steps, metrics="")
+            self._task = self._bar.add_task("training", total=steps, completed=done, metrics="")
             self._bar.start()
 
     def step_done(self, step: int) -> None:
@@ -52,56 +141,141 @@ class ProgressBar:
         self._step = step
         if self._bar is not None and time.monotonic() - self._shown > _BAR_SECONDS:
             self._shown = time.monotonic()
-            self._bar.update(self._task, completed=step, metrics=self._figures)
-            self._bar.refresh()
+            self._draw(self._bar)
 
-    def __call__(self, row: Row) -> None:
+    def _draw(self, bar: "Progress") -> None:
+        bar.update(self._task, completed=self._step, metrics=self._figures)
+        bar.refresh()
+
+    def __call__(self, row: Mapping[str, float | int | str]) -> None:
         """A sink: keeps the metrics for the bar, or prints a line."""
-        if row["kind"] in ("end", "memory"):  # told by the summary, and by the report
-            return
-        if row["kind"] == "verdict":
-            if not row["final"]:  # that one is told by the summary
-                self.say(f"  {row['text']}")
+        if row["kind"] == "verdict" and not row["final"]:  # the last one is told by the summary
+            self.say(f"  {row['text']}")
+        if row["kind"] not in ("train", "eval"):  # told by the summary, and by the report
             return
         self._figures = " ".join(_figures(row))
-        if row["kind"] == "evaluation":
+        if row["kind"] == "eval":
             self.say(f"  epoch {row['epoch']:>6.2f}  {self._figures}")
         elif self._bar is None and time.monotonic() - self._shown > _LINE_SECONDS:
             self._shown = time.monotonic()
             step = int(row["step"])
-            left = (self._shown - self._started) / step * (self._steps - step)
-            self.say(f"  step {step}/{self._steps}  {self._figures}  {left:.0f} s left")
+            each = (self._shown - self._started) / max(1, step - self._first)
+            left = duration(round(each * (self._steps - step))).replace("\u00a0", " ")
+            self.say(f"  step {step}/{self._steps}  {self._figures}  {left} left")
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
-        line = redact_text(line)
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self._bar is None:
+            say(line)
+        else:
+            self._bar.console.print(redact_text(line), highlight=False, markup=False, soft_wrap=True)
+
+    def table(
+        self,
+        heads: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        right: Collection[int] = (),
+        last_is_total: bool = False,
+    ) -> None:
+        """Prints a table: as rich draws it above the bar, or as lines.
+
+        Args:
+            right: Columns of figures.
+            last_is_total: Whether a line sets the last row apart.
+        """
+        if self._bar is None:
+            for line in aligned([heads, *rows], right):
+                say(f"  {line}")
             return
-        try:
-            print(line, flush=True)
-        except OSError:  # the reader is gone (`| head`): that is no reason to end the training
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from rich import box
+        from rich.table import Table
+
+        drawn = Table(box=box.SIMPLE_HEAD)
+        for number, head in enumerate(heads):
+            drawn.add_column(head, justify="right" if number in right else "left")
+        for number, row in enumerate(rows, 1):
+            drawn.add_row(*map(_as_text, row), end_section=last_is_total and number == len(rows) - 1)
+        self._bar.console.print(drawn)
 
     def close(self) -> None:
         """Leaves the bar as far as the run came."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, metrics=self._figures)
-            self._bar.refresh()
+            self._draw(self._bar)
             self._bar.stop()
             self._bar = None
 
 
+def _as_text(cell: str) -> Any:
+    from rich.text import Text  # names have brackets, which rich would take for its own
+
+    return Text(redact_text(cell))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows as lines whose columns stand below each other; those in `right` end there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
 def _figures(row: Mapping[str, float | int | str]) -> list[str]:
-    shown = {"samples_per_s": "{:,.0f} samples/s", "loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
+    shown = {"loss": "loss {:.4f}", "accuracy": "accuracy {:.4f}"}
+    if row["kind"] == "train":
+        shown = {
+            "epoch": "epoch {:.2f} ",
+            **shown,
+            "lr": "lr {:.3g}",
+            "grad_norm": "grad norm {:.3g} ",
+            "samples_per_s": "{:,.0f} samples/s",
+        }
     told = [text.format(row[name]) for name, text in shown.items() if name in row]
-    if row["kind"] == "evaluation":  # whatever else a task measures
+    if row["kind"] == "eval":  # whatever else a task measures
         known = {"kind", "step", "epoch", *shown}
-        told += [f"{name} {value:.4f}" for name, value in row.items() if name not in known]
+        others = ((name, value) for name, value in row.items() if name not in known)
+        told += [f"{name.removeprefix('eval/')} {value:.4f}" for name, value in others]
     return told
 
 
-def warn(line: str) -> None:
-    """One line on standard error, if somebody reads it and its disk isn't full."""
-    with contextlib.suppress(OSError):
-        print(f"trainer: {redact_text(line)}", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Yields what is told of work done: a bar, or a line for the first, every tenth and every half minute."""
+    if sys.stderr.isatty() and not _Log.as_json:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), redirect_stdout=False) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda by: bar.advance(task, by)
+        return
+    done, tenths, said = 0, 0, float("-inf")
+
+    def advance(by: int) -> None:
+        nonlocal done, tenths, said
+        done += by
+        if not by or not total or (done * 10 // total == tenths and time.monotonic() - said < _COUNT_SECONDS):
+            return
+        tenths, said = done * 10 // total, time.monotonic()
+        tell(f"{label}: {done * 100 // total} %")
+
+    yield advance
+
+
+@contextlib.contextmanager
+def staged() -> Iterator[Callable[[str], object]]:
+    """Yields what is told of each stage as it begins: a clock beside the stage, or a line for each."""
+    if not sys.stderr.isatty() or _Log.as_json:
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda stage: bar.update(task, description=stage)

@@ -5,13 +5,17 @@ sample x samples per second / (GPUs x peak FLOP/s of one at the dtype of its mat
 and additions count one each. What activation checkpointing computes again isn't counted: it's no progress.
 """
 
+import functools
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 # Dense peaks in FLOP/s as NVIDIA's data sheets give them, at the boost clock: of the first name that is part
@@ -58,10 +62,12 @@ class Count:
     Attributes:
         per_sample: FLOPs of forward and backward of a sample; 0.0: they couldn't be counted.
         waits: "file:line" of the first operation of a forward pass that waits for the device, or "".
+        by_part: `per_sample` by the parts of the model; "" is what none of them computes.
     """
 
     per_sample: float = 0.0
     waits: str = ""
+    by_part: Mapping[str, float] = field(default_factory=dict)
 
 
 class Operations(TorchDispatchMode):
@@ -73,6 +79,7 @@ class Operations(TorchDispatchMode):
     Attributes:
         flops: Until now.
         waits: "file:line" of the first operation that waits for the device, or "".
+        by_part: The FLOPs of each part that is watched; "": of none of them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +91,39 @@ class Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.waits = ""
+        self.by_part = Counter[str]()
         self._device = device
+        self._within = list[str]()
+
+    def watch(self, part: str, modules: Iterable[nn.Module]) -> None:
+        """Counts for a part what these modules compute, which are for nothing but to be counted."""
+        for module in modules:
+            module.register_forward_pre_hook(functools.partial(self._enters, part))
+            module.register_forward_hook(functools.partial(self._leaves, part))
+
+    # The backward pass of a module begins with the gradient of what it gave and ends with that of what it was
+    # given. Neighbours share that tensor, and so the one may end after the other has begun: hence no stack.
+    def _enters(self, part: str, _module: nn.Module, inputs: Any) -> None:
+        self._within.append(part)
+        self._at_gradient(inputs, functools.partial(self._end, part))
+
+    def _leaves(self, part: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        self._end(part)
+        self._at_gradient(outputs, functools.partial(self._begin, part))
+
+    def _begin(self, part: str, _gradient: Any = None) -> None:
+        if part not in self._within:
+            self._within.append(part)
+
+    def _end(self, part: str, _gradient: Any = None) -> None:
+        if part in self._within:
+            self._within.remove(part)
+
+    @staticmethod
+    def _at_gradient(values: Any, do: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(do)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,19 +137,14 @@ class Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.flops += flops
+            self.by_part[self._within[-1] if self._within else ""] += flops
         return out
 
 
 def waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether an operation of the aten library stops the host until a device has done all before it.
-
-    Args:
-        name: Such as "aten::copy_".
-        args: What it is called with.
-        kwargs: The same.
-        device: The device.
-    """
+    """Whether an operation of the aten library stops the host until a device has done all before it."""
     if name in _WAITS:
         return bool(args[0].device.type == device.type)
     if name not in _COPIES or kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:] == (True,)):

@@ -12,13 +12,14 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+from trainer.config.sizes import MIB
+
 _POINTS = 120  # that are compared with each other: 7,140 pairs, some milliseconds
 _FEWEST = 12
 _LEAST_BYTES = 32 << 20  # a healthy process was seen to creep by 12 MiB: malloc's holes, tracemalloc's own
 _NOISE = 4.0  # growth is at least so many times the median distance from the line
 _PACE = 0.4  # the slowest part grows at least so much as the fastest
 _FRAMES = 12
-_MIB = 1 << 20
 _STANDARD = sysconfig.get_path("stdlib")
 
 # Keys of a row.
@@ -69,13 +70,10 @@ def leak_text(
     """One line about a leak.
 
     Args:
-        what: "host memory" or "GPU memory".
-        slope: From `leak`.
-        size: Bytes now.
         limit: Bytes at which it ends, if known.
         site: From `Growth.site`, if known.
     """
-    pace = f"{slope / _MIB:,.2f} MiB" if slope >= _MIB / 10 else f"{slope / 1024:,.1f} KiB"
+    pace = f"{slope / MIB:,.2f} MiB" if slope >= MIB / 10 else f"{slope / 1024:,.1f} KiB"
     text = f"{what} grows by {pace} with every step"
     if limit is not None and limit > size:
         text += f" and is full after {(limit - size) / slope:,.0f} more"

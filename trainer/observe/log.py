@@ -1,25 +1,28 @@
 """Metrics of a run: kept on the device, read late, handed to sinks.
 
-A sink is a function that takes a row: a flat mapping with `kind` ("train", "evaluation", "memory", "verdict",
-"end"), `step` (steps done) and metrics. To add a sink is to write such a function.
+A sink is a function that takes a row: a flat mapping with `kind` ("train", "eval", "memory", "layers",
+"verdict", "end"), `step` (steps done) and metrics. To add a sink is to write such a function.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from trainer.config.redact import redact
+from trainer.config.redact import redact_text
 from trainer.observe.checksums import Checksums
 from trainer.observe.flops import Count
-from trainer.observe.memory import PhasePeaks, used_memory
+from trainer.observe.memory import used_memory
 from trainer.observe.phases import PHASE_TIMER, PHASES
 from trainer.observe.timeline import DeviceTimeline, reading, split_between, straggler
 
 Row = Mapping[str, float | int | str]
 Sink = Callable[[Row], None]
+
+_MOST_LATER = 64  # rows that wait for their device
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,53 @@ class _Staged:
     metrics: dict[str, float | str]
 
 
+@dataclass(frozen=True)
+class _Later:
+    """Metrics of a step that are on their way: a row of their own."""
+
+    at: _Moment
+    kind: str
+    values: torch.Tensor
+    metrics: Callable[[list[float]], Mapping[str, float]]
+
+
+@dataclass
+class Logged:
+    """How much of a run its rows have told; a checkpoint keeps it.
+
+    Attributes:
+        step: Steps done at the last row of metrics.
+        seconds: Time of the steps that were timed.
+        samples: Samples in them.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What rows of metrics tell besides what the training counts.
+
+    Attributes:
+        num_items: Items (tokens) of a sample.
+        take: Give metrics of their own for each row, such as what the machine does.
+        gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
+        count: Counts the FLOPs of a sample, or None.
+        peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
+        pause_s: Seconds for which a row explains nothing after one that did, where they come so often; the
+            next that does tells of all the time between.
+    """
+
+    num_items: int = 1
+    take: tuple[Callable[[], Mapping[str, float | str]], ...] = ()
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    count: Count | None = None
+    peak: float | None = None
+    pause_s: float = 0.0
+
+
 class Order(Protocol):
     """What a row says of the order of a run's samples."""
 
@@ -68,17 +118,8 @@ class MetricLogger:
     The metrics of a logging step are copied to page-locked memory and read when the next row is due.
 
     Attributes:
-        busy_seconds: Time of the steps that were timed.
-        left_out: Numbers of the steps that aren't trained.
-        timed_samples: Samples in them.
         sinks: Where the rows go.
-        gather: Makes of each rank's float64 (n,) a table (ranks, n) on the device; None: there is one rank.
-        pause_s: Seconds for which a row explains nothing after one that did, where they come so often; the
-            next that does tells of all the time between.
-        num_items: Items (tokens) of a sample.
-        count: Counts the FLOPs of a sample, or None.
-        peak: Peak FLOP/s of all GPUs of the run, or None where it isn't known.
-        sources: Give metrics of their own for each row, such as what the machine does.
+        logged: How far they are.
     """
 
     def __init__(
@@ -88,16 +129,17 @@ class MetricLogger:
         sinks: list[Sink],
         take_metrics: Callable[[], Mapping[str, torch.Tensor]],
         checksums: Checksums | None = None,
+        logged: Logged | None = None,
+        sources: Sources | None = None,
+        left_out: Collection[int] = (),
     ) -> None:
-        """Starts at step 0.
+        """Starts where an earlier attempt stopped.
 
         Args:
-            plan: For epochs and samples.
-            device: Where the metrics are.
-            sinks: Where the rows go.
-            take_metrics: Returns tensors () and starts them anew; "loss" is a sum over the steps
-                since the last call, all others are shown as they are.
-            checksums: Records what proves the run, or None.
+            take_metrics: Returns tensors () and starts them anew; "loss" and "loss/…" are sums over the
+                steps since the last call, all others are shown as they are.
+            logged: The last row of metrics so far; updated in place.
+            left_out: Numbers of the steps that aren't trained.
         """
         self._plan = plan
         self._device = device
@@ -105,36 +147,13 @@ class MetricLogger:
         self._take_metrics = take_metrics
         self._checksums = checksums
         self._staged: _Staged | None = None
-        self._step = 0
-        self.busy_seconds = 0.0
-        self.timed_samples = 0
-        self.left_out: Collection[int] = ()
-        self.num_items = 1
-        self.pause_s = 0.0
-        self.gather: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self.count: Count | None = None
-        self.peak: float | None = None
-        self.sources: list[Callable[[], Mapping[str, float | str]]] = []
-        self._timeline = None
-        if device.type == "cuda":
-            peaks = PhasePeaks(device)
-            self._timeline = DeviceTimeline(peaks=peaks)
-            self.sources.append(peaks.take)
+        self._later = deque[_Later]()
+        self.logged = logged or Logged()
+        self._sources, self._left_out = sources or Sources(), left_out
+        self._timeline = DeviceTimeline() if device.type == "cuda" else None
         PHASE_TIMER.on_device = self._timeline
-        self._reading = reading(0)
-        self.start_clock(0)
-
-    def go_on(self, step: int, busy_seconds: float, timed_samples: int) -> None:
-        """Starts where an earlier attempt stopped: at its last row of metrics, with its time and samples."""
-        self._step = step
-        self.busy_seconds, self.timed_samples = busy_seconds, timed_samples
-        self._reading = reading(step)
-        self.start_clock(step)
-
-    @property
-    def step(self) -> int:
-        """Steps at the last row of metrics."""
-        return self._step
+        self._reading = reading(self.logged.step)
+        self.start_clock(self.logged.step)
 
     def start_clock(self, step: int) -> None:
         """Times from here on: after the first step, which compiles and warms up, and evaluations."""
@@ -149,8 +168,8 @@ class MetricLogger:
 
     def stage(self, step: int) -> None:
         """Takes the metrics of the steps since the last call; all ranks call it together."""
-        self.deliver()
-        if step == self._step:
+        self._deliver_staged()
+        if step == self.logged.step:
             return
         metrics = self._take_metrics()
         values = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
@@ -158,29 +177,26 @@ class MetricLogger:
         prints = None if self._checksums is None else self._on_its_way(self._checksums.take())
         split, table, more = self._explanation(step)
         now = self._now(step)  # last: its event says that all the copies above have arrived
-        steps = step - self._step - sum(self._step <= one < step for one in self.left_out)
+        before = self.logged.step
+        steps = step - before - sum(before <= one < step for one in self._left_out)
         self._staged = _Staged(
             self._start, now, max(1, steps), tuple(metrics), values, prints, split, table, more
         )
-        self._start, self._step = now, step
+        self._start, self.logged.step = now, step
 
     def _explanation(self, step: int) -> tuple[dict[str, float], torch.Tensor | None, dict[str, float | str]]:
-        """Where the time went since it was last told, of this rank and of all, and what the sources say."""
+        """Where the time went, of this rank and of all (ranks, phases); and what the sources say."""
+        gather = self._sources.gather
         # Ranks must not part here: what they do together doesn't go by the clock.
-        if self.gather is None and time.perf_counter() - self._reading.wall < self.pause_s:
+        if gather is None and time.perf_counter() - self._reading.wall < self._sources.pause_s:
             return {}, None, {}
-        split, table = self._where_the_time_went(step)
-        return split, table, {name: value for source in self.sources for name, value in source().items()}
-
-    def _where_the_time_went(self, step: int) -> tuple[dict[str, float], torch.Tensor | None]:
-        """Of this rank, and of all of them: a table (ranks, phases) on its way."""
         earlier, self._reading = self._reading, reading(step)
-        device = self._timeline.read() if self._timeline else None
-        split = split_between(earlier, self._reading, device)
-        if self.gather is None:
-            return split, None
-        mine = torch.tensor([split[f"time/{phase}"] for phase in PHASES], dtype=torch.float64)
-        return split, self._on_its_way(self.gather(mine))
+        split = split_between(earlier, self._reading, self._timeline.read() if self._timeline else None)
+        table = None
+        if gather is not None:
+            mine = torch.tensor([split[f"time/{phase}"] for phase in PHASES], dtype=torch.float64)
+            table = self._on_its_way(gather(mine))
+        return split, table, {name: value for take in self._sources.take for name, value in take().items()}
 
     def _on_its_way(self, values: torch.Tensor) -> torch.Tensor:
         """The same on the host, once the device has come so far."""
@@ -189,13 +205,46 @@ class MetricLogger:
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values, non_blocking=True)
 
+    def stage_later(
+        self,
+        step: int,
+        kind: str,
+        values: torch.Tensor,
+        metrics: Callable[[list[float]], Mapping[str, float]],
+    ) -> None:
+        """Takes a row of another kind, which is told when the device has come so far; for one rank alone.
+
+        Args:
+            values: Float (n,), on the device.
+            metrics: Makes metrics of them, on the host.
+        """
+        values = self._on_its_way(values)
+        self._later.append(_Later(self._now(step), kind, values, metrics))
+        if len(self._later) > _MOST_LATER:  # the first of them came long ago
+            self._tell_first()
+
+    def _tell_first(self) -> None:
+        later = self._later.popleft()
+        if later.at.event is not None:
+            later.at.event.synchronize()
+        step, metrics = later.at.step, later.metrics(later.values.tolist())
+        self.emit({"kind": later.kind, "step": step, "epoch": round(self._plan.epoch_at(step), 4), **metrics})
+
     def deliver(self) -> None:
-        """Hands the row that was staged last to the sinks, if there is one."""
+        """Hands all rows of the steps so far to the sinks that were taken."""
+        self._deliver_staged()
+        while self._later:
+            self._tell_first()
+
+    def _deliver_staged(self) -> None:
+        """Hands the row that was staged last to the sinks, if there is one, after what came before it."""
         staged, self._staged = self._staged, None
         if staged is None:
             return
         if staged.end.event is not None:
             staged.end.event.synchronize()
+        while self._later and self._later[0].at.step < staged.end.step:
+            self._tell_first()
         row: dict[str, float | int | str] = {
             "kind": "train",
             "step": staged.end.step,
@@ -203,7 +252,9 @@ class MetricLogger:
             **dict(zip(staged.names, staged.values.tolist(), strict=True)),
             "memory_bytes": used_memory(self._device),
         }
-        row["loss"] = float(row["loss"]) / staged.steps
+        for name in staged.names:
+            if name == "loss" or name.startswith("loss/"):
+                row[name] = float(row[name]) / staged.steps
         if self._checksums is not None and staged.prints is not None:
             exact = {name: row[name] for name in ("kind", "step", "epoch", *staged.names)}
             self._checksums.write(exact, staged.prints.tolist())
@@ -211,8 +262,8 @@ class MetricLogger:
         samples = seen(staged.end.step) - seen(staged.start.step)
         seconds = staged.end.seconds_since(staged.start)
         if samples and seconds > 0:  # a clock may stand still between two rows: then there is no speed
-            self.busy_seconds += seconds
-            self.timed_samples += samples
+            self.logged.seconds += seconds
+            self.logged.samples += samples
             row |= self._speed(samples / seconds)
         row |= staged.split
         if staged.table is not None:
@@ -221,28 +272,23 @@ class MetricLogger:
 
     def rest(self) -> dict[str, float]:
         """Where the host's time went since the last row, `time/*`: the last evaluation, mostly."""
-        return split_between(self._reading, reading(self._step))
+        return split_between(self._reading, reading(self.logged.step))
 
     def _speed(self, samples_per_s: float) -> dict[str, float]:
         speed = {"samples_per_s": samples_per_s}
-        if self.num_items > 1:
-            speed["tokens_per_s"] = samples_per_s * self.num_items
-        if self.count is not None and self.count.per_sample:
-            speed["flops_per_s"] = samples_per_s * self.count.per_sample
-            if self.peak:
-                speed["mfu"] = speed["flops_per_s"] / self.peak
+        sources = self._sources
+        if sources.num_items > 1:
+            speed["tokens_per_s"] = samples_per_s * sources.num_items
+        if sources.count is not None and sources.count.per_sample:
+            speed["flops_per_s"] = samples_per_s * sources.count.per_sample
+            if sources.peak:
+                speed["mfu"] = speed["flops_per_s"] / sources.peak
         return speed
 
     def emit(self, row: Row) -> None:
         """Hands a row to the sinks, without secrets in what of it is text."""
-        if self._checksums is not None and row["kind"] == "evaluation":
+        if self._checksums is not None and row["kind"] == "eval":
             self._checksums.write(row, ())
-        # Numbers hide nothing, and a row has many.
-        row = {
-            **row,
-            **redact(
-                {name: value for name, value in row.items() if isinstance(value, str) and name != "kind"}
-            ),
-        }
+        row = {name: redact_text(value) if isinstance(value, str) else value for name, value in row.items()}
         for sink in self.sinks:
             sink(row)

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.host.counters import Host, rates
 from trainer.host.limits import read_limits
-from trainer.host.nvml import Gpus
+from trainer.host.nvml import Nvml
 from trainer.observe.console import warn
 
 _SHARE = 0.0007  # of a CPU, for looks; with waking up below 0.001: where a look is dear it looks less often
@@ -44,15 +44,11 @@ class Machine:
             environ: For CUDA_VISIBLE_DEVICES.
             nvml: A module in place of pynvml.
         """
-        if gpu and nvml is None:
-            import pynvml
-
-            nvml = pynvml
         limits = read_limits(root)
         self._cpus = limits.cpus
         # torchrun, or whatever started the ranks, is above them all.
         self._host = Host(limits, root, top=os.getppid() if ranks > 1 else 0)
-        self._gpus = Gpus(nvml, environ, ranks) if gpu else None
+        self._gpus = Nvml(environ, ranks, nvml) if gpu else None
         self._interval = interval
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -99,8 +95,8 @@ class Machine:
                 cost = self._sample()
                 wait = min(max(self._interval, cost / _SHARE), _LONGEST)
             self._sample()
-        except Exception as error:  # whatever it is, no training stops for a figure
-            warn(f"the host's figures end here ({type(error).__name__}: {error}); the training goes on")
+        except Exception as error:  # whatever it is, no training stops for a metric
+            warn(f"the host's metrics end here ({type(error).__name__}: {error}); the training goes on")
 
     def _sample(self) -> float:
         """Returns the CPU seconds that it took."""

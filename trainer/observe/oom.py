@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trainer.config.sizes import GIB, KIB, MIB, TIB
 from trainer.host.limits import read_limits
-from trainer.observe.memory import GIB, MIB, resident_bytes
+from trainer.host.processes import resident_bytes
 
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 _SHOWN = 5
 _REST = "activations and temporaries"
@@ -36,8 +37,6 @@ def held_by(
     """Bytes by holder, largest first; a tensor that several hold counts once.
 
     Args:
-        model: For weights, buffers and gradients.
-        optimizer: For its state.
         others: Tensors of further holders, by name ("average", "batch").
     """
     weights = [*model.parameters(), *model.buffers()]
@@ -77,12 +76,8 @@ def explain_oom(
 
     Args:
         error: What was raised, still with its traceback.
-        device: Of the rank.
         folder: The run folder, or None: nothing is written.
         held: From `held_by`.
-        micro_batch_size: data.micro_batch_size of the run.
-        checkpointing: memory.checkpointing of the run.
-        precision: precision.mode of the run.
     """
     where = _where(error)
     if not isinstance(error, torch.OutOfMemoryError):

@@ -1,7 +1,7 @@
-"""What this rank is doing right now, and how long it has done what: marks that the training leaves.
+"""What this rank is doing right now, and how long it has done what: the phases it enters.
 
-`distributed.watchdog` looks at them to find out who hangs, `observe.timeline` adds up where the time went. A
-mark costs 0.3 us. All ranks make the same marks in the same order, before and after whatever they do
+`distributed.watchdog` looks at them to find out who hangs, `observe.timeline` adds up where the time went. To
+enter one costs 0.3 us. All ranks enter the same phases in the same order, before and after whatever they do
 together: so of ranks that wait for each other, the one with the fewest hangs.
 """
 
@@ -32,11 +32,11 @@ class PhaseTimer:
     Attributes:
         phase: What it does.
         step: The step that it does, or did last, counted from 1.
-        count: Marks so far.
+        count: Phases entered so far.
         heartbeats: Signs of progress that other ranks don't give, while a checkpoint is written.
         since: When the phase began, as `time.perf_counter_ns` has it.
         spent: Nanoseconds of the host in each phase, without those since then.
-        on_device: Told of each mark, to leave it in the device's stream as well; None on a CPU.
+        on_device: Told of each phase, to leave a mark in the device's stream as well; None on a CPU.
     """
 
     __slots__ = ("count", "heartbeats", "on_device", "phase", "since", "spent", "step")
@@ -76,7 +76,7 @@ def enter_phase(phase: Phase) -> None:
 
 
 def communicating() -> Phase:
-    """Says that this rank is about to wait for the others; returns what to mark after that."""
+    """Says that this rank is about to wait for the others; returns the phase to enter after that."""
     before = PHASE_TIMER.phase
     enter_phase("communication")
     return before

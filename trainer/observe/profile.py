@@ -52,9 +52,7 @@ class Profile:
         """Nothing is looked at yet.
 
         Args:
-            folder: The run folder.
             model: The bare model, for the names of its modules.
-            device: Of the rank.
             kind: "torch" writes a trace; "nvtx" leaves ranges for `nsys profile -c cudaProfilerApi`, and
                 nothing where there is no CUDA.
             skip: Steps of this attempt to leave alone at first.

@@ -1,5 +1,6 @@
 """Where rows of metrics go: files of lines, tables for spreadsheets, TensorBoard."""
 
+import contextlib
 import csv
 import json
 import os
@@ -9,29 +10,44 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from trainer.host import strict_json
 from trainer.observe.log import Row, Sink
+from trainer.observe.rows import FILES, tag
 
 _TOGETHER_S = 0.25  # so long, at most, rows of training wait for others on their way to TensorBoard
 
 
-def jsonl_sink(file: TextIO) -> Sink:
-    """One JSON object per line; a metric that isn't finite becomes null, since JSON has none such."""
+def jsonl_sink(folder: Path) -> tuple[Sink, Callable[[], None]]:
+    """A file for each kind of row, a JSON object per line; what isn't finite is null, as JSON has none such.
+
+    Returns:
+        The sink and the function that closes its files.
+
+    Raises:
+        OSError: If a file can't be made; the sink raises it if one can't be written.
+    """
+    with contextlib.ExitStack() as opening:
+        files = {kind: opening.enter_context((folder / name).open("a")) for kind, name in FILES.items()}
+        close = opening.pop_all().close
 
     def write(row: Row) -> None:
-        finite = {
-            k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()
-        }
-        file.write(json.dumps(finite) + "\n")
+        file = files[str(row["kind"])]
+        file.write(json.dumps(finite(row)) + "\n")
         file.flush()
 
-    return write
+    return write, close
+
+
+def finite(row: Row) -> dict[str, float | int | str | None]:
+    """What JSON can hold of metrics: for one that isn't finite it has no word."""
+    return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in row.items()}
 
 
 def keep_rows(file: Path, step: int) -> int:
     """Removes the rows of later steps from a file of rows, and what can't be read; no file is fine.
+
+    Before step 1 all are removed: who begins again tells them again, those of step 0 too.
 
     Returns:
         How many lines couldn't be read, without a last one that was cut off: that is what a kill leaves.
@@ -44,11 +60,11 @@ def keep_rows(file: Path, step: int) -> int:
     *lines, _ = file.read_bytes().split(b"\n")
     kept, done = list[bytes](), _step_in_json
     if file.suffix == ".csv":
-        kept = [line for line in lines[:1] if b"step" in _cells(line)]
-        column = _cells(kept[0]).index(b"step") if kept else -1
+        kept = [line for line in lines[:1] if "step" in _cells(line)]
+        column = _cells(kept[0]).index("step") if kept else -1
         lines, done = lines[1:] if kept else lines, partial(_step_in_table, column)
     steps = [done(line) for line in lines]
-    kept += [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+    kept += [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step and step]
     beside = file.with_suffix(".tmp")
     beside.write_bytes(b"".join(line + b"\n" for line in kept))
     beside.replace(file)
@@ -70,14 +86,17 @@ def _step_in_json(line: bytes) -> int | None:
 
 def _step_in_table(column: int, line: bytes) -> int | None:
     try:
-        line.decode()
         return int(_cells(line)[column]) if column >= 0 else None
     except (ValueError, IndexError):
         return None
 
 
-def _cells(line: bytes) -> list[bytes]:
-    return line.strip().split(b",")
+def _cells(line: bytes) -> list[str]:
+    """Of a line of a table; none where it isn't one. A name may hold a comma, and is quoted then."""
+    try:
+        return next(csv.reader([line.decode()]), [])
+    except (UnicodeDecodeError, csv.Error):
+        return []
 
 
 def csv_sink(folder: Path) -> Sink:
@@ -95,7 +114,7 @@ def csv_sink(folder: Path) -> Sink:
         known = columns[kind]
         new = [name for name in row if name not in known and name != "kind"]
         if new:
-            earlier = list(csv.DictReader(path.read_text().splitlines())) if known else []
+            earlier = _rows_of(path) if known else []
             known.extend(new)
             with path.open("w", newline="") as file:
                 table = csv.DictWriter(file, known)
@@ -108,8 +127,15 @@ def csv_sink(folder: Path) -> Sink:
 
 
 def _header(path: Path) -> list[str]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return lines[0].split(",") if lines else []
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], None]]:
@@ -149,7 +175,7 @@ def tensorboard_sink(folder: Path, step: int = 0) -> tuple[Sink, Callable[[], No
         begun.update(name for name, value in row.items() if value != 0)
         return Summary(
             value=[
-                Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
+                Summary.Value(tag=tag(str(row["kind"]), name), simple_value=value)
                 for name, value in row.items()
                 if name in begun and name not in ("step", "epoch") and isinstance(value, float | int)
             ]

@@ -3,9 +3,11 @@
 import html
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.redact import redact_text
+from trainer.config.sizes import GIB, KIB, MIB, TIB
 
 # What is looked at of a text, before secrets are taken out and what is left is cut.
 _READ = 1 << 14
@@ -26,7 +28,7 @@ _PREFIXES = (
     (1e6, "M"),
     (1e3, "k"),
 )
-_BINARY = ((1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_BINARY = ((1 << 50, "PiB"), (TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _MINUS = "\u2212"
 DASH = "\u2013"  # where there is no figure
 _SPACE = "\u00a0"  # between a figure and its unit: no line breaks there
@@ -66,6 +68,12 @@ def _simple(value: Any) -> str:
 
 def _short(value: Any) -> str:
     return value[:_READ] if isinstance(value, str) else _simple(value)
+
+
+def listed(words: Sequence[str], most: int) -> str:
+    """Some words in a row, so many of them at most: "0, 1 and 3 more"."""
+    shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -109,6 +117,24 @@ def size(value: float) -> str:
     return f"{value:.0f}{_SPACE}B"
 
 
+def rough_size(value: float) -> str:
+    """Bytes in two digits, for a terminal: 1.5 GiB, 64 MiB, 0 KiB."""
+    for factor, unit in _BINARY[1:-1]:
+        if value >= factor:
+            return f"{value / factor:.{1 if value < 10 * factor else 0}f} {unit}".replace(".0 ", " ")
+    return f"{value / KIB:.0f} KiB"
+
+
+def memory_size(value: float) -> str:
+    """Bytes that are compared with others, for a terminal: 1.52 GiB, 688 MiB."""
+    return f"{value / GIB:,.2f} GiB" if value >= GIB else f"{value / MIB:,.0f} MiB"
+
+
+def megabytes(value: float) -> str:
+    """Bytes as data sets are measured: 9.6 MB, 87 MB, 1,024 MB."""
+    return f"{value / 1e6:,.1f} MB" if value < 9.95e6 else f"{value / 1e6:,.0f} MB"
+
+
 def share(value: float) -> str:
     """A part of one, as percent: 41 %, 0.4 %, 0 %."""
     percent = 100 * value
@@ -132,3 +158,11 @@ def duration(seconds: float) -> str:
             whole, rest = divmod(round(seconds / short), long // short)
             return f"{whole:,}{_SPACE}{large} {rest}{_SPACE}{small}" if rest else f"{whole:,}{_SPACE}{large}"
     return f"{seconds:.0f}{_SPACE}s"
+
+
+def age(seconds: float) -> str:
+    """How long ago, in one unit, at least two of it: 119 s, 2 min, 47 h, 3 d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,6 +1,6 @@
-"""Where the time of a training went: seconds in each phase, by the host's marks and by the device's.
+"""Where the time of a training went: seconds in each phase, by the host's phases and by the device's.
 
-On a CPU the marks of `observe.phases` say it all. On a GPU the host only starts what the device does later.
+On a CPU the phases of `observe.phases` say it all. On a GPU the host only starts what the device does later.
 There the marks of some steps are left in the stream as events, and read when they are over, without waiting
 for them: the time between two is what the device spent in that phase, waiting included. So an input pipeline
 that is too slow shows as time in "data" exactly where the device stood still for it.
@@ -15,12 +15,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from trainer.observe.memory import PhasePeaks
 from trainer.observe.phases import PHASE_TIMER, PHASES, Phase
 
 SAMPLED_EVERY = 4  # steps; about 3 us for each event, so below 10 us a step
 _RING = 4096
-_PEAKS_EVERY = 16 * SAMPLED_EVERY  # steps whose peaks of memory are looked at: that costs more
 # The host waits in these for what it started, or does them itself: its own clock is right.
 OF_HOST: tuple[Phase, ...] = ("start", "evaluation", "logging", "checkpoint", "end")
 OF_DEVICE = tuple(phase for phase in PHASES if phase not in OF_HOST)
@@ -61,14 +59,9 @@ class Split(NamedTuple):
 class DeviceTimeline:
     """The marks of every fourth step, in the device's stream."""
 
-    def __init__(
-        self,
-        make_event: Callable[[], Event] = _cuda_event,
-        every: int = SAMPLED_EVERY,
-        peaks: PhasePeaks | None = None,
-    ) -> None:
-        """Starts with none; `peaks` looks at the memory of every so many steps as well."""
-        self._make, self._every, self._peaks = make_event, every, peaks
+    def __init__(self, make_event: Callable[[], Event] = _cuda_event, every: int = SAMPLED_EVERY) -> None:
+        """Starts with none."""
+        self._make, self._every = make_event, every
         self._free: list[Event] = []
         self._open: list[tuple[Phase, Event]] = []
         self._closed: deque[tuple[list[tuple[Phase, Event]], bool]] = deque()
@@ -81,8 +74,6 @@ class DeviceTimeline:
             self._free.extend(event for _, event in self._open)
             self._open = []
             return  # rows are far apart: what is there already is enough
-        if self._peaks is not None and PHASE_TIMER.step % _PEAKS_EVERY == 0:
-            (self._peaks.leave if phase in OF_HOST else self._peaks.enter)(phase)
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._open.append((phase, event))
@@ -123,8 +114,6 @@ def split_between(start: Reading, end: Reading, device: Split | None = None) -> 
     """Where the wall's time between two readings went.
 
     Args:
-        start: The earlier one.
-        end: The later one.
         device: What the device said of the steps between, on a GPU.
 
     Returns:

@@ -1,4 +1,8 @@
-"""The moving average of the weights."""
+"""The moving average of the weights.
+
+Not torch.optim.swa_utils.AveragedModel: it copies the model, and reads its count of updates on the host. That
+fp16's scaler, or anomaly.nonfinite=skip, skipped an update is known to the device alone.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +24,7 @@ class WeightAverage:
         """Starts from the weights as they are."""
         self._config = config
         self._moved = 0  # steps at the last movement
+        self._ramp = 10
         self._model = model
         self._weights = [parameter.data for parameter in model.parameters()]
         self._device = self._weights[0].device
@@ -52,19 +57,28 @@ class WeightAverage:
         if done % self._config.every and not last:
             return
         if skipped is None:
-            self._move(max(1 - decay ** (done - self._moved), 9 / (10 + step)))
+            self._move(max(1 - decay ** (done - self._moved), 9 / (self._ramp + step)))
             self._moved = done
         else:
             # Steps of which only the device knows whether they made an update.
             made = updates + (1 - skipped).to(torch.int64)
             missed = made - self._moved_at
-            share = torch.maximum(1 - decay**missed, 9 / (10 + updates)) * (missed > 0)
+            share = torch.maximum(1 - decay**missed, 9 / (self._ramp + updates)) * (missed > 0)
             self._move(share[0])
             self._moved_at.copy_(made)
 
     def go_on(self, step: int) -> None:
         """Continues after so many steps, the average and `moved_at` having been restored."""
         self._moved = step - step % self._config.every
+
+    @property
+    def before(self) -> int:
+        """Updates that it followed in runs before this one, whose average this run began from."""
+        return self._ramp - 10
+
+    @before.setter
+    def before(self, updates: int) -> None:
+        self._ramp = 10 + updates
 
     @property
     def moved_at(self) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Muon: momentum made orthogonal for the hidden matrices, AdamW for everything else.
 
 Jordan et al., 2024 ("Muon: An optimizer for hidden layers in neural networks"); the size of the update is
-that of Liu et al., 2025 ("Muon is Scalable for LLM Training").
+that of Liu et al., 2025 ("Muon is Scalable for LLM Training"). torch.optim.Muon came with torch 2.9, takes no
+kernels of convolutions, and knows no skipped update.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,10 +79,13 @@ class Muon(torch.optim.Optimizer):
     own dtype. On a CPU matrices are small and bfloat16 isn't faster; older GPUs only emulate it.
     """
 
+    # Without what torch does for torch.compile, see `AdamW`.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
-        lr: torch.Tensor,
+        lr: torch.Tensor | float,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -4,6 +4,7 @@ Whether fp16's scaler skipped an update is known on the device only, and asking 
 the count of updates lives there, and the learning rate is looked up by it from a table.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -14,55 +15,82 @@ from trainer.config.training import OptimConfig
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.optim.muon import Muon, hidden_matrices, split_groups
+from trainer.optim.own import ConstantRates
 
 
-def schedule(config: OptimConfig, updates: int) -> list[float]:
+# torch wraps methods of its optimizers for callers that are compiled, and these wrappers import the compiler:
+# a second of CPU in each rank's start. Here the optimizer is never called from compiled code, so the methods
+# come without; a torch that doesn't wrap them gives the same.
+class AdamW(torch.optim.AdamW):
+    """torch's, without what it does for torch.compile."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SGD(torch.optim.SGD):
+    """torch's, without what it does for torch.compile."""
+
+    add_param_group = inspect.unwrap(torch.optim.SGD.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+def schedule(config: OptimConfig, updates: int, steps_per_epoch: float) -> list[float]:
     """Learning rate of each update; update n has the rate of torch's scheduler after n calls of its step().
 
-    With W = round(warmup * updates), and update W the first after the warm-up:
+    With W updates of warm-up (`warmup_steps`; a share is rounded), and update W the first after it:
 
     - The warm-up is LinearLR(start_factor=1/W, total_iters=W-1): 1/W of the peak to the peak.
     - constant: ConstantLR(factor=1).
     - cosine (Loshchilov and Hutter, 2017): CosineAnnealingLR(T_max=updates-W), so the last update is one
       step above `final_lr`.
     - step (He et al., 2016): MultiStepLR, milestones rounded up to whole updates and counted from the start.
-    - one-cycle (Smith and Topin, 2018): OneCycleLR(pct_start=warmup) with cosine sides, from 1/25 of the
+    - one-cycle (Smith and Topin, 2018): OneCycleLR(pct_start=W/updates) with cosine sides, from 1/25 of the
       peak to 1/25/1e4, or to `final_lr` where that is more; the momentum is not cycled. Its peak lies
-      between two updates where warmup * updates isn't whole, and it has its own warm-up.
-    - wsd (Hu et al., 2024, MiniCPM), which torch lacks: constant, then 1 - sqrt of Hagele et al., 2024.
+      between two updates where a share of them isn't whole, and it has its own warm-up.
+    - wsd (Hu et al., 2024, MiniCPM), which torch lacks: constant, then 1 - sqrt of Hagele et al., 2024; the
+      decay takes what the warm-up leaves, if that is less.
 
     Args:
         config: Peak, shape and warm-up.
         updates: Number of updates of the run.
+        steps_per_epoch: What milestones count in; no whole number where a step has samples of two epochs.
 
     Returns:
         `updates` learning rates.
     """
-    shape = _one_cycle if config.schedule == "one-cycle" else _warmed_up
-    return [config.lr * shape(config, update, updates) for update in range(updates)]
+    if config.schedule == "one-cycle":
+        return [config.lr * _one_cycle(config, update, updates) for update in range(updates)]
+    # Rounded, as 0.55 epochs of 100 steps are 55.00000000000001.
+    falls = [round(epochs * steps_per_epoch, 6) for epochs in config.milestones]
+    return [config.lr * _warmed_up(config, update, updates, falls) for update in range(updates)]
+
+
+def _warmup(config: OptimConfig, updates: int) -> float:
+    """Updates of the warm-up; a share of them may be no whole number."""
+    return config.warmup_steps * updates if config.warmup_steps < 1 else config.warmup_steps
 
 
 def _one_cycle(config: OptimConfig, update: int, updates: int) -> float:
     """Share of the peak."""
     first, final = 1 / 25, max(config.final_lr, 1 / 25 / 1e4)
-    top = config.warmup * updates - 1  # not a whole number; below 0, torch begins past the peak
+    top = _warmup(config, updates) - 1  # may be no whole number; below 0, torch begins past the peak
     if update < top:
         return 1 + (first - 1) * _half_cosine(update / top)
-    return final + (1 - final) * _half_cosine((update - top) / (updates - 1 - top))
+    return final + (1 - final) * _half_cosine((update - top) / (updates - 1 - top or 1))
 
 
-def _warmed_up(config: OptimConfig, update: int, updates: int) -> float:
+def _warmed_up(config: OptimConfig, update: int, updates: int, falls: list[float]) -> float:
     """Share of the peak."""
-    warmup = round(config.warmup * updates)
+    warmup = round(_warmup(config, updates))
     if update < warmup:
         return (update + 1) / warmup
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "step":
-        # Rounded, as 0.55 of 100 updates are 55.00000000000001.
-        return float(config.gamma ** sum(update >= round(share * updates, 6) for share in config.milestones))
+        return float(config.gamma ** sum(update >= fall for fall in falls))
     if config.schedule == "wsd":
-        length = max(1, round(config.decay * updates))
+        length = max(1, min(round(config.decay * updates), updates - warmup))
         fall = 1 - math.sqrt(max(0, update - (updates - length)) / length)
     else:
         fall = _half_cosine((update - warmup) / max(1, updates - warmup))
@@ -73,7 +101,7 @@ def _half_cosine(part: float) -> float:
     return (1 + math.cos(math.pi * part)) / 2
 
 
-class Rates:
+class LRScheduler:
     """The learning rate, on the device, looked up by the number of updates.
 
     Attributes:
@@ -104,6 +132,12 @@ class Rates:
     def of(self, factor: float) -> torch.Tensor:
         """The current rate times one of the factors, float32 (): what a parameter group holds."""
         return self._of[factor]
+
+    def follow(self, rates: list[float]) -> None:
+        """Takes other rates in place of those that it was made with."""
+        table = [*rates, rates[-1]]
+        self._table = torch.tensor(table, dtype=torch.float32, device=self._table.device)
+        self.look_up()
 
     def look_up(self) -> None:
         """Sets the rates for the update to come."""
@@ -173,18 +207,20 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     return split_groups(alike_groups, matrices)
 
 
-def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rates) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: OptimConfig, groups: list[dict[str, Any]], scheduler: LRScheduler | ConstantRates
+) -> torch.optim.Optimizer:
     """A fused optimiser: one kernel, and no reading of the device when fp16's scaler skips.
 
     Args:
         config: Which, and its settings.
         groups: From `parameter_groups`.
-        rates: Knows the factors of the groups.
+        scheduler: Knows the rates of the groups by their factors.
     """
-    groups = [{**group, "lr": rates.of(group["factor"])} for group in groups]
+    groups = [{**group, "lr": scheduler.of(group["factor"])} for group in groups]
     if config.name == "sgd":
-        sgd = torch.optim.SGD(
-            groups, lr=rates.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
+        sgd = SGD(
+            groups, lr=scheduler.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
         )
         # torch's fused SGD leaves these uninitialised if the scaler skips the very first update, as it
         # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
@@ -192,8 +228,10 @@ def make_optimizer(config: OptimConfig, groups: list[dict[str, Any]], rates: Rat
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return sgd
     if config.name == "muon":
-        return Muon(groups, lr=rates.current, momentum=config.momentum, betas=config.betas, eps=config.eps)
-    return torch.optim.AdamW(groups, lr=rates.current, betas=config.betas, eps=config.eps, fused=True)
+        return Muon(
+            groups, lr=scheduler.current, momentum=config.momentum, betas=config.betas, eps=config.eps
+        )
+    return AdamW(groups, lr=scheduler.current, betas=config.betas, eps=config.eps, fused=True)
 
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

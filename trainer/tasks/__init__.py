@@ -5,12 +5,13 @@ A domain each: classification, detection, language, audio, one's own; and their 
 a mean, so that any split into micro-batches gives the same gradients.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from trainer.config.data import DataConfig
 from trainer.data.dataset import Dataset
 from trainer.data.loader import Batch
 
@@ -55,6 +56,20 @@ class Task(Protocol):
         ...
 
 
+class Several(Task, Protocol):
+    """A task with several losses; its `loss` is their sum.
+
+    Attributes:
+        losses: Their names, for rows: `loss/NAME`.
+    """
+
+    losses: tuple[str, ...]
+
+    def loss_parts(self, model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
+        """Each loss of a micro-batch, in the order of `losses`; as `loss`, a sum over the items."""
+        ...
+
+
 class Summarising(Task, Protocol):
     """A task whose `measure` gives rows."""
 
@@ -72,9 +87,18 @@ class Checked(Protocol):
         ...
 
 
-class Exportable(Task, Protocol):
-    """A task whose model can be called without it."""
+@runtime_checkable
+class Extensible(Protocol):
+    """A task that can be measured on more than its own evaluation data."""
 
-    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """What the model is called with in evaluation: for export, prediction and latency."""
+    def more_data(self, data: DataConfig, split: str | None) -> Dataset:
+        """Opens another set, to be measured as the task's own is.
+
+        Args:
+            data: Where it lies.
+            split: Which of its splits; None: the one that is measured on otherwise.
+
+        Raises:
+            BadInputError: If it isn't there, has other classes or tokens, or is another kind of data.
+        """
         ...

@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import AudioConfig
-from trainer.data.audio_sets import AudioData, load_audio
+from trainer.data.audio_sets import AudioData, load_audio, more_audio
+from trainer.data.dataset import Dataset
 from trainer.data.formats.audio import AUDIO, LABEL
 from trainer.data.loader import Batch
+from trainer.data.sources import check_alike
 from trainer.models.audio import AudioCnn
+from trainer.tasks.sums import classified, cross_entropy
 
 _FLOOR = 1e-6  # of a mel band's power, for the logarithm: silence is no infinity
 
@@ -31,7 +33,7 @@ class Audio:
         self.audio: AudioData = load_audio(data, audio.seconds, audio.sample_rate, audio.part, seed)
         self.train_data = self.audio.train
         self.evaluation_data = self.audio.evaluation
-        self._model, self._config = model, audio
+        self._model, self._config, self._seed = model, audio, seed
         # Here and not at the first batch: torch waits for the device while it makes the filters.
         from torchaudio.transforms import MelSpectrogram
 
@@ -45,6 +47,13 @@ class Audio:
             n_mels=audio.mels,
         )
         self._there: dict[torch.device, nn.Module] = {}
+
+    def more_data(self, data: DataConfig, split: str | None) -> Dataset:
+        """See `Extensible`."""
+        config = self._config
+        dataset, classes = more_audio(data, config.seconds, config.sample_rate, split, self._seed)
+        check_alike(dataset, classes, self.evaluation_data, self.audio.classes)
+        return dataset
 
     def describe(self) -> Mapping[str, Any]:
         """Classes, and what the features are made of (see `features`)."""
@@ -66,15 +75,12 @@ class Audio:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy, summed over the micro-batch."""
-        return _cross_entropy(model(self._masked(self.features(batch.fields[AUDIO]))), batch)
+        logits = model(self._masked(self.features(batch.fields[AUDIO])))
+        return cross_entropy(logits, batch.fields[LABEL], batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss and correct answers, summed over the micro-batch."""
-        logits = model(*self.inputs(batch))
-        correct = logits.argmax(1) == batch.fields[LABEL]
-        if batch.weight is not None:
-            correct = correct & (batch.weight > 0)
-        return {"loss": _cross_entropy(logits, batch), "accuracy": correct.sum()}
+        return classified(model(*self.inputs(batch)), batch.fields[LABEL], batch)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Log-mel features, float32 (n, 1, mels, frames): the model itself is convolutional."""
@@ -124,11 +130,3 @@ class Audio:
         )
         masked: torch.Tensor = augment(feature)
         return masked
-
-
-def _cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Summed over the micro-batch; whatever the padding gives counts for nothing."""
-    if batch.weight is None:
-        return F.cross_entropy(logits, batch.fields[LABEL], reduction="sum")
-    each = F.cross_entropy(logits, batch.fields[LABEL], reduction="none")
-    return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()

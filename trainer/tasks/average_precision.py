@@ -44,6 +44,46 @@ def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, floa
     Returns:
         `map`, the mean over the overlaps 0.5, 0.55 to 0.95, and `map_50`, at 0.5.
     """
+    evaluation = _evaluation(rows, classes)
+    evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
+    evaluation.params.maxDets = [100]
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluation.evaluate()
+        evaluation.accumulate()
+    precision = evaluation.eval["precision"][:, :, :, 0, 0]  # (overlaps, recalls, classes), -1: nothing there
+    return {name: _mean(part) for name, part in (("map", precision), ("map_50", precision[:1]))}
+
+
+_COCO = (
+    *("AP", "AP50", "AP75", "APsmall", "APmedium", "APlarge"),
+    *("AR1", "AR10", "AR100", "ARsmall", "ARmedium", "ARlarge"),
+)
+
+
+def coco_figures(rows: Mapping[str, Array], classes: int) -> dict[str, float | None]:
+    """The twelve figures that COCO publishes, in its order, by pycocotools' own summary.
+
+    Small, medium and large are by the area of the box, not of the mask: below 32 x 32 pixels, below 96 x 96.
+
+    Args:
+        rows: As `average_precision` takes them.
+        classes: Their number.
+
+    Returns:
+        By name; None where there is no box of that size.
+    """
+    evaluation = _evaluation(rows, classes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {
+        name: None if value < 0 else float(value) for name, value in zip(_COCO, evaluation.stats, strict=True)
+    }
+
+
+def _evaluation(rows: Mapping[str, Array], classes: int) -> Any:
+    """A COCOeval of boxes, with COCO's parameters."""
     from pycocotools.cocoeval import COCOeval
 
     n = len(rows["scores"])
@@ -55,13 +95,7 @@ def average_precision(rows: Mapping[str, Array], classes: int) -> dict[str, floa
         _entries(rows["boxes"], rows["labels"], rows["scores"] >= 0, "score", rows["scores"]), n, classes
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        evaluation = COCOeval(true, found, "bbox")
-        evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
-        evaluation.params.maxDets = [100]
-        evaluation.evaluate()
-        evaluation.accumulate()
-    precision = evaluation.eval["precision"][:, :, :, 0, 0]  # (overlaps, recalls, classes), -1: nothing there
-    return {name: _mean(part) for name, part in (("map", precision), ("map_50", precision[:1]))}
+        return COCOeval(true, found, "bbox")
 
 
 def _entries(

@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from trainer.config.data import DataConfig
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import RegularizationConfig
+from trainer.data.dataset import Dataset
 from trainer.data.loader import Batch
-from trainer.data.sources import IMAGE, LABEL, load_images
+from trainer.data.sources import IMAGE, LABEL, check_alike, load_images, more_images
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
 from trainer.tasks.augment import Normalisation, affine, by_policy, crop, flip, jitter, make_policy
 from trainer.tasks.mixing import mix
+from trainer.tasks.sums import classified, cross_entropy
 
 _UNIFORMS = {"none": 0, "flip": 1, "crop": 3, "affine": 5}
 
@@ -35,11 +36,17 @@ class Classification:
         self.evaluation_data = self.images.evaluation
         self.notes = self.images.notes
         self.uniforms = _UNIFORMS[data.augment] + (3 if data.jitter else 0)
-        self._data = data
+        self._data, self._seed = data, seed
         self._policy = make_policy(data.policy)
         self._model = model
         self._regularization = regularization
         self._normalise = Normalisation(self.images.mean, self.images.std)
+
+    def more_data(self, data: DataConfig, split: str | None) -> Dataset:
+        """See `Extensible`."""
+        dataset, classes = more_images(data, split, self._seed)
+        check_alike(dataset, classes, self.evaluation_data, self.images.classes)
+        return dataset
 
     def describe(self) -> Mapping[str, Any]:
         """Classes, input shape and normalisation: (pixel / 255 - mean) / std."""
@@ -63,21 +70,16 @@ class Classification:
         """Cross entropy, summed over the micro-batch."""
         image, label, chosen = self._pixels(batch, train=True), batch.fields[LABEL], self._regularization
         if not chosen.mixup and not chosen.cutmix:
-            return _cross_entropy(model(image), label, batch, chosen.label_smoothing)
+            return cross_entropy(model(image), label, batch, chosen.label_smoothing)
         mixed = mix(image, chosen.mixup, chosen.cutmix)
         logits = model(mixed.image)
-        own = _cross_entropy(logits, label, batch, chosen.label_smoothing, mixed.share)
-        other = _cross_entropy(logits, label[mixed.other], batch, chosen.label_smoothing, 1 - mixed.share)
+        own = cross_entropy(logits, label, batch, chosen.label_smoothing, mixed.share)
+        other = cross_entropy(logits, label[mixed.other], batch, chosen.label_smoothing, 1 - mixed.share)
         return own + other
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Loss and correct answers, summed over the micro-batch."""
-        logits = model(self._pixels(batch, train=False))
-        correct = logits.argmax(1) == batch.fields[LABEL]
-        if batch.weight is not None:
-            correct = correct & (batch.weight > 0)
-        loss = _cross_entropy(logits, batch.fields[LABEL], batch, 0.0)
-        return {"loss": loss, "accuracy": correct.sum()}
+        return classified(model(*self.inputs(batch)), batch.fields[LABEL], batch)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Normalised images: float (n, channels, height, width)."""
@@ -108,22 +110,3 @@ class Classification:
         if batch.uniform is None:
             return torch.empty(0)
         return batch.uniform[:, batch.uniform.shape[1] - self.uniforms :]
-
-
-def _cross_entropy(
-    logits: torch.Tensor,
-    label: torch.Tensor,
-    batch: Batch,
-    smoothing: float,
-    share: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Summed over the micro-batch, each sample times its share (n,)."""
-    if batch.weight is None and share is None:
-        return F.cross_entropy(logits, label, reduction="sum", label_smoothing=smoothing)
-    each = F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)
-    if share is not None:
-        each = each * share
-    if batch.weight is None:
-        return each.sum()
-    # where, not a product: whatever the padding gives (an infinity too) counts for nothing.
-    return torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()

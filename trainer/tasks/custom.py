@@ -2,10 +2,12 @@
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,21 +18,34 @@ from torch import nn
 
 from trainer.config.task_file import MODULE, read_source, source_hash
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
+from trainer.data.items import ItemDataset, Rows, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
+from trainer.optim.own import HostRates, Scheduler
 from trainer.rng import Ints
-from trainer.tasks.trial import outside_of_checkpoint, stays_when_doubled
+from trainer.tasks.trial import goes_on_alike, outside_of_checkpoint, stays_when_doubled
 
 _WANTED = {
-    "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each",
+    "data": "the samples to learn from and those to measure on: two dicts of arrays, (samples, ...) each, or "
+    "two data sets with __getitem__ and __len__",
     "model": "a torch.nn.Module",
-    "loss": "a float tensor of shape (): the sum of the losses of the samples of the batch",
+    "loss": "a float tensor of shape (): the sum over the samples of the batch; or several by name",
     "measure": "a dict of tensors by name: sums over the samples, each of shape ()",
 }
-_GIVEN = {**_WANTED, "summarise": "metrics by name, each a number"}
+_GIVEN = {
+    **_WANTED,
+    "summarise": "metrics by name, each a number",
+    "transforms": "a function, or a list of them, that each take a training sample and give it back changed",
+    "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
+    "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update",
+}
+# What a task may have besides: methods, and plain attributes.
+_METHODS = ("describe", "inputs", "predict", "collate", *(name for name in _GIVEN if name not in _WANTED))
+_ATTRIBUTES = ("metric", "mode", "losses", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
+_SLIP = 0.8  # how much alike names are of which one is a slip of the other
 _SUMMARISED = 32  # samples whose rows `summarise` is tried on
 
 
@@ -41,8 +56,9 @@ class CustomTask:
 
     Args:
         own: Has the methods data, model, loss and measure, and may have describe, inputs, summarise, predict,
-            and the attributes metric (default: loss), mode ("min" or "max": which way the metric is better;
-            not needed for loss and accuracy; lower_is_better = True means "min", too) and uniforms.
+            collate, transforms, optimizer, scheduler, and the attributes metric (default: loss), mode ("min"
+            or "max": which way the metric is better; not needed for loss and accuracy), losses (the names of
+            several) and uniforms.
         source: Where it comes from, for messages: a file, or a class of a notebook.
 
     Raises:
@@ -54,21 +70,27 @@ class CustomTask:
         """Opens the data."""
         self._own, self._source = own, source
         self.source_hash = ""
+        self.hooks: Any = ()
         for name, what in _WANTED.items():
             if not callable(getattr(own, name, None)):
                 raise BadInputError(f"{source}: the method {name} is missing; it gives {what}")
+        _check_names(own, source)
         self.metric: str = getattr(own, "metric", "loss")
         self.lower_is_better: bool = _lower_is_better(own, self.metric, source)
         self.uniforms: int = getattr(own, "uniforms", 0)
+        self.losses: tuple[str, ...] = _names(getattr(own, "losses", ()), source)
         parts = self._call("data", own.data)
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise self._wrong("data", f"{type(parts).__name__}")
-        self.train_data, self.evaluation_data = (self._call("data", self._dataset, part) for part in parts)
+        transforms = self._transforms()
+        self.train_data = self._call("data", self._dataset, parts[0], "training", transforms)
+        self.evaluation_data = self._call("data", self._dataset, parts[1], "evaluation", ())
         for name in ("inputs", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
-        if hasattr(own, "summarise"):
-            self.summarise = self._summarise
+        for name in ("summarise", "optimizer", "scheduler"):
+            if hasattr(own, name):
+                setattr(self, name, getattr(self, f"_{name}"))
 
     def describe(self) -> Mapping[str, Any]:
         """What its own `describe` says, or nothing."""
@@ -82,10 +104,16 @@ class CustomTask:
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The sum over the samples that aren't padding."""
+        """The sum over the samples that aren't padding; of all losses, if there are several."""
         real, padding = _without_padding(batch, self.train_data)
-        loss: torch.Tensor = self._own.loss(model, real)
+        loss = self._sum(self._own.loss(model, real))
         return loss * 0 if padding else loss
+
+    def loss_parts(self, model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+        """Each of several losses, in the order of `losses`, summed over the samples that aren't padding."""
+        real, padding = _without_padding(batch, self.train_data)
+        parts = self._parts(self._own.loss(model, real))
+        return [part * 0 for part in parts] if padding else parts
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Sums over the samples that aren't padding, and rows with zeros for those that are."""
@@ -101,6 +129,87 @@ class CustomTask:
             whole[name] = value.new_zeros((len(batch.weight), *value.shape[1:]))
             whole[name][batch.weight > 0] = value[: int((batch.weight > 0).sum())]
         return whole
+
+    def _parts(self, given: Any) -> list[torch.Tensor]:
+        if not isinstance(given, Mapping) or given.keys() != set(self.losses):
+            told = (
+                f"losses named {', '.join(map(str, given))}" if isinstance(given, Mapping) else _told(given)
+            )
+            raise BadInputError(
+                f"{self._source}: loss gave {told}; by the attribute losses of the class it gives "
+                f"{', '.join(self.losses)}, all of them each time"
+            )
+        return [given[name] for name in self.losses]
+
+    def _sum(self, given: Any) -> torch.Tensor:
+        if not self.losses:
+            return cast(torch.Tensor, given)
+        first, *others = self._parts(given)
+        return sum(others, first)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self._call("optimizer", self._own.optimizer, model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._wrong("optimizer", _told(optimizer))
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = {id(p): name for name, p in model.named_parameters()}
+        if given - names.keys():
+            raise self._wrong("optimizer", "one that updates what is no parameter of the model")
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+        if left:
+            raise BadInputError(
+                f"{self._source}: optimizer leaves out '{left[0]}' ({len(left)} of {len(names)} parameters); "
+                "give it all that are trained, and freeze the others in model() by requires_grad_(False)"
+            )
+        return optimizer
+
+    def _scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
+        wanted = inspect.signature(self._own.scheduler).parameters
+        arguments = (optimizer, steps) if "steps" in wanted else (optimizer,)
+        scheduler = self._call("scheduler", self._own.scheduler, *arguments)
+        if missing := [n for n in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, n)]:
+            raise self._wrong("scheduler", f"{_told(scheduler)} without {missing[0]}")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise self._wrong("scheduler", "one of another optimizer")
+        return cast(Scheduler, scheduler)
+
+    def check_updates(self, make: Callable[[nn.Module], HostRates]) -> None:
+        """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
+
+        Args:
+            make: Makes both anew, for a model.
+
+        Raises:
+            BadInputError: If they can't be called, or a checkpoint couldn't hold what they keep.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = self.model()
+            batch = self._two(self.train_data)
+
+            def update(rates: HostRates) -> None:
+                model.zero_grad(set_to_none=True)
+                self.loss(model, batch).backward()
+                self._call("optimizer", rates.optimizer.step)
+                self._call("scheduler", rates.advance)
+
+            try:
+                alike = goes_on_alike(model, partial(make, model), update)
+            except ValueError as error:
+                raise BadInputError(
+                    f"{self._source}: what optimizer or scheduler keep can't be put into a checkpoint "
+                    f"({error}); keep tensors, numbers, words, lists and dicts"
+                ) from error
+        if not alike:
+            raise BadInputError(
+                f"{self._source}: the second update differs after state_dict() and load_state_dict() of "
+                "optimizer and scheduler: a resumed run would end with other weights; keep all that they "
+                "need in param_groups and state"
+            )
+
+    def _two(self, dataset: Dataset) -> Batch:
+        count = min(_TRIED, len(dataset))
+        return self._few(np.arange(max(2, count)) % count)  # BatchNorm wants two samples
 
     def check(self) -> None:
         """Tries every method on a few samples, on the CPU, so that what is wrong is found before training.
@@ -124,13 +233,21 @@ class CustomTask:
         once, twice = self._few(few), self._few(np.tile(few, 2))
         with self._dtypes_explained(model, once):
             loss = self._call("loss", self._own.loss, model, once)
-        if not isinstance(loss, torch.Tensor) or loss.shape or not loss.is_floating_point():
-            raise self._wrong("loss", _told(loss))
-        if not loss.requires_grad:
+        if isinstance(loss, Mapping) and not self.losses:
+            raise BadInputError(
+                f"{self._source}: loss gave several; name them in the class: losses = {tuple(loss)!r}"
+            )
+        parts = self._parts(loss) if self.losses else [loss]
+        for name, part in zip(self.losses or ("",), parts, strict=True):
+            if not isinstance(part, torch.Tensor) or part.shape or not part.is_floating_point():
+                raise self._wrong("loss", f"{_called(name)}{_told(part)}")
+        if not any(part.requires_grad for part in parts):
             raise self._wrong("loss", "one without a gradient (is it detached, or under no_grad?)")
         with torch.no_grad():
-            if stays_when_doubled(*(partial(self._value, model, batch) for batch in (once, twice))):
-                raise self._wrong("loss", 'a mean (reduction="sum" instead: the trainer divides)')
+            for number, name in enumerate(self.losses or ("",)):
+                if stays_when_doubled(*(partial(self._value, model, b, number) for b in (once, twice))):
+                    what = f'{_called(name)}a mean (reduction="sum" instead: the trainer divides)'
+                    raise self._wrong("loss", what)
             num_items = (self.train_data.arrays or {}).get(NUM_ITEMS)
             empty = () if num_items is None else np.flatnonzero(num_items == 0)[:_TRIED]
             if len(empty) and not np.isfinite(value := self._value(model, self._few(np.asarray(empty)))):
@@ -174,12 +291,10 @@ class CustomTask:
             )
 
     def _check_state(self, model: nn.Module) -> None:
-        count = min(_TRIED, len(self.train_data))
-        batch = self._few(np.arange(max(2, count)) % count)  # BatchNorm wants two samples
+        batch = self._two(self.train_data)
 
         def loss() -> torch.Tensor:
-            value: torch.Tensor = self._own.loss(model, batch)
-            return value
+            return self._sum(self._own.loss(model, batch))
 
         with self._dtypes_explained(model, batch):
             outside = self._call("loss", outside_of_checkpoint, model, loss, self._own)
@@ -215,8 +330,12 @@ class CustomTask:
                 raise self._wrong("summarise", f"'{name}' as {_told(value)}") from None
         return plain
 
-    def _value(self, model: nn.Module, batch: Batch) -> float:
-        return float(self._call("loss", self._own.loss, model, batch))
+    def _value(self, model: nn.Module, batch: Batch, number: int | None = None) -> float:
+        """Of one of several losses, or of their sum."""
+        given = self._call("loss", self._own.loss, model, batch)
+        if number is None or not self.losses:
+            return float(self._sum(given))
+        return float(self._parts(given)[number])
 
     @contextlib.contextmanager
     def _dtypes_explained(self, model: nn.Module, batch: Batch) -> Iterator[None]:
@@ -245,10 +364,27 @@ class CustomTask:
         num_items = int(out[NUM_ITEMS].sum()) if NUM_ITEMS in out else data.num_items * len(samples)
         return Batch(fields, None, uniform, num_items)
 
-    def _dataset(self, part: Any) -> Dataset:
+    def _transforms(self) -> tuple[Callable[[Any], Any], ...]:
+        if not hasattr(self._own, "transforms"):
+            return ()
+        given = self._call("transforms", self._own.transforms)
+        transforms = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if odd := [one for one in transforms if not callable(one)]:
+            raise self._wrong("transforms", _told(odd[0]))
+        return transforms
+
+    def _dataset(self, part: Any, what: str, transforms: tuple[Callable[[Any], Any], ...]) -> Dataset:
+        collate = getattr(self._own, "collate", None)
+        if not isinstance(part, Mapping) and not hasattr(part, "read") and is_items(part):
+            return ItemDataset(part, what, collate, transforms, getattr(part, "num_items", 1))
         if not isinstance(part, Mapping):
             if missing := [name for name in _OF_DATASETS if not hasattr(part, name)]:
                 raise self._wrong("data", f"a {type(part).__name__} without {missing[0]}")
+            if transforms or collate:
+                raise BadInputError(
+                    f"{self._source}: data gave a data set with `read`, which fills batches itself: do there "
+                    "what transforms and collate do, and leave them out"
+                )
             return cast(Dataset, part)
         arrays = {name: np.ascontiguousarray(value) for name, value in part.items()}
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
@@ -263,7 +399,10 @@ class CustomTask:
             raise self._wrong("data", f"'{NUM_ITEMS}' that aren't one whole number from 0 on for each sample")
         if num_items is not None and not num_items.any():
             raise self._wrong("data", f"'{NUM_ITEMS}' that are 0 for every sample, so that nothing counts")
-        return ArrayDataset(arrays)
+        whole = ArrayDataset(arrays)
+        if not transforms and collate is None:
+            return whole
+        return ItemDataset(Rows(arrays), what, collate, transforms, whole.num_items)
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -322,22 +461,36 @@ def custom_task(path: Path) -> CustomTask:
         ) from error
     task = CustomTask(own, str(path))
     task.source_hash = source_hash(path)
+    task.hooks = getattr(module, "hooks", ())
     return task
 
 
+def _check_names(own: Any, source: str) -> None:
+    """Refuses what is all but called like something that a task may have: nothing would ever use it."""
+    for kind in type(own).__mro__:
+        if kind.__module__.partition(".")[0] in ("builtins", "torch", "typing"):
+            continue
+        for name, value in vars(kind).items():
+            method = callable(value) or isinstance(value, staticmethod | classmethod)
+            possible = _METHODS if method else _ATTRIBUTES
+            meant = get_close_matches(name, possible, n=1, cutoff=_SLIP)
+            if meant and not name.startswith("_") and name not in (*_GIVEN, *_METHODS, *_ATTRIBUTES):
+                if hasattr(own, meant[0]):  # that is there, so this is something else
+                    continue
+                what = "method" if method else "attribute"
+                raise BadInputError(
+                    f"{source}: the {what} {name} is none that a task has; did you mean '{meant[0]}'? (If it "
+                    f"is your own, call it _{name})"
+                )
+
+
 def _lower_is_better(own: Any, metric: str, source: str) -> bool:
-    """From `mode`, or `lower_is_better`, or the metric's name where that leaves no doubt."""
-    mode, lower = getattr(own, "mode", None), getattr(own, "lower_is_better", None)
+    """From `mode`, or the metric's name where that leaves no doubt."""
+    mode = getattr(own, "mode", None)
     if mode not in (None, "min", "max"):
         raise BadInputError(f'{source}: mode is {mode!r}; give "min" or "max": which way {metric} is better')
-    if mode is not None and lower is not None and bool(lower) != (mode == "min"):
-        raise BadInputError(
-            f"{source}: mode = {mode!r} and lower_is_better = {lower!r} contradict: leave one out"
-        )
-    if mode is not None or lower is not None:
-        return bool(lower) if mode is None else mode == "min"
-    if metric == "loss":
-        return True
+    if mode is not None or metric == "loss":
+        return mode != "max"
     if metric == "acc" or "accuracy" in metric:
         return False
     raise BadInputError(
@@ -361,6 +514,18 @@ def _without_padding(batch: Batch, dataset: Dataset) -> tuple[Batch, bool]:
     fields = {name: value[:count] for name, value in batch.fields.items()}
     uniform = None if batch.uniform is None else batch.uniform[:count]
     return batch._replace(fields=fields, weight=None, uniform=uniform), False
+
+
+def _names(given: Any, source: str) -> tuple[str, ...]:
+    """Of several losses."""
+    names = tuple(given) if isinstance(given, tuple | list) else ("",)
+    if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise BadInputError(f'{source}: losses is {given!r}; give their names, such as ("content", "style")')
+    return names
+
+
+def _called(name: str) -> str:
+    return f"'{name}' as " if name else ""
 
 
 def _told(value: Any) -> str:

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import DetectionConfig
 from trainer.data.dataset import Dataset
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, BoxAugment, BoxedImages, Pictures
 from trainer.data.loader import Batch
-from trainer.data.sources import check_folder
+from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_middles, detections, make_detector, tiny_losses
 from trainer.tasks.augment import Normalisation
 from trainer.tasks.average_precision import average_precision
+from trainer.tasks.sums import weighted_sum
 
 # Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -42,21 +43,26 @@ class Detection:
         """Opens the data."""
         train, evaluation = _pictures(data, seed)
         for pictures in (train, evaluation):
-            if pictures.most > config.max_boxes:
-                raise BadInputError(
-                    f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
-                )
+            _check_boxes(pictures, config)
         augment = BoxAugment(config.flip, config.scale, config.mosaic)
         self._size = data.image_size
         self.classes, self.channels = tuple(train.classes), train.channels
         size, most, on_corrupt = self._size, config.max_boxes, data.on_corrupt
         self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
         self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
-        self._model, self._config = model, config
+        self._model, self._config, self._seed = model, config, seed
         self._mean, self._std = _GREY if self.channels == 1 else _COLOUR
         # torchvision's models normalise by themselves.
         tiny = model.name in ("auto", "tiny_detector")
         self._normalise = Normalisation(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
+
+    def more_data(self, data: DataConfig, split: str | None) -> Dataset:
+        """See `Extensible`."""
+        pictures = _more_pictures(data, split, self._seed)
+        _check_boxes(pictures, self._config)
+        dataset = BoxedImages(pictures, self._size, self._config.max_boxes, None, data.on_corrupt)
+        check_alike(dataset, pictures.classes, self.evaluation_data, self.classes)
+        return dataset
 
     def describe(self) -> Mapping[str, Any]:
         """Classes, input shape, and normalisation of tiny_detector's input: (pixel / 255 - mean) / std."""
@@ -82,18 +88,16 @@ class Detection:
         if self._model.name not in ("auto", "tiny_detector"):
             return _torchvision_loss(model, image, boxes, label, count, batch.weight)
         logits, places = model(image)
-        each = self._losses(logits, places, boxes, label, count)
-        return (
-            each.sum()
-            if batch.weight is None
-            else torch.where(batch.weight > 0, each * batch.weight, 0.0).sum()
-        )
+        stride = 2 << len(self._model.blocks)
+        side = -(-self._size // stride)
+        cells = cell_middles(side, side, stride, boxes)
+        return weighted_sum(tiny_losses(logits.float(), places, cells, stride, boxes, label, count), batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
         """What was found and what is there, a row for each image."""
         (image,) = self.inputs(batch)
-        found = detections(model, image, self._config.detections)
         most = self._config.detections
+        found = detections(model, image, most)
         rows = {
             "boxes": image.new_zeros((len(found), most, 4), dtype=torch.float32),
             "scores": image.new_full((len(found), most), -1.0, dtype=torch.float32),
@@ -111,19 +115,6 @@ class Detection:
         arrays = {name: tensor.numpy() for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]
         return average_precision(arrays, len(self.classes))
-
-    def _losses(
-        self,
-        logits: torch.Tensor,
-        boxes: torch.Tensor,
-        true_boxes: torch.Tensor,
-        true_labels: torch.Tensor,
-        count: torch.Tensor,
-    ) -> torch.Tensor:
-        stride = 2 << len(self._model.blocks)
-        side = -(-self._size // stride)
-        cells = cell_middles(side, side, stride, true_boxes)
-        return tiny_losses(logits.float(), boxes, cells, stride, true_boxes, true_labels, count)
 
 
 def _torchvision_loss(
@@ -146,6 +137,24 @@ def _torchvision_loss(
     losses = model([image[i] for i in chosen], targets)
     total: torch.Tensor = sum(losses.values()) * len(learned)
     return total
+
+
+def _check_boxes(pictures: Pictures, config: DetectionConfig) -> None:
+    if pictures.most > config.max_boxes:
+        raise BadInputError(
+            f"an image has {pictures.most} boxes: set detection.max_boxes={pictures.most} or more"
+        )
+
+
+def _more_pictures(data: DataConfig, split: str | None, seed: int) -> Pictures:
+    """Images to measure on; of COCO's files only those of the split are read."""
+    if data.name != "coco" or not isinstance(data.path, Path):
+        return _pictures(data, seed)[1]
+    from trainer.data.formats.coco import CocoPictures
+
+    root = at_home(data.path, "data.path")
+    check_folder(root)
+    return CocoPictures(root, split or "val", data.on_corrupt)
 
 
 def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
@@ -174,7 +183,7 @@ def _pictures(data: DataConfig, seed: int) -> tuple[Pictures, Pictures]:
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path=DIR")
     from trainer.data.formats.coco import CocoPictures
 
-    root = data.path.expanduser()
+    root = at_home(data.path, "data.path")
     check_folder(root)
     train, evaluation = (CocoPictures(root, part, data.on_corrupt) for part in ("train", "val"))
     if train.categories != evaluation.categories:

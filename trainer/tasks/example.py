@@ -13,7 +13,7 @@ from torch.nn import functional as F
 RECIPE: dict[str, Any] = {
     "about": "two spirals",
     "epochs": 30,
-    "evaluate_every": 5,
+    "evaluation": {"every": "5 epochs"},
     "data": {"global_batch_size": 64, "micro_batch_size": 32},
     "optim": {"name": "adamw", "lr": 0.01, "schedule": "cosine"},
 }
@@ -26,7 +26,7 @@ class Spirals:
     mode = "max"  # the higher the better; "min" for an error
 
     def data(self) -> Any:
-        """Samples to learn from and to measure on: arrays (samples, …) by name, or trainer's data sets."""
+        """Samples to learn from and to measure on: arrays (samples, …) by name, or torch's data sets."""
         random = np.random.default_rng(0)
         label = random.integers(0, 2, 2000)
         radius = np.sqrt(random.random(2000)) * 3
@@ -44,6 +44,10 @@ class Spirals:
     def inputs(self, batch: Any) -> tuple[torch.Tensor, ...]:
         """What the model is called with; `trainer export` asks for it."""
         return (batch.fields["point"],)
+
+    # The class may also have transforms(self): functions of a training sample; collate(self, items): for data
+    # sets of torch; optimizer(self, model), scheduler(self, optimizer, steps): in place of RECIPE's optim;
+    # losses = ("a", "b"): where `loss` gives a dict of them. See docs/your-own-task.md.
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The sum over the samples of a micro-batch, never their mean: the trainer divides."""

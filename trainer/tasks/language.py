@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, at_home
 from trainer.config.model import ModelConfig
 from trainer.config.tasks import LanguageConfig
 from trainer.data.builtin.stdlib import stdlib_text
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset
+from trainer.data.formats.arrow import arrow_text, split_text, splits
 from trainer.data.formats.documents import SEGMENT, TARGETS, StreamDataset, packed, padded
 from trainer.data.formats.text import Text, about_or, character_text, check_tokens, file_text, random_text
-from trainer.data.formats.tokens import TOKENS, TokenDataset, inputs_and_targets
+from trainer.data.formats.tokens import TOKENS, TokenDataset, TokenFile, inputs_and_targets, read_about
 from trainer.data.loader import Batch
 from trainer.data.sampling.plan import Plan
 from trainer.data.sources import check_folder
@@ -41,7 +42,7 @@ class Language:
         Raises:
             BadInputError: If it isn't there, or holds a token that the model doesn't know.
         """
-        self._config = config
+        self._config, self._seed = config, seed
         self.train_data: Dataset
         self.evaluation_data: Dataset
         if config.stride is not None and (config.text != "stream" or data.name == "tokens"):
@@ -50,6 +51,9 @@ class Language:
             )
         path = _path(data)
         self._files: list[tuple[Path, str]] = []
+        self._beside: tuple[Path, TokenFile] | None = None  # a token file, and what its JSON file says
+        if data.name == "tokens" and (found := read_about(path / "train.bin")) is not None:
+            self._beside = path / "train.bin", found
         if data.name == "tokens" and config.text == "stream":
             self._about = self._open_files(path)
         else:
@@ -76,6 +80,35 @@ class Language:
         """
         for file, dtype in self._files:
             check_tokens(file, self._config.sequence_length, dtype, self._vocabulary)
+
+    def more_data(self, data: DataConfig, split: str | None) -> Dataset:
+        """See `Extensible`."""
+        config, about, path = self._config, self._about, _path(data)
+        if data.name == "tokens":
+            file = path / f"{split or 'val'}.bin"
+            beside = about_or(file, config.dtype, config.vocabulary)
+            if beside is not None and self._beside is not None:
+                _same_tokenizer([self._beside[0], file], [self._beside[1], beside])
+            if config.text == "stream":
+                text = _without_tokens(beside, self._vocabulary)
+            elif beside is None:
+                raise BadInputError(f"{file}: no {file.name}.json says where documents end; tokenize again")
+            else:
+                text = _documents(file, beside, config, self._vocabulary)
+        elif data.name == "text":
+            text = character_text(path, about.characters or None)[1]
+        elif data.name == "hf":
+            text = split_text(splits(path, data.eval_split)[1], data.input_column or "text")
+        else:
+            text = _texts(data, path, config, self._seed)[1]
+        for what in ("tokenizer", "vocabulary", "end", "characters"):
+            here, there = getattr(text, what), getattr(about, what)
+            if here != there:
+                shown = "" if what == "characters" else f" ({what} {here}, and the model's {there})"
+                raise BadInputError(f"is of another tokenizer than the model's data{shown}")
+        if data.name == "tokens" and config.text == "stream":
+            return self._token_file(file, beside)
+        return self._samples(text, measured=True)
 
     def describe(self) -> Mapping[str, Any]:
         """Vocabulary, tokenizer and longest text of the model; and what share of training is padding."""
@@ -161,24 +194,20 @@ class Language:
 
     def _open_files(self, folder: Path) -> Text:
         """Token files, read as they are needed; what they hold, without the tokens."""
-        length, config = self._config.sequence_length, self._config
+        config = self._config
         files = [folder / "train.bin", folder / "val.bin"]
         abouts = [about_or(file, config.dtype, config.vocabulary) for file in files]
         _same_tokenizer(files, abouts)
-        datasets = [
-            TokenDataset(file, length, None if about else config.dtype)
-            for file, about in zip(files, abouts, strict=True)
-        ]
-        about = abouts[0]
-        vocabulary = config.vocabulary or (about.vocabulary if about else 0)
-        for dataset, file in zip(datasets, files, strict=True):
-            dataset.vocabulary = vocabulary  # it looks at what it reads, for who didn't look before
-            self._files.append((file, str(dataset.fields[TOKENS].dtype)))
-        self.train_data, self.evaluation_data = datasets
-        nothing = np.empty(0, np.uint16)
-        if about is None:
-            return Text(nothing, vocabulary, None, "unknown")
-        return Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
+        self._vocabulary = config.vocabulary or (abouts[0].vocabulary if abouts[0] else 0)
+        self.train_data, self.evaluation_data = map(self._token_file, files, abouts)
+        return _without_tokens(abouts[0], self._vocabulary)
+
+    def _token_file(self, file: Path, about: TokenFile | None) -> TokenDataset:
+        """A token file that is read as it is needed."""
+        dataset = TokenDataset(file, self._config.sequence_length, None if about else self._config.dtype)
+        dataset.vocabulary = self._vocabulary  # it looks at what it reads, for who didn't look before
+        self._files.append((file, str(dataset.fields[TOKENS].dtype)))
+        return dataset
 
     def _padding(self, data: DataConfig, seed: int) -> float:
         """The share of the places in the first epoch's batches that hold no token to be predicted."""
@@ -224,13 +253,11 @@ def _path(data: DataConfig) -> Path:
     if data.name in ("stdlib", "synthetic"):
         return Path()
     if not isinstance(data.path, Path):
-        what = "FOLDER, with train.bin and val.bin" if data.name == "tokens" else "FILE, a text"
+        wanted = {"tokens": "FOLDER, with train.bin and val.bin", "hf": "FOLDER, by save_to_disk"}
+        what = wanted.get(data.name, "FILE, a text")
         raise BadInputError(f"data.path is missing: data.name={data.name} needs --set data.path={what}")
-    try:
-        path = data.path.expanduser()
-    except RuntimeError as error:
-        raise BadInputError(f"data.path={data.path}: there is no such user; write the path out") from error
-    if data.name == "tokens":
+    path = at_home(data.path, "data.path")
+    if data.name in ("tokens", "hf"):
         check_folder(path)
     return path
 
@@ -241,6 +268,8 @@ def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> t
         return stdlib_text()
     if data.name == "text":
         return character_text(path)
+    if data.name == "hf":
+        return arrow_text(path, data.eval_split, data.input_column or "text")
     length, vocabulary = config.sequence_length, config.vocabulary or _RANDOM_VOCABULARY
     if data.name == "synthetic":
         longest = 0 if config.text == "stream" else length
@@ -254,12 +283,24 @@ def _texts(data: DataConfig, path: Path, config: LanguageConfig, seed: int) -> t
     for file in files:
         about = about_or(file, None, None)
         assert about is not None
-        vocabulary = config.vocabulary or about.vocabulary
-        check_tokens(file, length, about.dtype, vocabulary)
-        texts.append(file_text(file, about))
+        texts.append(_documents(file, about, config, config.vocabulary or about.vocabulary))
         abouts.append(about)
     _same_tokenizer(files, abouts)
     return texts[0], texts[1]
+
+
+def _documents(file: Path, about: TokenFile, config: LanguageConfig, vocabulary: int) -> Text:
+    """A token file with its documents, in memory."""
+    check_tokens(file, config.sequence_length, about.dtype, vocabulary)
+    return file_text(file, about)
+
+
+def _without_tokens(about: TokenFile | None, vocabulary: int) -> Text:
+    """What a token file holds; its tokens stay in it."""
+    nothing = np.empty(0, np.uint16)
+    if about is None:
+        return Text(nothing, vocabulary, None, "unknown")
+    return Text(nothing, about.vocabulary, about.end_of_document, about.tokenizer)
 
 
 def _same_tokenizer(files: list[Path], abouts: list[Any]) -> None:

@@ -1,4 +1,7 @@
-"""Mixup and CutMix: each image is mixed with another of its micro-batch, on the device."""
+"""Mixup and CutMix: each image is mixed with another of its micro-batch, on the device.
+
+Not torchvision's MixUp and CutMix: these draw one share for a whole micro-batch, on the CPU.
+"""
 
 from typing import NamedTuple
 

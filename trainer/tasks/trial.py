@@ -1,6 +1,7 @@
 """Trials of somebody's loss before training: is it a sum, and is all it depends on in a checkpoint?"""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.models.pointwise import mend_pointwise
+from trainer.optim.own import HostRates
 
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
@@ -81,6 +83,51 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
         differing[0] if differing else "",
         [name for name, digest in attributes.items() if again[2].get(name) != digest],
     )
+
+
+def goes_on_alike(
+    model: nn.Module, make: Callable[[], HostRates], update: Callable[[HostRates], None]
+) -> bool:
+    """Whether a second update is the same by an optimizer and scheduler made anew, which load their state.
+
+    Args:
+        model: Trained by it.
+        make: Makes an optimizer and its rates for the model.
+        update: Makes one update.
+
+    Raises:
+        ValueError: If their state holds what no checkpoint can.
+    """
+    model.train()
+    mend_pointwise(model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rates = make()
+        torch.default_generator.manual_seed(0)
+        update(rates)
+        weights = {name: value.detach().clone() for name, value in _tensors(model).items()}
+        tensors, plain = rates.kept()
+        tensors = {name: value.detach().clone() for name, value in tensors.items()}
+        plain, updates = json.loads(json.dumps(plain)), rates.updates.clone()
+        torch.default_generator.manual_seed(1)
+        update(rates)
+        wanted = _after(model, rates)
+        again = make()
+        _put_back(model, weights)
+        again.load(tensors, plain)
+        again.updates.copy_(updates)
+        again.look_up()
+        torch.default_generator.manual_seed(1)
+        update(again)
+        return _after(model, again) == wanted
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _after(model: nn.Module, rates: HostRates) -> tuple[Any, Any]:
+    tensors, plain = rates.kept()
+    return {name: _digest(value) for name, value in {**_tensors(model), **tensors}.items()}, plain
 
 
 _Digests = dict[str, bytes]

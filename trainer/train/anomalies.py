@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from trainer.config.training import AnomalyConfig
 from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError, DivergedError
 from trainer.host import strict_json
-from trainer.host.files import sync_folder
+from trainer.host.files import written_whole
 from trainer.observe.console import warn
 from trainer.train.anomaly import Finding
 
@@ -56,31 +55,19 @@ def anomalies_before(anomalies: list[dict[str, Any]], step: int, plan: Plan) -> 
     What was skipped later, or stopped it, would happen again; a rollback is not undone, unless other samples
     are in its step now.
     """
-    return [one for one in anomalies if one["step"] <= step or _comes_again(one, plan)]
 
+    def comes_again(anomaly: dict[str, Any]) -> bool:
+        if anomaly["policy"] != "rollback" or anomaly["step"] > plan.steps:
+            return False
+        return anomaly.get("samples") in (None, _samples(plan, anomaly["step"] - 1)[1])
 
-def _comes_again(anomaly: dict[str, Any], plan: Plan) -> bool:
-    if anomaly["policy"] != "rollback" or anomaly["step"] > plan.steps:
-        return False
-    return anomaly.get("samples") in (None, _samples(plan, anomaly["step"] - 1)[1])
+    return [one for one in anomalies if one["step"] <= step or comes_again(one)]
 
 
 def _samples(plan: Plan, step: int) -> tuple[list[int], list[int]]:
     """Epochs and samples of a step."""
     epoch, sample, weight = plan.read(np.arange(step * plan.micro_batches, (step + 1) * plan.micro_batches))
     return np.unique(epoch[weight > 0]).tolist(), sample[weight > 0].tolist()
-
-
-def restore_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
-    """Leaves only these in the run folder.
-
-    Raises:
-        BadInputError: If they can't be written.
-    """
-    try:
-        write_anomalies(folder, anomalies)
-    except OSError as error:
-        raise BadInputError(f"{folder / _NAME} can't be written ({error.strerror}); mend that") from error
 
 
 def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
@@ -91,15 +78,9 @@ def write_anomalies(folder: Path, anomalies: list[dict[str, Any]]) -> None:
     """
     path = folder / _NAME
     text = "".join(f"{json.dumps({**one, 'number': number})}\n" for number, one in enumerate(anomalies, 1))
-    if text == (path.read_text() if path.exists() else ""):
-        return
-    beside = path.with_suffix(".tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_folder(folder)
+    if text != (path.read_text() if path.exists() else ""):
+        with written_whole(path) as beside:
+            beside.write_text(text)
 
 
 @dataclass(frozen=True)
@@ -116,35 +97,34 @@ class AnomalyLog:
 
     def skipped(self, finding: Finding) -> None:
         """Of a step whose update was not made."""
-        try:
-            number = self._add(finding)
-        except OSError as error:  # the training is worth more than its record
-            warn(f"{finding}; its update was not made, and anomalies.jsonl not written ({error.strerror})")
+        if self.folder is None:
             return
-        if number:
-            warn(f"{finding}; its update was not made (anomaly {number} in anomalies.jsonl)")
+        try:
+            where = f"(anomaly {self._add(finding, self.folder)} in {_NAME})"
+        except OSError as error:  # the training is worth more than its record
+            where = f"({_NAME} can't be written: {error.strerror})"
+        warn(f"{finding}; its update was not made {where}")
 
     def ends(self, finding: Finding, config: AnomalyConfig) -> DivergedError | None:
         """Of a step that ends the attempt; returns why the run ends, None if it is to be rolled back."""
         try:
-            number = self._add(finding)
+            if self.folder is not None:
+                self._add(finding, self.folder)
         except OSError as error:
-            return DivergedError(f"{finding}; anomalies.jsonl can't be written ({error.strerror})")
+            return DivergedError(f"{finding}; {_NAME} can't be written ({error.strerror})")
         if finding.policy == "rollback":
-            if number:
+            if self.folder is not None:
                 warn(f"{finding}; back to the checkpoint before it, and on without its samples")
             return None
         if finding.one_too_many:
             return DivergedError(f"{finding}; it is anomaly {config.most}: anomaly.most={config.most}")
         return DivergedError(
             f"{finding}; lower optim.lr, set optim.max_grad_norm or anomaly.{finding.kind}=rollback, and go "
-            "on by --resume force; anomalies.jsonl in the run folder has the samples"
+            f"on by --resume force; {_NAME} in the run folder has the samples"
         )
 
-    def _add(self, finding: Finding) -> int:
-        """Returns the anomaly's number; 0 on ranks that write nothing."""
-        if self.folder is None:
-            return 0
+    def _add(self, finding: Finding, folder: Path) -> int:
+        """Returns the anomaly's number."""
         epochs, samples = _samples(self.plan, finding.step)
         anomaly = {
             "number": 0,
@@ -159,9 +139,9 @@ class AnomalyLog:
             "epochs": epochs,
             "samples": samples,
         }
-        earlier = read_anomalies(self.folder)
-        write_anomalies(self.folder, [*earlier, anomaly])
-        return len(earlier) + 1
+        anomalies = [*read_anomalies(folder), anomaly]
+        write_anomalies(folder, anomalies)
+        return len(anomalies)
 
 
 def _json(number: float) -> float | str:

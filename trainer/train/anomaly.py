@@ -7,7 +7,7 @@ same numbers after the same step, and so does the same.
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,6 +46,11 @@ class Finding:
     deviation: float | None = None
     one_too_many: bool = False
 
+    @property
+    def ends(self) -> bool:
+        """Whether it ends the attempt."""
+        return self.policy != "skip"
+
     def __str__(self) -> str:
         step = f"step {self.step + 1}"
         if self.median is not None and self.deviation is not None:
@@ -54,7 +59,7 @@ class Finding:
         return f"{step}: the {'gradient' if math.isfinite(self.loss) else 'loss'} isn't finite"
 
 
-class Ring:
+class RecentLosses:
     """Loss and gradient norm of the last steps, on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -69,11 +74,11 @@ class Ring:
         self._norms[step % self.size].copy_(norm)
 
 
-def make_ring(config: AnomalyConfig, log_every: int, device: torch.device) -> Ring | None:
+def make_recent_losses(config: AnomalyConfig, log_every: int, device: torch.device) -> RecentLosses | None:
     """What a training with this anomaly detection fills; None if there are none."""
     if config.nonfinite == "off" and config.spike == "off":
         return None
-    return Ring(min(log_every, _MOST_STEPS), device)
+    return RecentLosses(min(log_every, _MOST_STEPS), device)
 
 
 class AnomalyDetector:
@@ -82,35 +87,28 @@ class AnomalyDetector:
     def __init__(
         self,
         config: AnomalyConfig,
-        ring: Ring,
+        ring: RecentLosses,
         group: dist.ProcessGroup | None,
         start: int,
-        history: Sequence[float],
-        left_out: Collection[int],
-        anomalies: int,
-        skipped: Callable[[Finding], None],
+        history: list[float],
+        left_out: Collection[int] = (),
+        anomalies: int = 0,
     ) -> None:
         """Begins at a step.
 
         Args:
-            config: The policies.
             ring: What the training fills.
             group: Sums the losses; None where each rank has the whole loss.
-            start: Steps done.
-            history: Losses before it, for spikes; see `history`.
-            left_out: Steps that are not trained.
-            anomalies: How many there were.
-            skipped: Told of each step whose update wasn't made.
+            history: Losses before it, for spikes; updated in place.
         """
         self._config, self._ring, self._group, self._left_out = config, ring, group, left_out
         self._from = self._staged_from = start
-        self.history = list(history)
+        self._history = history
         self._anomalies = anomalies
-        self._skipped = skipped
         self._staged: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def look(self, done: int, now: bool = False) -> Finding | None:
+    def look(self, done: int, now: bool = False) -> list[Finding]:
         """To be called after each step; collective.
 
         Args:
@@ -118,14 +116,14 @@ class AnomalyDetector:
             now: Whether to wait for the numbers of all of them: before what must not be behind an anomaly.
 
         Returns:
-            The first anomaly that ends this attempt, or None.
+            The steps whose update was skipped; and last the one that ends this attempt, if there is one.
         """
         if not now and done % self._ring.size:
-            return None
+            return []
         found = self._read()
-        if found is None and done > self._from:
+        if not (found and found[-1].ends) and done > self._from:
             self._stage(done)
-            found = self._read() if now else None
+            found += self._read() if now else []
         return found
 
     def _stage(self, done: int) -> None:
@@ -140,10 +138,11 @@ class AnomalyDetector:
             self._event.record()
         self._staged, self._staged_from, self._from = values, self._from, done
 
-    def _read(self) -> Finding | None:
+    def _read(self) -> list[Finding]:
         staged, self._staged = self._staged, None
+        found: list[Finding] = []
         if staged is None:
-            return None
+            return found
         if self._event is not None:
             self._event.synchronize()
         losses, norms = staged.tolist()
@@ -151,14 +150,14 @@ class AnomalyDetector:
             slot = step % self._ring.size
             if step in self._left_out:
                 continue
-            if found := judge(self._config, step, losses[slot], norms[slot], self.history):
+            if one := judge(self._config, step, losses[slot], norms[slot], self._history):
                 self._anomalies += 1
-                if found.policy != "stop" and self._anomalies >= self._config.most:
-                    found = replace(found, policy="stop", one_too_many=True)
-                if found.policy != "skip":
-                    return found
-                self._skipped(found)
-        return None
+                if one.policy != "stop" and self._anomalies >= self._config.most:
+                    one = replace(one, policy="stop", one_too_many=True)
+                found.append(one)
+                if one.ends:
+                    break
+        return found
 
 
 def judge(config: AnomalyConfig, step: int, loss: float, norm: float, history: list[float]) -> Finding | None:

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
-from trainer.models.buffers import Found, few, is_mean, place
+from trainer.models.buffers import FoundBuffers, few, is_mean, place
 from trainer.tasks import Task
 from trainer.train.operations import stand_ins
 from trainer.train.prepare import blank_batch
@@ -28,7 +28,7 @@ def find_changing(
     micro_batch_size: int,
     context: AbstractContextManager[object],
     world: World,
-) -> Found:
+) -> FoundBuffers:
     """Finds the buffers that a training forward pass changes, the same on all ranks; collective.
 
     A few forward passes of another model tell, over few blank samples, or a whole micro-batch if it must be.
@@ -40,9 +40,6 @@ def find_changing(
         task: Gives the other model, and the loss.
         model: The model that is trained; stays as it is.
         settled: Its buffers that needn't be looked at.
-        micro_batch_size: Samples of a micro-batch.
-        context: Of a forward pass.
-        world: The ranks.
 
     Raises:
         BadInputError: If a checkpoint couldn't hold what the forward pass makes of a buffer.
@@ -50,7 +47,7 @@ def find_changing(
     known = {id(buffer) for buffer in settled}
     names = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
     if not names and not _has_empty_places(model):
-        return Found()
+        return FoundBuffers()
     trial = _Trial()
     for samples in dict.fromkeys((min(2, micro_batch_size), micro_batch_size)):
         trial = _Trial()
@@ -68,7 +65,7 @@ def find_changing(
     changing = [name for name, flag in zip(names, flags, strict=True) if flag]
     steady = [name for name in names if name not in changing and not trial.reshapes(name)]
     others = [name for name in steady if world.group is not None and is_mean(model.get_buffer(name))]
-    return Found(changing, others, _notes(model, changing, others, trial.error))
+    return FoundBuffers(changing, others, _notes(model, changing, others, trial.error))
 
 
 def _notes(model: nn.Module, changing: list[str], others: list[str], error: str) -> list[str]:

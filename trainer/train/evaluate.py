@@ -1,22 +1,60 @@
 """Evaluation: every sample exactly once, and the same metrics for any number of ranks."""
 
+import math
+from contextlib import nullcontext
 from typing import cast
 
 import torch
 from torch import nn
 
 from trainer.config.model import PrecisionConfig
-from trainer.data.loader import Loader
-from trainer.data.sampling.plan import Share
+from trainer.config.training import MAIN_SET, EvaluationConfig
+from trainer.data.joined import EvaluationLoader
+from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
 from trainer.tasks import Summarising, Task
+from trainer.train.state import Run
+
+
+def evaluate_run(run: Run) -> tuple[dict[str, float], bool]:
+    """Measures a run's weights, or their average if it keeps one, on all evaluation sets; collective.
+
+    Returns:
+        The metrics, which are also put into its state; and whether those of the set that decides are the
+        best so far.
+    """
+    state, task = run.state, run.task
+    sets = [(MAIN_SET, run.evaluation_loader, run.evaluation_share), *run.evaluation_sets]
+    metrics = dict[str, float]()
+    with nullcontext() if state.average is None else state.average.in_place():
+        for name, loader, share in sets:
+            found = evaluate(task, state.model, loader, share, run.world, run.recipe.precision)
+            metrics |= {in_set(name, metric): value for metric, value in found.items()}
+    state.metrics = metrics
+    decisive = metrics[in_set(run.recipe.evaluation.decides, task.metric)]
+    score = -decisive if task.lower_is_better else decisive
+    best = math.isfinite(score) and (state.best is None or score > state.best[0])
+    if best:
+        state.best = (score, state.step)
+    state.no_better = 0 if best else state.no_better + 1
+    return metrics, best
+
+
+def in_set(name: str, metric: str) -> str:
+    """What a metric of an evaluation set is called in rows."""
+    return metric if name == MAIN_SET else f"eval/{name}/{metric}"
 
 
 def evaluate(
-    task: Task, model: nn.Module, loader: Loader, share: Share, world: World, precision: PrecisionConfig
+    task: Task,
+    model: nn.Module,
+    loader: EvaluationLoader,
+    share: Share,
+    world: World,
+    precision: PrecisionConfig,
 ) -> dict[str, float]:
     """Measures a model on the evaluation data.
 
@@ -26,12 +64,9 @@ def evaluate(
     the same way, and `task.summarise` makes metrics of it.
 
     Args:
-        task: Measures a micro-batch.
         model: The bare model; its mode is restored.
         loader: Loads the micro-batches of `share`.
         share: From `plan.evaluation_share`.
-        world: The ranks.
-        precision: For autocast.
 
     Returns:
         Means over the items of the data set: samples, or valid tokens.
@@ -69,3 +104,17 @@ def evaluate(
     if rows:
         metrics |= cast(Summarising, task).summarise(rows)
     return metrics
+
+
+def next_evaluation(config: EvaluationConfig, plan: Plan, done: int) -> int:
+    """The first step after `done` at which to evaluate; the last one of the run in any case."""
+    if config.interval is None:
+        return plan.steps
+    count, unit = config.interval
+    due = plan.next_epoch_end(done, count) if unit == "epoch" else (done // count + 1) * count
+    return min(due, plan.steps)
+
+
+def out_of_patience(run: Run) -> bool:
+    """Whether the last evaluations were no better than the best, and the run is to end by that."""
+    return 0 < run.recipe.evaluation.patience <= run.state.no_better

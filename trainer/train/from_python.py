@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override, read_recipe
-from trainer.config.section import validated
+from trainer.config.recipe_file import load_recipe, make_recipe
 from trainer.config.task_file import text_hash
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.models.weights import load_initial
+from trainer.observe.rows import FILES
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
-from trainer.train.attempt import train_rank
-from trainer.train.resume import RUNS, Mode
+from trainer.train.begin import find_beginning, keep_beginning
+from trainer.train.hooks import find_hooks
+from trainer.train.operations import random_state_kept
+from trainer.train.pretrained import resolve_pretrained
+from trainer.train.request import Request
+from trainer.train.resume import Mode, check_beginning, parse_source
 from trainer.train.run import check_files, check_request, make_task
-from trainer.train.run_folder import new_folder
+from trainer.train.run_folder import RUNS, new_folder, read_rows, read_stored
+from trainer.train.trainer import train_rank
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,10 @@ class Fitted:
     metrics: dict[str, float]
 
     def rows(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl: "train" (each log.every steps) or "evaluation"; for plots."""
-        lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
-        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+        """Rows: "train" (each log.every steps, before evaluations), "eval", "memory", "verdict" or "end"."""
+        if kind not in FILES:
+            raise BadInputError(f"rows({kind!r}): the kinds are {', '.join(FILES)}")
+        return list(read_rows(self.folder, kind))
 
     def model(self) -> nn.Module:
         """A model with the final weights (their moving average if the run kept one), to be evaluated."""
@@ -58,6 +63,8 @@ def fit(
     *,
     out: str | Path | None = None,
     resume: Mode = "auto",
+    from_run: str | Path | None = None,
+    hooks: Sequence[Any] = (),
 ) -> Fitted:
     """Trains here and now, on one GPU or on the CPU: what `trainer train` does, without its launcher.
 
@@ -69,6 +76,8 @@ def fit(
         settings: Configuration keys, `{"epochs": 3, "optim.lr": 0.1}`.
         out: Run folder; default: a new one below runs.
         resume: As for `trainer train`.
+        from_run: As `trainer train --from`: a run folder, with @STEP or @best after it.
+        hooks: Objects or classes with `after_step`, `after_evaluation` or `after_checkpoint`.
 
     Raises:
         BadInputError: What is wrong, and the remedy.
@@ -77,25 +86,40 @@ def fit(
     words = [f"{key}={json.dumps(value, default=_plain)}" for key, value in (settings or {}).items()]
     if isinstance(task, str | Path):
         name = Path(task).stem
-        recipe = validated(Recipe, override(read_recipe(str(task)), words), str(task))
+        recipe = load_recipe(str(task), words)
         opened = make_task(recipe)
     else:
         own = task() if isinstance(task, type) else task
         name = type(own).__name__
         values = {"epochs": 1, **getattr(own, "RECIPE", {}), "task": "own"}
-        recipe = validated(Recipe, override(values, words), name)
+        recipe = make_recipe(values, words, name)
         opened = CustomTask(own, name)
         with contextlib.suppress(OSError, TypeError):  # where there is no source, nothing can be compared
             opened.source_hash = text_hash(inspect.getsource(type(own)))
-    with _random_state_kept():
-        check_request(recipe, opened, 1)
+    source = None if from_run is None else parse_source(str(from_run))
+    folder_given = None if out is None else Path(out)
+    stored = None if folder_given is None else read_stored(folder_given)
+    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, folder_given, resume, source)
+    with random_state_kept():
+        check_request(recipe, opened, 1, fresh)
+        find_hooks(recipe.hooks, hooks)
         check_files(recipe, opened)
+    begun_from = None
+    if source is not None:
+        if stored is not None:
+            check_beginning(Path(str(out)), stored, source)
+        else:
+            with random_state_kept():
+                begun_from = find_beginning(source, recipe, opened)
     folder = new_folder(RUNS, name, recipe) if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    if begun_from is not None:
+        keep_beginning(folder, begun_from)
     threads = torch.get_num_threads()
     try:
-        with _random_state_kept():
-            code = train_rank(recipe, name, folder, resume, task=opened)
+        with random_state_kept():
+            request = Request(recipe, name, folder, resume, begun_from=begun_from, pretrained=pretrained)
+            code = train_rank(request, opened, hooks)
     finally:
         torch.set_num_threads(threads)
     if code != EXIT_DONE:
@@ -103,18 +127,10 @@ def fit(
             f'{folder}: stopped before its end (code {code}); go on by fit(…, out="{folder}")'
         )
     run = Fitted(folder, opened, {})
-    evaluations = run.rows("evaluation")
+    evaluations = run.rows("eval")
     known = {"kind", "step", "epoch", "time", "seconds"}
     run.metrics.update({n: v for n, v in (evaluations[-1] if evaluations else {}).items() if n not in known})
     return run
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Of the CPU, and of a GPU in use. CUDA must not begin here: its allocator is still to be chosen."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def _plain(value: Any) -> Any:

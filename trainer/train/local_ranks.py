@@ -2,26 +2,19 @@
 
 import math
 import os
+import sys
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
 from trainer.config.recipe import Recipe
 from trainer.errors import BadInputError
-from trainer.host.affinity import (
-    VARIABLE as CPUS_VARIABLE,
-    Cpus,
-    gpu_nodes,
-    read_topology,
-    share_cpus,
-    variables as cpu_variables,
-    within,
-)
+from trainer.host.affinity import CpuShares, gpu_nodes, read_topology, share_cpus, within
 from trainer.host.allocator import allocator_variables
 from trainer.host.gpus import chosen_gpus
 from trainer.host.limits import Limits, compilers_per_rank, read_limits, threads_per_rank
 from trainer.host.nvml import bus_ids
+from trainer.launch.launcher import LocalRanks
 from trainer.models.precision import check_precision
 from trainer.train.run import device_kind
 
@@ -30,27 +23,8 @@ _BEARABLE_THREADS = 64
 _COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"  # processes, in spite of its name
 
 
-class LocalRanks(NamedTuple):
-    """What is to be started here.
-
-    Attributes:
-        ranks: How many.
-        threads: Intra-op threads of each.
-        environment: Variables for them; what the user has set stays.
-    """
-
-    ranks: int
-    threads: int
-    environment: dict[str, str]
-
-
 def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> LocalRanks:
     """Plans the ranks of this host.
-
-    Args:
-        recipe: Says where it is to be trained.
-        gpus: As --gpus.
-        ranks: As --ranks.
 
     Raises:
         BadInputError: If that can't be.
@@ -58,8 +32,6 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     count, environment = _devices(recipe, gpus, ranks)
     environment |= allocator_variables(recipe.memory.allocator, os.environ, torch.__version__)
     shares = _cpus(recipe, count, {**os.environ, **environment})
-    # Emptied where nobody is bound: this may run inside a rank that is.
-    environment |= cpu_variables(recipe.parallel.cpu_binding, shares) or {CPUS_VARIABLE: ""}
     limits = within(read_limits(), shares)
     environment[_COMPILERS] = os.environ.get(_COMPILERS, str(compilers_per_rank(limits, count)))
     if device_kind(recipe) == "cuda":
@@ -67,15 +39,14 @@ def plan_local_ranks(recipe: Recipe, gpus: str | None, ranks: int | None) -> Loc
     # Threads that spin while they wait make a small model many times slower on a machine that is busy.
     environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     threads = recipe.parallel.threads
-    return LocalRanks(count, threads_per_rank(limits, count) if threads == "auto" else threads, environment)
+    each = threads_per_rank(limits, count) if threads == "auto" else threads
+    return LocalRanks(count, each, environment, shares, tuple(sys.path))
 
 
 def check_threads(threads: int, limits: Limits, *, known: bool) -> str:
     """A line about threads that have no CPU of their own, or nothing.
 
     Args:
-        threads: Intra-op threads of a rank.
-        limits: Of this container.
         known: Whether a run that was begun with so many goes on: then its results depend on them, and a
             smaller machine must do.
 
@@ -112,13 +83,15 @@ def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, 
         check_precision(recipe.precision, torch.device("cpu"))
         if gpus is not None:
             why = "device=cpu is set" if recipe.device == "cpu" else "no usable GPU was found"
-            raise BadInputError(f"--gpus {gpus}: {why}; leave it out, or use --ranks N for N CPU processes")
+            raise BadInputError(
+                f"--gpus {gpus}: {why}; leave it out, or use --nproc-per-node N for N CPU processes"
+            )
         if ranks is not None and ranks < 1:
-            raise BadInputError(f"--ranks {ranks}: give a number from 1 on")
+            raise BadInputError(f"--nproc-per-node {ranks}: give a number from 1 on")
         return ranks or 1, {}
     there = torch.cuda.device_count()
     if ranks is not None:
-        raise BadInputError("--ranks is for machines without GPUs; use --gpus N")
+        raise BadInputError("--nproc-per-node is for machines without GPUs; use --gpus N")
     if gpus is None:
         return there, {}
     # Indices count what CUDA_VISIBLE_DEVICES leaves, and never widen it.
@@ -127,8 +100,8 @@ def _devices(recipe: Recipe, gpus: str | None, ranks: int | None) -> tuple[int, 
     return len(chosen), {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
-def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> list[Cpus]:
-    """The CPUs that each rank is to keep to; empty if none is to be bound."""
+def _cpus(recipe: Recipe, ranks: int, environ: Mapping[str, str]) -> CpuShares:
+    """The CPUs that each rank is to keep to."""
     places: list[int | None] = [None] * ranks
     if device_kind(recipe) == "cuda":
         found = gpu_nodes(bus_ids(environ, ranks))

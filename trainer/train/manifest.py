@@ -3,7 +3,6 @@
 import hashlib
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -16,78 +15,67 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config.recipe import Recipe
-from trainer.config.redact import redact, redact_words
 from trainer.config.section import config_hash
-from trainer.data.sampling.plan import Plan
-from trainer.distributed.parallel import World
+from trainer.host.environment import IMAGE_DIGEST
+from trainer.host.kernel import processor
 from trainer.host.nvml import driver_version
 from trainer.host.stamp import read_stamp
 from trainer.launch.nodes.discover import job_of
-from trainer.train.resume import FORMAT, Attempt, Stored, differences
+from trainer.train.resume import differences, extends, other_data
+from trainer.train.run_folder import FORMAT, Attempt, BegunFrom, Manifest, Pretrained
+from trainer.train.state import Run
 from trainer.version import __version__
-
-# Of the launcher, for its ranks: what the user typed.
-COMMAND_VARIABLE = "TRAINER_COMMAND"
-# From whoever starts the container: inside nothing tells.
-IMAGE_VARIABLE = "TRAINER_IMAGE_DIGEST"
 
 
 def make_manifest(
-    recipe: Recipe,
+    run: Run,
     name: str,
-    world: World,
-    plan: Plan,
-    threads: int,
-    data: Mapping[str, Any],
+    command: str,
     fingerprint: Mapping[str, str],
     notes: Sequence[str],
-    step: int = 0,
-    stored: Stored | None = None,
+    stored: Manifest | None = None,
+    begun_from: BegunFrom | None = None,
+    pretrained: Pretrained | None = None,
 ) -> dict[str, Any]:
     """What this run is, for people and for machines.
 
     Args:
-        recipe: The configuration.
         name: Of the recipe.
-        world: The ranks.
-        plan: Its order.
-        threads: Intra-op threads of each rank.
-        data: From the task, for those who use the weights.
+        command: What the user typed.
         fingerprint: From `trainer.train.run.data_of`.
-        notes: Lines for people.
-        step: Steps done before this attempt.
-        stored: What the earlier attempts left, or None.
+        begun_from: The other run's checkpoint that a new run begins from.
     """
-    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    begun_from = stored.begun_from if stored else begun_from
+    recipe, world, threads = run.recipe, run.world, torch.get_num_threads()
     commit, dirty = _commit()
     config = recipe.model_dump(mode="json")
     # By --resume force alone: what trained the steps before is not what this manifest says.
-    changed = differences(stored.config, redact(config)) if stored else []
-    for what, before in (stored.fingerprint if stored else {}).items():
-        if before != fingerprint.get(what):
-            changed.append(f"{what}: {before}, now {fingerprint.get(what)}")
+    changed = []
+    if stored is not None:
+        changed = [*differences(stored.config, config), *other_data(stored, fingerprint)]
     attempt = Attempt(
-        started=now,
-        step=step,
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        step=run.state.step,
         ranks=world.size,
         threads=threads,
         log_every=recipe.log.every,
         changed=changed,
+        extends=stored is not None and bool(run.state.step) and extends(stored, config),
         config_hash=config_hash(recipe),
         jsonl="jsonl" in recipe.log.to,
         checksums=recipe.log.fingerprints,
         job=job_of(os.environ),
     )
     attempts = [*(stored.attempts if stored else []), attempt]
-    manifest: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "recipe": name,
-        "run_id": (stored.run_id if stored else "") or uuid.uuid4().hex,
+        "run_id": stored.run_id if stored else uuid.uuid4().hex,
+        "from": begun_from and begun_from.model_dump(),
         "config": config,
         "config_hash": config_hash(recipe),
         "seed": recipe.seed,
-        "command": command(os.environ, sys.argv),
+        "command": command,
         "started": attempts[0].started,
         "ended": None,
         "restarts": len(attempts) - 1,
@@ -95,33 +83,29 @@ def make_manifest(
         "commit": commit,
         "dirty": dirty,
         "lock": lock_hash(Path(sys.prefix)),
-        "image": os.environ.get(IMAGE_VARIABLE) or None,
+        "image": os.environ.get(IMAGE_DIGEST) or None,
         "versions": _versions(world.device),
         "device": _device(world.device),
-        "data": data,
+        "data": run.task.describe(),
         "fingerprint": dict(fingerprint),
+        "pretrained": pretrained.model_dump() if pretrained else None,
         "host": platform.node(),
         "pid": os.getpid(),
         "world_size": world.size,
         "threads": threads,
-        "steps": plan.steps,
-        "gradient_accumulation_steps": plan.micro_batches // world.size,
+        "parameters": {
+            "all": sum(p.numel() for p in run.state.model.parameters()),
+            "trained": sum(p.numel() for p in run.gradients.parameters),
+        },
+        "steps": run.steps,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
         "notes": notes,
+        "trackers": dict(stored.trackers) if stored else {},
         "weights": {},
         "anomalies": 0,
+        "out_of_patience": 0,
         "status": "running",
     }
-    redacted: dict[str, Any] = redact(manifest)
-    return redacted
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """What the manifest says when an attempt is over: when, and the number of anomalies."""
-    try:
-        anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
-    except OSError:
-        anomalies = 0
-    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
 
 
 def file_hash(file: Path) -> str:
@@ -131,11 +115,6 @@ def file_hash(file: Path) -> str:
         while chunk := content.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def command(environ: Mapping[str, str], argv: Sequence[str]) -> str:
-    """What the user typed, without secrets: of the launcher, or a rank's own under a plain torchrun."""
-    return environ.get(COMMAND_VARIABLE) or shlex.join(redact_words(["trainer", *argv[1:]]))
 
 
 def lock_hash(prefix: Path) -> str | None:
@@ -177,19 +156,9 @@ def _device(device: torch.device) -> dict[str, Any]:
         "kind": device.type,
         "name": gpus[device.index or 0] if on_gpu else platform.processor() or platform.machine(),
         "gpus": gpus if on_gpu else [],
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _cpu() -> str | None:
-    """The processor's name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, None)
 
 
 def _commit() -> tuple[str | None, bool | None]:

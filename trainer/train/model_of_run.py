@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,33 +13,35 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Unreadable
-from trainer.checkpoint.store import newest_good
+from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, read
+from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override
-from trainer.config.redact import REDACTED, redact
+from trainer.config.redact import redact
 from trainer.config.section import validated
+from trainer.config.suggest import nearest
 from trainer.config.task_file import source_hash
+from trainer.config.training import MAIN_SET
 from trainer.data.dataset import Dataset, spread
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
-from trainer.host import strict_json
+from trainer.models.finetune import merged
 from trainer.models.precision import set_matmul_mode
 from trainer.rng import Ints
 from trainer.tasks import Task
 from trainer.train.manifest import file_hash
-from trainer.train.recorded import Manifest
-from trainer.train.resume import FREE, check_format, flat
-from trainer.train.run import make_task
+from trainer.train.resume import FREE, own_config
+from trainer.train.run import make_task, more_sets
+from trainer.train.run_folder import MANIFEST, RunFolder, read_run
 
 # Where data lies and how it comes; all else is the run's.
-_ELSEWHERE = [key for key in FREE if key.startswith("data.")]
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "evaluation.sets."))]
 # Of `Task.describe`: what gives a model's inputs and outputs their meaning.
 _MEANINGS = ("classes", "characters", "tokenizer", "vocabulary")
 # What only training needs: hooks that drop branches would be exported, weights come from the run.
 _NOT_NOW = (
     *("device=auto", "regularization.stochastic_depth=0"),
-    *("model.pretrained=null", "model.reinit=[]"),
+    *("model.pretrained=null", "model.reinit=[]", "model.mirror=null", "log.to=[]"),
+    *("model.freeze=[]", "model.lora={rank: 0, targets: []}"),
 )
 
 
@@ -62,77 +65,87 @@ class OpenedRun(NamedTuple):
     weights: str
 
 
-def open_run(folder: Path, settings: Sequence[str] = ()) -> OpenedRun:
+def open_run(
+    folder: Path,
+    settings: Sequence[str] = (),
+    checkpoint: str | None = None,
+    weights: str | None = None,
+    on: str = MAIN_SET,
+) -> OpenedRun:
     """Opens a run that is finished, or stopped with a checkpoint.
 
     Args:
-        folder: The run folder.
         settings: KEY=VALUE for keys that say where the data lies.
+        checkpoint: Whose weights: "best", "last" or a step; None: the final ones, or the newest checkpoint's.
+        weights: Which of the final ones, such as "model.safetensors"; None: those that were evaluated.
+        on: The evaluation set that is the task's evaluation data, of those that the run has.
 
     Raises:
         BadInputError: If it is no run, its data isn't here, or it has no weights that can be trusted.
     """
-    manifest, facts = _read_manifest(folder)
-    recipe = _recipe_of(folder, manifest, settings)
-    known = manifest.fingerprint.get("task")
+    run = read_run(folder)
+    recipe = _with_set(_recipe_of(run, settings), on)
+    known = run.manifest.fingerprint.get("task")
     if known and known != source_hash(Path(recipe.task)):  # before it is run
         raise BadInputError(f"{recipe.task}: isn't the file that the run was trained with; bring that back")
     set_matmul_mode(recipe.precision.model_copy(update={"mode": "fp32"}))  # for metrics that are compared
     task = make_task(recipe)
-    _check_described(folder, facts, task)
+    _check_described(run, task)
+    task.evaluation_data = more_sets(task).get(on, task.evaluation_data)
     model = task.model().eval().requires_grad_(False)
-    weights = _load_weights(model, folder, manifest, averaged=recipe.ema.decay > 0)
-    return OpenedRun(folder, facts, recipe, task, model, weights)
+    name = weights or ("ema.safetensors" if recipe.ema.decay else "model.safetensors")
+    if weights is not None and weights not in run.manifest.weights:
+        raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
+    source = _load_weights(model, run, name, checkpoint)
+    return OpenedRun(folder, run.facts, recipe, task, model, source)
 
 
-def _check_described(folder: Path, facts: Mapping[str, Any], task: Task) -> None:
+def _with_set(recipe: Recipe, on: str) -> Recipe:
+    """With the set that is asked for, alone: the others needn't be here."""
+    sets = recipe.evaluation.sets
+    if on not in (names := [MAIN_SET, *sets]):
+        raise BadInputError(
+            f"--on {on}: the run has no such evaluation set{nearest(on, names)} (there are: "
+            f"{', '.join(names)})"
+        )
+    chosen = {name: one for name, one in sets.items() if name == on}
+    evaluation = recipe.evaluation.model_copy(update={"sets": chosen, "decides": on})
+    return recipe.model_copy(update={"evaluation": evaluation})
+
+
+def _check_described(run: RunFolder, task: Task) -> None:
     """What gives the model's outputs their meaning must be as it was trained with."""
-    there, here = facts.get("data"), json.loads(json.dumps(redact(dict(task.describe()))))
+    there, here = run.facts.get("data"), json.loads(json.dumps(redact(dict(task.describe()))))
     for key in _MEANINGS:
         if isinstance(there, dict) and key in there and there[key] != here.get(key):
             raise BadInputError(
-                f"{folder}: the data here has other {key} than the run was trained with; give the place of "
+                f"{run.path}: the data here has other {key} than the run was trained with; give the place of "
                 "that data by --set data.path=…"
             )
 
 
-def _read_manifest(folder: Path) -> tuple[Manifest, Mapping[str, Any]]:
-    path = folder / "manifest.json"
-    try:
-        facts = strict_json.parse(path.read_bytes())
-        check_format(folder, facts)
-        return Manifest.model_validate(facts), facts
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); give a run folder") from error
-    except ValueError as error:  # pydantic's, too
-        raise BadInputError(f"{path}: isn't the manifest of a run; give a run folder") from error
-
-
-def _recipe_of(folder: Path, manifest: Manifest, settings: Sequence[str]) -> Recipe:
+def _recipe_of(run: RunFolder, settings: Sequence[str]) -> Recipe:
     for setting in settings:
-        if setting.partition("=")[0].strip() not in _ELSEWHERE:
+        key = setting.partition("=")[0].strip()
+        if not any(fnmatchcase(key, elsewhere) for elsewhere in _ELSEWHERE):
             raise BadInputError(
                 f"--set {setting}: the model is the run's as it was trained; only what says where the data "
                 "lies can be set, such as data.path"
             )
-    config = override(dict(manifest.config), [*settings, *_NOT_NOW])
-    for name, value in flat(config).items():
-        if REDACTED in str(value):
-            raise BadInputError(f"{folder}: {name} was redacted; give it with --set {name}=…")
-    return validated(Recipe, config, str(folder / "manifest.json"))
+    config = own_config(run, [*settings, *_NOT_NOW])
+    return validated(Recipe, config, str(run.path / MANIFEST))
 
 
-def _load_weights(model: nn.Module, folder: Path, manifest: Manifest, averaged: bool) -> str:
+def _load_weights(model: nn.Module, run: RunFolder, name: str, checkpoint: str | None) -> str:
     """Puts the weights into a model, in place; returns where they come from."""
-    name = "ema.safetensors" if averaged else "model.safetensors"
-    if name in manifest.weights:
-        state, average, source = (
-            _final(folder / name, manifest.weights[name]),
-            dict[str, torch.Tensor](),
-            name,
-        )
-    else:
-        state, average, source = _checkpointed(folder)
+    folder, weights = run.path, run.manifest.weights
+    state, average, source = (
+        (_final(folder / name, weights[name]), dict[str, torch.Tensor](), name)
+        if checkpoint is None and name in weights
+        else _checkpointed(folder, checkpoint, averaged=name == "ema.safetensors")
+    )
+    scale = _lora_scale(run)
+    state, average = merged(state, scale), merged(average, scale)
     try:
         model.load_state_dict(state)
         # A checkpoint holds the average of each parameter once, also of one that two names share.
@@ -143,6 +156,12 @@ def _load_weights(model: nn.Module, folder: Path, manifest: Manifest, averaged: 
         first = str(error).strip().splitlines()[-1].strip()
         raise BadInputError(f"{folder / source}: isn't of the manifest's model ({first})") from error
     return source
+
+
+def _lora_scale(run: RunFolder) -> float:
+    """What is learned beside each weight counts so many times."""
+    lora = run.manifest.config.get("model", {}).get("lora", {})
+    return float(lora.get("alpha", 0)) / (lora.get("rank") or 1)
 
 
 def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
@@ -156,10 +175,16 @@ def _final(file: Path, digest: str) -> dict[str, torch.Tensor]:
         raise BadInputError(f"{file}: isn't a safetensors file; bring it back") from error
 
 
-def _checkpointed(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """The newest checkpoint's weights and buffers, the average (maybe empty), and its name."""
+def _checkpointed(
+    folder: Path, which: str | None, averaged: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """A checkpoint's weights and buffers, the average (maybe empty), and its name."""
+    if which not in (None, "best", "last") and not (str(which).isascii() and str(which).isdigit()):
+        raise BadInputError(f"--checkpoint {which}: give best, last or a step")
     try:
         found, skipped = newest_good(folder / FOLDER)
+        if found is not None and which not in (None, "last"):
+            found = _at_step(folder, _step_of(folder, found, str(which)))
     except (OSError, Unreadable) as error:
         raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
     if found is None:
@@ -168,9 +193,31 @@ def _checkpointed(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torc
             f"{folder}: holds no weights yet, nor a good checkpoint{why}; train it, or go on with it by "
             f"--out {folder}"
         )
-    kind = "ema" if "ema" in found.tensors else "model"
+    kind = "ema" if averaged and "ema" in found.tensors else "model"
     source = f"{FOLDER}/{found.path.name}/{kind}.safetensors"
-    return found.tensors["model"], found.tensors.get("ema", {}), source
+    return found.tensors["model"], found.tensors["ema"] if kind == "ema" else {}, source
+
+
+def _step_of(folder: Path, newest: Checkpoint, which: str) -> int:
+    """The step of the checkpoint that is asked for."""
+    if which == "best":
+        best = newest.state.get("best")
+        if best is None:
+            raise BadInputError(f"{folder}: no evaluation was made before the newest checkpoint; use last")
+        return int(best[1])
+    return int(which)
+
+
+def _at_step(folder: Path, step: int) -> Checkpoint:
+    there = listing(folder / FOLDER)
+    for entry in there:
+        if entry.step == step:
+            try:
+                return read(entry.path)
+            except Damaged as damage:
+                raise BadInputError(f"{entry.path}: {damage}; give another step") from damage
+    steps = ", ".join(str(entry.step) for entry in there)
+    raise BadInputError(f"{folder}: no checkpoint of step {step}; there are those of step {steps}")
 
 
 def inputs_of(run: OpenedRun, batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -4,8 +4,9 @@ import copy
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from trainer.host.limits import read_limits
+from trainer.host.processes import resident_bytes
 from trainer.models.compiling import uncompiled
+from trainer.models.finetune import like
+from trainer.models.parts import Part, called
 from trainer.models.pointwise import mend_pointwise
 from trainer.observe.flops import Count, Operations
-from trainer.observe.memory import resident_bytes
 from trainer.tasks import Task
 from trainer.train.prepare import blank_batch, shapes_only
 
@@ -26,7 +29,13 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 _FEW = 2  # samples: BatchNorm wants more than one
 
 
-def count_operations(task: Task, trained: nn.Module, micro_batch_size: int, device: torch.device) -> Count:
+def count_operations(
+    task: Task,
+    trained: nn.Module,
+    micro_batch_size: int,
+    device: torch.device,
+    parts: Sequence[Part] = (),
+) -> Count:
     """Counts what a forward and a backward pass compute, and finds who waits for the device.
 
     For a GPU with shapes alone, or of two blank samples on the CPU where values are needed. For a CPU the
@@ -36,38 +45,40 @@ def count_operations(task: Task, trained: nn.Module, micro_batch_size: int, devi
     Args:
         task: Gives another model, and the loss; a copy of the task is asked for that.
         trained: The model that is trained.
-        micro_batch_size: Samples of a micro-batch.
-        device: Where it is trained.
+        parts: Of it, to be counted each.
     """
     waits = ""
     for where in (_META, _CPU) if device.type == "cuda" else (_CPU, _META):
-        flops, found = _count_on(where, task, trained, micro_batch_size)
-        waits = waits or found
-        if flops is not None:
-            return Count(flops, waits)
+        count = _count_on(where, task, trained, micro_batch_size, parts)
+        waits = waits or count.waits
+        if count.per_sample >= 0:
+            return replace(count, waits=waits)
     return Count(waits=waits)
 
 
 def _count_on(
-    device: torch.device, task: Task, trained: nn.Module, micro_batch_size: int
-) -> tuple[float | None, str]:
-    """FLOPs of a sample, None if they can't be counted so; and who waits."""
+    device: torch.device, task: Task, trained: nn.Module, micro_batch_size: int, parts: Sequence[Part]
+) -> Count:
+    """FLOPs of a sample, -1 if they can't be counted so; and who waits."""
     samples = micro_batch_size if device == _META else min(micro_batch_size, _FEW)
     if device == _CPU and not _has_room_for_another(trained):
-        return None, ""
+        return Count(-1)
     seen = Operations(device)
     try:
         # A kernel for attention is one operation, for which torch has no formula on a CPU.
         with stand_ins(task, trained, device) as (model, twin), sdpa_kernel(SDPBackend.MATH):
             batch = blank_batch(task, samples, device)
+            for part in parts:
+                seen.watch(part.name, called(model, part))
             with seen:
                 loss = twin.loss(model.train(), batch)
             waits = seen.waits
             with seen:
                 loss.backward()
     except Exception:  # somebody's code, given what it may not expect
-        return None, seen.waits
-    return seen.flops / samples, waits
+        return Count(-1, seen.waits)
+    by_part = {name: flops / samples for name, flops in seen.by_part.items()} if parts else {}
+    return Count(seen.flops / samples, waits, by_part)
 
 
 @contextmanager
@@ -79,14 +90,16 @@ def stand_ins(task: Task, trained: nn.Module, device: torch.device) -> Iterator[
     Raises:
         ValueError: If the task gives the same model again. Its own errors come through, too.
     """
-    with uncompiled(), _random_state_kept(device), warnings.catch_warnings():
+    with uncompiled(), random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = shapes_only(task) if device == _META else task.model().to(device)
         mend_pointwise(model)
         if not {*map(id, model.parameters())}.isdisjoint(map(id, trained.parameters())):
             raise ValueError("the task's model() gives the same model again")
+        like(model, trained)
         with _Onto(device):
-            twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data)})
+            sets = getattr(task, "evaluation_sets", {}).values()
+            twin = _twin(task, {id(data): data for data in (task.train_data, task.evaluation_data, *sets)})
         yield model, twin
 
 
@@ -96,11 +109,12 @@ def _has_room_for_another(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Of all that somebody's code may draw from, on the CPU and on a device."""
+def random_state_kept() -> Iterator[None]:
+    """Of all that somebody's code may draw from, on the CPU and on a GPU that is in use already."""
     ours, numpys = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
+        # CUDA must not begin here: its allocator may be still to be chosen.
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
             yield
     finally:
         random.setstate(ours)
@@ -133,7 +147,6 @@ def _twin(thing: Any, memo: dict[int, Any]) -> Any:
     Arrays, which may be large, are the original's; so is what can't be copied, or would be closed twice.
 
     Args:
-        thing: A task, or what it holds.
         memo: Copies that are there already, by the originals' `id`.
     """
     if id(thing) in memo:

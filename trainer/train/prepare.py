@@ -1,6 +1,7 @@
 """A model made ready for training: where its weights come from, what it computes in, keeps and compiles."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trainer.config.recipe import Recipe
+from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, check_agreement, sum_over_ranks
 from trainer.errors import BadInputError
-from trainer.host.memory import HEADROOM, Room
+from trainer.host.memory import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.models.compiling import (
@@ -24,17 +26,19 @@ from trainer.models.compiling import (
     prepare_cache,
     uncompiled,
 )
+from trainer.models.finetune import fine_tune
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
+from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronise_batchnorm
 from trainer.models.weights import load_initial
 from trainer.optim.average import WeightAverage
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
+from trainer.train.updates import brings_optimizer
 
-_MIB = 1 << 20
 _NAMES = 5
 
 
@@ -61,8 +65,11 @@ class Prepared:
     notes: list[str]
 
 
-def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
+def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
     """Builds the model of a recipe on this rank's device.
+
+    Args:
+        fresh: Whether it takes the weights that it starts from: a checkpoint's would replace them.
 
     Raises:
         BadInputError: If the recipe names what the model doesn't have.
@@ -71,12 +78,14 @@ def prepare_model(recipe: Recipe, task: Task, world: World) -> Prepared:
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
-    if recipe.model.pretrained is not None:
-        taken = load_initial(model, recipe.model.pretrained, recipe.model.reinit)
+    if fresh and (start := find_weights(recipe.model)) is not None:
+        taken = load_initial(model, start.file, recipe.model.reinit)
         notes.append(f"starts from {recipe.model.pretrained} ({taken} tensors)")
         # Another file under the same name on another host would give each rank a model of its own.
         weights = sum(float(tensor.double().sum()) for tensor in model.state_dict().values())
         check_agreement(f"initial weights {weights!r}", world)
+    if line := fine_tune(model, recipe.model):
+        notes.append(line)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
     model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     mend_pointwise(model)
@@ -122,19 +131,27 @@ def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batc
     return Batch(fields, None, uniform, micro_batch_size)
 
 
-def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -> dict[str, int]:
+def memory_to_come(
+    recipe: Recipe, task: Task, model: nn.Module, world: World, spare: float = 0
+) -> dict[str, int]:
     """Bytes of host memory that a rank on a CPU will want in its first step, by what for: an upper bound.
 
     Activations are counted with shapes alone, in the precision of the weights; not where the model needs
-    values, where it or its task is the user's own, nor where they are computed again. On a GPU nothing.
+    values, where it or its task is the user's own, nor where they are computed again, nor where they fit into
+    `spare` bytes by far: counting makes torch import its compiler, a second of CPU. On a GPU nothing.
     """
     if world.device.type != "cpu":
         return {}
     learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    copies = 1 + (world.group is not None) + (1 if recipe.optim.name == "sgd" else 2)  # with DDP's buckets
+    own_optimizer = brings_optimizer(task)
+    moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
+    copies = 1 + (world.group is not None) + moments  # with DDP's buckets
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
-    if not own and recipe.memory.checkpointing == "none":
+    numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
+    # A layer makes no more of a number than it has weights; those kept are 50 to 100,000 times fewer.
+    most = 4 * numbers * sum(p.numel() for p in model.parameters())
+    if not own and most + copies * learned >= spare and recipe.memory.checkpointing == "none":
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
             meta = torch.device("meta")
             with meta:
@@ -143,7 +160,11 @@ def memory_to_come(recipe: Recipe, task: Task, model: nn.Module, world: World) -
             with kept.counting():
                 task.loss(shapes, blank_batch(task, recipe.data.micro_batch_size, meta))
             activations = kept.bytes_without()
-    return {"activations": activations, "gradients and optimizer state": copies * learned}
+    what = "gradients (the state of the task's own optimizer comes on top)"
+    return {
+        "activations": activations,
+        what if own_optimizer else "gradients and optimizer state": copies * learned,
+    }
 
 
 def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
@@ -151,11 +172,9 @@ def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
 
     Args:
         room: The container's memory, once the ranks have their models.
-        ranks: That share it.
         needs: Bytes that each of them will want besides, by what for.
     """
-    whole = room.others_bytes + ranks * sum(needs.values())
-    if not room.limit_bytes or whole <= (1 - HEADROOM) * room.limit_bytes:
+    if ranks * sum(needs.values()) <= room.spare_bytes:
         return ""
     parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
@@ -217,7 +236,7 @@ def _choose_checkpointed(
             "projection, whose weights it reads); name what lies around it"
         )
     if config.budget_gib is not None:
-        chosen = cheapest(cost, config.budget_gib * (1 << 30))
+        chosen = cheapest(cost, config.budget_gib * GIB)
     return [possible[name] for name in chosen], [_cost_line(model, cost, chosen, forward, device)]
 
 
@@ -225,7 +244,7 @@ def _cost_line(
     model: nn.Module, cost: ModelCost, chosen: list[str], forward: Callable[[], Any], device: torch.device
 ) -> str:
     if not chosen:
-        kept = f"{cost.kept() / _MIB:,.1f}"
+        kept = f"{cost.kept() / MIB:,.1f}"
         return (
             f"activation checkpointing: a micro-batch keeps {kept} MiB of activations, which fit as they are"
         )
@@ -240,7 +259,7 @@ def _cost_line(
     more = again / max(step - again, again)
     return (
         f"activation checkpointing: {_few(chosen)}; a micro-batch keeps "
-        f"{cost.kept(chosen) / _MIB:,.1f} MiB of activations instead of {cost.kept() / _MIB:,.1f}, for about "
+        f"{cost.kept(chosen) / MIB:,.1f} MiB of activations instead of {cost.kept() / MIB:,.1f}, for about "
         f"{more:.0%} more time (measured here without compiling)"
     )
 

@@ -1,20 +1,16 @@
-"""Whether a run goes on where one stopped: what may differ, and what a run folder says about it."""
+"""Whether a run goes on where one stopped: what of its configuration, device and data may differ."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from trainer import checkpoint
-from trainer.config.redact import redact
+from trainer.config.recipe_file import override
+from trainer.config.redact import REDACTED, redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-from trainer.host import strict_json
-
-FORMAT = 2  # of a run folder: the names in its manifest and rows
-RUNS = Path("runs")
+from trainer.host.latest import LATEST
+from trainer.train.run_folder import MANIFEST, Manifest, RunFolder, read_run
 
 # What changes nothing that is computed: where data lies and how it comes, and what is written of a run.
 # (The order that data.cache_limit leads to is compared with the data.)
@@ -28,6 +24,8 @@ FREE = (
     "data.prefetch",
     "data.resident",
     "data.start_method",
+    *(f"evaluation.sets.*.{key}" for key in ("path", "cache", "cache_limit", "check")),
+    "model.mirror",
     "parallel.timeout_s",
     "memory.allocator",
     "memory.empty_cache",
@@ -37,143 +35,60 @@ FREE = (
     "parallel.hang_s",
     "parallel.cpu_binding",
     "log.*",
+    "hooks.*",
     "checkpoint.*",
 )
+# What says where a run ends: a finished one is extended by more of them.
+_ENDS = ("epochs", "max_steps", "evaluation.patience")
 _SHOWN = 4
 
 Mode = Literal["auto", "newest", "force", "never"]
 
 
-class _Device(BaseModel):
-    kind: Literal["cpu", "cuda"]
-
-
-class Attempt(BaseModel):
-    """One start of a run.
+class Source(NamedTuple):
+    """What `--from` names.
 
     Attributes:
-        started: When.
-        step: Steps done before it.
-        ranks: How many trained.
-        threads: Intra-op threads of each.
-        log_every: Steps between its rows of metrics: a row's loss is their mean.
-        changed: What of the configuration `--resume force` changed: "key: before, now after".
-        config_hash: Of its configuration.
-        jsonl: Whether it wrote rows to metrics.jsonl.
-        checksums: Whether it wrote rows to checksums.jsonl.
-        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
+        run: A run folder.
+        which: "last", "best" or a step.
+        word: As it was given.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    started: str
-    step: int = Field(ge=0)
-    ranks: int = Field(ge=1)
-    threads: int = Field(ge=1)
-    log_every: int = Field(ge=1)
-    changed: list[str]
-    config_hash: str = ""
-    jsonl: bool = True
-    checksums: bool = True
-    job: dict[str, str] = {}
+    run: Path
+    which: str
+    word: str
 
 
-class Stored(BaseModel):
-    """What an earlier attempt left in a run folder: of its manifest, what decides how to go on.
-
-    Attributes:
-        config: Its resolved configuration.
-        threads: Intra-op threads per rank; part of the arithmetic on a CPU.
-        device: Its kind: part of the arithmetic, too.
-        world_size: Number of ranks.
-        status: How it ended; running also if it was killed.
-        fingerprint: What its data was, see `trainer.train.run.data_of`.
-        attempts: All of them, the last one is the newest.
-        run_id: Which its checkpoints name, too; an older trainer gave none.
-        steps: At its end.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    config: dict[str, Any]
-    threads: int = Field(ge=1, le=1 << 16)
-    device: _Device
-    world_size: int = Field(ge=1, le=1 << 20)
-    status: Literal["running", "stopped", "failed", "finished", "diverged"]
-    fingerprint: dict[str, str] = {}
-    attempts: list[Attempt] = []
-    run_id: str = ""
-    steps: int = Field(0, ge=0)
-
-    def foreign(self, state: Mapping[str, Any]) -> str | None:
-        """Why a checkpoint with this state isn't one of this run, or None."""
-        run_id = state.get("run_id")
-        if not run_id:
-            return "it names no run: an older trainer wrote it, so that nothing tells whose it is"
-        if run_id != self.run_id:
-            return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8] or 'unnamed'})"
-        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
-            return "its configuration is none that this run was trained with"
-        return None
-
-
-def check_format(folder: Path, manifest: object) -> None:
-    """Refuses a run folder of another format: its keys and rows have other names.
+def parse_source(word: str) -> Source:
+    """Reads RUN, RUN@STEP or RUN@best.
 
     Raises:
-        BadInputError: If it says so, or (format 1) says nothing.
+        BadInputError: If it is none of these.
     """
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("config"), dict):
-        return  # no manifest at all, which the caller sees
-    if (found := manifest.get("format", 1)) != FORMAT:
-        raise BadInputError(
-            f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
-            f"reads format {FORMAT}: use that version for it, or give another folder"
-        )
+    if not (Path(word) / MANIFEST).is_file() and "@" in word:
+        name, _, which = word.rpartition("@")
+        if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
+            raise BadInputError(f"--from {word}: after the @ stands a step, best or last")
+        return Source(Path(name), which, word)
+    return Source(Path(word), "last", word)
 
 
-def read_stored(folder: Path) -> Stored | None:
-    """Reads a run folder's manifest; None if there is none.
+def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
+    """A run's resolved configuration, with settings.
 
     Raises:
-        BadInputError: If it isn't a manifest of this trainer.
+        BadInputError: If something in it was redacted, and isn't among the settings.
     """
-    path = folder / "manifest.json"
-    try:
-        manifest = strict_json.parse(path.read_bytes())
-        check_format(folder, manifest)
-        return Stored.model_validate(manifest)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # pydantic's, too
-        what = f" ({error.strerror})" if isinstance(error, OSError) else ""
-        raise BadInputError(f"{path} can't be read as a run's manifest{what}; give another --out") from error
-
-
-def newest_run(root: Path, recipe: str) -> Path:
-    """The newest run folder of a recipe.
-
-    Raises:
-        BadInputError: If there is none.
-    """
-    folders = [path.parent for path in root.glob(f"{Path(recipe).stem}-*/manifest.json")]
-    if not folders:
-        raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
-    return max(folders, key=lambda folder: (folder / "manifest.json").stat().st_mtime)
-
-
-def has_checkpoint(out: Path | None, mode: Mode, recipe: str) -> bool:
-    """Whether the run that a command means has a checkpoint, by its name only."""
-    try:
-        folder = out or (newest_run(RUNS, recipe) if mode == "newest" else None)
-    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
-        return False
-    return folder is not None and any((folder / checkpoint.FOLDER).glob("step-*"))
+    config = override(dict(run.manifest.config), settings)
+    for name, value in flat(config).items():
+        if REDACTED in str(value):
+            raise BadInputError(f"{run.path}: {name} was redacted; give it with --set {name}=…")
+    return config
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys of two configurations whose values differ and matter, each as "key: before, now after"."""
-    before, after = flat(stored), flat(now)
+    """Keys whose values differ from those of a manifest, and matter, each as "key: before, now after"."""
+    before, after = flat(stored), flat(redact(now))
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -185,32 +100,44 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _of_end(difference: str) -> bool:
+    return difference.partition(": ")[0] in _ENDS
+
+
+def other_data(stored: Manifest, data: Mapping[str, str]) -> list[str]:
+    """What of a run's data is another now, from `trainer.train.run.data_of`; each as in `differences`."""
+    return [
+        f"{name}: {before}, now {data.get(name)}"
+        for name, before in stored.fingerprint.items()
+        if before != data.get(name)
+    ]
+
+
 def check_resumable(
-    folder: Path, stored: Stored, config: Mapping[str, Any], device: str, data: Mapping[str, str], mode: Mode
+    folder: Path,
+    stored: Manifest,
+    config: Mapping[str, Any],
+    device: str,
+    data: Mapping[str, str],
+    mode: Mode,
+    steps: int,
 ) -> None:
     """Makes sure that a folder's run may be gone on with by this configuration, on this device and data.
 
     Args:
-        folder: The run folder.
-        stored: What it holds.
-        config: The resolved configuration.
-        device: cpu or cuda.
-        data: From `trainer.train.run.data_of`.
-        mode: What the user allows.
+        steps: At which it is to end now: a finished run may be extended.
 
     Raises:
         BadInputError: If the user forbade it, or something differs and that wasn't forced.
     """
     if mode == "never":
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
-    differing = differences(stored.config, redact(config))
+    differing = differences(stored.config, config)
+    if (stored.status == "finished" or stored.extended) and steps > stored.steps:
+        differing = [line for line in differing if not _of_end(line)]
     if stored.device.kind != device:
         differing.append(f"trained on {stored.device.kind}, now {device}")
-    differing += [
-        f"{name}: {before}, now {data.get(name)}"
-        for name, before in stored.fingerprint.items()
-        if before != data.get(name)
-    ]
+    differing += other_data(stored, data)
     if differing and mode != "force":
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise BadInputError(
@@ -219,16 +146,58 @@ def check_resumable(
         )
 
 
-def ended(folder: Path, stored: Stored, mode: Mode, steps: int) -> tuple[str, int] | None:
+def extends(stored: Manifest, config: Mapping[str, Any]) -> bool:
+    """Whether a configuration moves the end of a run that had reached one, also where that is under way."""
+    later = any(map(_of_end, differences(stored.config, config)))
+    return stored.status == "finished" or (stored.extended and later)
+
+
+def check_beginning(folder: Path, stored: Manifest, source: Source) -> None:
+    """Makes sure that a folder's run began from what `--from` names; where that is gone now, it isn't needed.
+
+    Raises:
+        BadInputError: If it began otherwise.
+    """
+    begun, remedy = stored.begun_from, "leave --from out to go on with it, or give another --out"
+    if begun is None:
+        raise BadInputError(f"--from {source.word}: {folder} holds a run that began anew; {remedy}")
+    if source.word.partition("@")[0] == LATEST:  # which was another run then: since then it is this one
+        return
+    try:
+        same = read_run(source.run).manifest.run_id == begun.run_id
+    except BadInputError:
+        same = True
+    if not same or (source.which.isdigit() and int(source.which) != begun.step):
+        raise BadInputError(
+            f"--from {source.word}: {folder} holds a run that began from {begun.folder}, step {begun.step}; "
+            f"{remedy}"
+        )
+
+
+def ended(
+    folder: Path, stored: Manifest, config: Mapping[str, Any], mode: Mode, steps: int
+) -> tuple[str, int] | None:
     """What to say of a run that is through, and the exit code; None if it can be gone on with.
 
     Args:
-        folder: The run folder.
-        stored: What it holds.
-        mode: What the user allows.
-        steps: At which it is to end now: by force it is extended.
+        steps: At which it is to end now: a later end extends it. (One that ran out of patience ended before.)
+
+    Raises:
+        BadInputError: If a later end doesn't help, as it ran out of patience.
     """
-    if stored.status == "finished" and not (mode == "force" and steps > stored.steps):
+    later = any(map(_of_end, differences(stored.config, config)))
+    extended = (mode == "force" or later) and steps > stored.steps
+    if stored.status == "finished" and extended:
+        spent = stored.out_of_patience
+        if 0 < config["evaluation"]["patience"] <= spent:
+            if later:
+                raise BadInputError(
+                    f"{folder}: ended at step {stored.steps} out of patience ({spent} evaluations in a row "
+                    f"were no better), which more steps don't change: raise evaluation.patience above "
+                    f"{spent}, too, or set it to 0"
+                )
+            extended = False
+    if stored.status == "finished" and not extended:
         return f"{folder} is finished already; nothing to do", EXIT_DONE
     if stored.status == "diverged" and mode != "force":
         remedy = "go on from its newest checkpoint, with what you changed, by --resume force"

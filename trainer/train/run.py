@@ -1,7 +1,6 @@
-"""A run: assembled from its recipe, trained, and written to its folder."""
+"""What a recipe asks for: its task, its order of samples, and what would fail on every rank."""
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +8,54 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.tensor_file import is_storable
-from trainer.config.recipe import Recipe
+from trainer.config.recipe import Recipe, of_set
 from trainer.data.check import Part, check_data
-from trainer.data.corrupt import Quarantine
 from trainer.data.dataset import Dataset
-from trainer.data.loader import Loader, Source, make_loader
-from trainer.data.sampling.plan import Plan, Share, evaluation_share
+from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
-from trainer.distributed.parallel import World, replicate
-from trainer.distributed.tree import TreeReduction, shares_a_tree
+from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
-from trainer.launch.rank import is_rank
+from trainer.launch.worker import current
 from trainer.models.activation_checkpointing import blocks, candidates
-from trainer.models.batchnorm import StepStatistics, batchnorm_buffers
-from trainer.models.precision import autocast, check_precision, fp32_modules, make_scaler, set_matmul_mode
+from trainer.models.finetune import fine_tune, keeps_statistics
+from trainer.models.precision import fp32_modules
+from trainer.models.pretrained import find_weights
 from trainer.models.weights import load_initial
-from trainer.optim.optimizers import Rates, make_optimizer, parameter_groups, schedule
-from trainer.tasks import Checked, Task
-from trainer.train.anomaly import make_ring
-from trainer.train.changing import find_changing
-from trainer.train.prepare import blank_batch, prepare_model, shapes_only
-from trainer.train.step import LossOf, Training
+from trainer.tasks import Checked, Extensible, Task
+from trainer.train.hooks import find_hooks, load_sinks
+from trainer.train.prepare import blank_batch, shapes_only
+from trainer.train.run_folder import Pretrained
+from trainer.train.updates import check_updates
+
+WEIGHTS = "initial weights"  # in the fingerprint of a run
 
 
 def make_task(recipe: Recipe) -> Task:
-    """Opens the data and makes the task that a recipe names.
+    """Opens the data, all evaluation sets included, and makes the task that a recipe names.
 
     Raises:
         BadInputError: If the data isn't there or isn't what it should be.
     """
+    task = _task_of(recipe)
+    sets = dict[str, Dataset]()
+    for name, one in recipe.evaluation.sets.items():
+        assert isinstance(task, Extensible)
+        try:
+            sets[name] = task.more_data(recipe.data_of_set(name), one.split)
+        except BadInputError as error:
+            raise BadInputError(of_set(name, str(error))) from error
+    if sets:
+        task.evaluation_sets = sets  # type: ignore[attr-defined]
+    return task
+
+
+def more_sets(task: Task) -> Mapping[str, Dataset]:
+    """What is measured on besides the task's own evaluation data, by name."""
+    sets: Mapping[str, Dataset] = getattr(task, "evaluation_sets", {})
+    return sets
+
+
+def _task_of(recipe: Recipe) -> Task:
     data, model, seed = recipe.data, recipe.model, recipe.seed
     if recipe.task == "classification":
         from trainer.tasks.classification import Classification
@@ -62,23 +80,25 @@ def make_task(recipe: Recipe) -> Task:
     return custom_task(Path(recipe.task))
 
 
-def data_of(task: Task) -> dict[str, str]:
-    """What the data is and how it is shuffled, for comparison with that of another attempt."""
-    _, together = order_of(task.train_data)
+def data_of(task: Task, pretrained: Pretrained | None = None) -> dict[str, str]:
+    """What the data is, how it is shuffled and what weights it meets first, to compare attempts by."""
+    _, shards_per_block = order_of(task.train_data)
     source = getattr(task, "source_hash", None)
     return {
         **({"task": source} if source else {}),
         "training data": task.train_data.fingerprint(),
         "evaluation data": task.evaluation_data.fingerprint(),
-        "order": _order(task.train_data, together),
+        **{f"evaluation data {name}": data.fingerprint() for name, data in more_sets(task).items()},
+        "order": _order(task.train_data, shards_per_block),
+        **({WEIGHTS: pretrained.sha256} if pretrained else {}),
     }
 
 
-def _order(dataset: Dataset, together: int) -> str:
+def _order(dataset: Dataset, shards_per_block: int) -> str:
     buckets = getattr(dataset, "buckets", ())
     if buckets:
         return f"shuffled in {len(buckets)} buckets of {' '.join(map(str, buckets))} samples"
-    return f"shuffled within {together} pieces" if together else "shuffled"
+    return f"shuffled in blocks of {shards_per_block} shards" if shards_per_block else "shuffled"
 
 
 def check_files(recipe: Recipe, task: Task) -> None:
@@ -93,11 +113,19 @@ def check_files(recipe: Recipe, task: Task) -> None:
         isinstance(recipe.data.path, str),
         [Part(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
     )
+    for name, dataset in more_sets(task).items():
+        data = recipe.data_of_set(name)
+        budget = recipe.data.corrupt_samples(len(dataset))
+        try:
+            part = Part(f"evaluation.sets.{name}", dataset, budget)
+            check_data(data.check, isinstance(data.path, str), [part])
+        except BadInputError as error:
+            raise BadInputError(of_set(name, str(error))) from error
 
 
 def make_plan(recipe: Recipe, task: Task) -> Plan:
     """The order of a run."""
-    pieces, together = order_of(task.train_data)
+    shards, shards_per_block = order_of(task.train_data)
     return Plan(
         samples=len(task.train_data),
         global_batch_size=recipe.data.global_batch_size,
@@ -106,20 +134,25 @@ def make_plan(recipe: Recipe, task: Task) -> Plan:
         last=recipe.data.last_batch,
         seed=recipe.seed,
         max_steps=recipe.max_steps,
-        pieces=pieces,
-        together=together,
+        shards=shards,
+        shards_per_block=shards_per_block,
         buckets=getattr(task.train_data, "buckets", ()),
     )
 
 
-def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
+def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = True) -> None:
     """Finds what would fail on every rank, before there are any.
+
+    Args:
+        fresh: Whether the model takes the weights that it starts from: no checkpoint's.
 
     Raises:
         BadInputError: What is wrong, and the remedy.
     """
-    if isinstance(task, Checked) and not is_rank(os.environ):
+    if isinstance(task, Checked) and current() is None:
         task.check()  # once, in the launcher
+    find_hooks(recipe.hooks, getattr(task, "hooks", ()))
+    load_sinks(recipe.log, recipe.hooks)
     plan = make_plan(recipe, task)
     if world_size > plan.samples:
         raise BadInputError(
@@ -135,8 +168,11 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
         )
     model = shapes_only(task)
     _check_tensors(model)
+    if fresh and (weights := find_weights(recipe.model)) is not None:
+        load_initial(model, weights.file, recipe.model.reinit)
+    fine_tune(model, recipe.model)
     if plan.last == "weighted" and any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and not keeps_statistics(m) for m in model.modules()
     ):
         raise BadInputError(
             "data.last_batch=weighted pads with samples of weight 0, which would enter BatchNorm's "
@@ -144,15 +180,13 @@ def check_request(recipe: Recipe, task: Task, world_size: int) -> None:
             "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
     candidates(recipe.memory, model)
-    parameter_groups(recipe.optim, model)
+    check_updates(recipe, task, model, plan)
     if recipe.compile.mode != "none" and recipe.compile.scope == "blocks" and not blocks(model):
         raise BadInputError(
             "compile.scope=blocks: the model has no repeated blocks (members of a Sequential or ModuleList); "
             "use compile.scope=model"
         )
     fp32_modules(model, recipe.precision.keep_fp32)
-    if recipe.model.pretrained is not None:
-        load_initial(model, recipe.model.pretrained, recipe.model.reinit)
     if recipe.parallel.static_graph and plan.micro_batches > world_size:
         raise BadInputError(
             "parallel.static_graph doesn't go with gradient accumulation (here "
@@ -204,99 +238,6 @@ def _check_tensors(model: nn.Module) -> None:
 
 def _short(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is assembled from; tests put in their own."""
-
-    training: Training
-    loader: Loader
-    evaluation_loader: Loader
-    evaluation_share: Share
-    compiled: bool
-    notes: list[str]
-
-
-def assemble(recipe: Recipe, task: Task, world: World, workers: int, folder: Path | None = None) -> Parts:
-    """Builds everything that a rank trains with, on its device; `folder` is for what it writes down."""
-    device = world.device
-    plan = make_plan(recipe, task)
-    share = Share(plan, world.rank, world.size)
-    check_precision(recipe.precision, device)
-    set_matmul_mode(recipe.precision)
-    set_determinism(recipe)
-    prepared = prepare_model(recipe, task, world)
-    found = find_changing(
-        task,
-        prepared.model,
-        batchnorm_buffers(prepared.model),
-        recipe.data.micro_batch_size,
-        autocast(recipe.precision, device),
-        world,
-    )
-    groups = parameter_groups(recipe.optim, prepared.model)
-    in_tree = recipe.parallel.reduction == "tree"
-    rates = Rates(schedule(recipe.optim, plan.steps), device, tuple({group["factor"] for group in groups}))
-    training = Training(
-        task=task,
-        model=prepared.model,
-        replica=replicate(LossOf(task, prepared.call), world.group, recipe.parallel, device),  # type: ignore[arg-type]
-        optimizer=make_optimizer(recipe.optim, groups, rates),
-        rates=rates,
-        scaler=make_scaler(recipe.precision, device),
-        autocast=autocast(recipe.precision, device),
-        average=prepared.average,
-        statistics=StepStatistics(prepared.model, None if in_tree else world.group, found),
-        share=share,
-        max_grad_norm=recipe.optim.max_grad_norm,
-        group=world.group,
-        ragged="num_items" in task.train_data.fields,
-        nonfinite=prepared.nonfinite,
-        cuda_graphs=prepared.cuda_graphs,
-        ring=make_ring(recipe.anomaly, recipe.log.every, device),
-        skips=recipe.anomaly.nonfinite == "skip",
-        tree=TreeReduction(world.group, recipe.parallel.bucket_mb) if in_tree else None,
-    )
-    source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
-    measured = len(task.evaluation_data)
-    batch = min(recipe.data.eval_batch_size, measured)
-    held = evaluation_share(measured, batch, world.rank, world.size)
-    training_quarantine, evaluation_quarantine = (
-        Quarantine(what, recipe.data.corrupt_samples(count), _quarantine_file(recipe, folder))
-        for what, count in (("training", plan.samples), ("evaluation", measured))
-    )
-    measuring = Source(task.evaluation_data, held)
-    return Parts(
-        training,
-        make_loader(source, device, recipe.data, workers, training_quarantine),
-        make_loader(measuring, device, recipe.data, min(workers, 2), evaluation_quarantine),
-        held,
-        prepared.compiled,
-        [*getattr(task, "notes", ()), *prepared.notes, *found.notes],
-    )
-
-
-def _quarantine_file(recipe: Recipe, folder: Path | None) -> Path | None:
-    return folder / "quarantine.jsonl" if folder and recipe.data.on_corrupt == "quarantine" else None
-
-
-def set_determinism(recipe: Recipe) -> None:
-    """Lets kernels be chosen by speed, or only those that repeat their results.
-
-    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
-    same state with the same samples and randomness, but atomic additions come in another order each time.
-    """
-    # cuDNN's timing may choose another algorithm in the next process; and it asks the allocator what is free,
-    # which one that is plugged in doesn't tell (pytorch#98481).
-    plugged_in = recipe.memory.allocator == "managed"
-    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic and not plugged_in
-    torch.use_deterministic_algorithms(recipe.deterministic)
-    if recipe.deterministic:
-        # Read when cuBLAS starts, which nothing has done yet.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Nothing here reads memory that it didn't write (a test fills it with NaN).
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_kind(recipe: Recipe) -> Any:

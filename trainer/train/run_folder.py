@@ -1,37 +1,336 @@
-"""The run folder: its name, what is written to it, its metrics and its weights."""
+"""The run folder: how it is named and claimed, and what its manifest says. Every command reads runs by this.
+
+Imports no torch.
+"""
 
 import contextlib
+import errno
+import fcntl
+import itertools
 import json
 import os
+import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import safetensors.torch
-import torch
-import yaml
-from torch import nn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer import checkpoint
+from trainer.checkpoint import FOLDER
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
 from trainer.config.section import config_hash
-from trainer.errors import BadInputError, DivergedError
+from trainer.errors import BadInputError
+from trainer.host import latest, strict_json
 from trainer.host.disks import read_mount
 from trainer.host.files import written_whole
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
-from trainer.launch.signals import Stopped
-from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, read_checksums
 from trainer.observe.console import warn
-from trainer.observe.log import Sink
-from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
-from trainer.train.manifest import outcome
-from trainer.train.run_lock import LOCK, lock
+from trainer.observe.rows import FILES
 
+FORMAT = 4  # of a run folder: the names in its manifest and rows, and of the files that hold these
+_LOCK = ".lock"
 _PROBE = ".writable"
 # What a start leaves that was killed before there was a manifest.
-_LEFTOVERS = {LOCK, _PROBE, MEETING, LOGS, EXIT_CODE, "manifest.tmp"}
+RUNS, MANIFEST = latest.RUNS, latest.MANIFEST
+KEPT = "begun-from"  # in a run folder: the checkpoint of another run that it began from
+_LEFTOVERS = {_LOCK, _PROBE, MEETING, LOGS, EXIT_CODE, KEPT, "manifest.tmp"}
+
+
+# --- what a manifest says ---
+
+
+class _Device(BaseModel):
+    kind: Literal["cpu", "cuda"]
+
+
+class Attempt(BaseModel):
+    """One start of a run.
+
+    Attributes:
+        started: When.
+        step: Steps done before it.
+        ranks: How many trained.
+        threads: Intra-op threads of each.
+        log_every: Steps between its rows of metrics: a row's loss is their mean.
+        changed: What of the configuration was changed, by `--resume force` or a later end: "key: before, now
+            after".
+        extends: Whether it went on beyond the end that a run had reached, or in such an extension.
+        config_hash: Of its configuration.
+        jsonl: Whether it wrote rows to metrics.jsonl and the files beside it.
+        checksums: Whether it wrote rows to checksums.jsonl.
+        job: Of the cluster that started it: its number, restarts and nodes; empty elsewhere.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    started: str
+    step: int = Field(ge=0)
+    ranks: int = Field(ge=1)
+    threads: int = Field(ge=1)
+    log_every: int = Field(ge=1)
+    changed: list[str]
+    extends: bool = False
+    config_hash: str
+    jsonl: bool
+    checksums: bool
+    job: dict[str, str]
+
+
+class BegunFrom(BaseModel):
+    """The checkpoint of another run that a run began from.
+
+    Attributes:
+        folder: That run's, where it was then.
+        run_id: Whose checkpoint it is.
+        step: Of the checkpoint.
+        hash: SHA-256 of its SHA256SUMS, and so of all of it.
+        differs: What is another in the new run, of configuration and data: "key: there, now here".
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    folder: str
+    run_id: str
+    step: int = Field(ge=0)
+    hash: str
+    differs: list[str]
+
+
+class Pretrained(BaseModel):
+    """What a run started from.
+
+    Attributes:
+        source: As it was asked for.
+        revision: On the hub the commit; of torchvision's weights the file; None for a path.
+        sha256: Of the safetensors file that was read.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    source: str
+    revision: str | None
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """Of a run's manifest, what decides how to go on with it, and what a replay needs.
+
+    Attributes:
+        config: Its resolved configuration, without secrets.
+        config_hash: Of that.
+        threads: Intra-op threads per rank; part of the arithmetic on a CPU.
+        device: Its kind: part of the arithmetic, too.
+        world_size: Number of ranks.
+        status: How it ended; running also if it was killed.
+        fingerprint: What its data was, see `trainer.train.run.data_of`.
+        pretrained: What its weights were at first, where they were somebody's.
+        attempts: All of them, the last one is the newest.
+        run_id: Which its checkpoints name, too.
+        steps: At its end.
+        weights: Hashes of the final weights by their files' names.
+        out_of_patience: Evaluations in a row that were no better than the best, where these ended it; else 0.
+        begun_from: Where it began, if that was another run's checkpoint (`from` in the file).
+        trackers: Ids of its runs at trackers, by their names in `log.to`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    config: dict[str, Any]
+    config_hash: str
+    threads: int = Field(ge=1, le=1 << 16)
+    device: _Device
+    world_size: int = Field(ge=1, le=1 << 20)
+    status: Literal["running", "stopped", "failed", "finished", "diverged"]
+    fingerprint: dict[str, str]
+    pretrained: Pretrained | None = None
+    attempts: list[Attempt] = Field(min_length=1)
+    run_id: str
+    steps: int = Field(ge=1)
+    weights: dict[str, str]
+    out_of_patience: int = Field(0, ge=0)
+    begun_from: BegunFrom | None = Field(None, alias="from")
+    trackers: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def extended(self) -> bool:
+        """Whether it was ever given a later end after it had reached one."""
+        return any(attempt.extends for attempt in self.attempts)
+
+    def foreign(self, state: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint with this state isn't one of this run, or None."""
+        if (run_id := state.get("run_id")) != self.run_id:
+            return f"it is of another run ({str(run_id)[:8]}; this one is {self.run_id[:8]})"
+        if state.get("config_hash") not in {one.config_hash for one in self.attempts}:
+            return "its configuration is none that this run was trained with"
+        return None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder that was read.
+
+    Attributes:
+        path: The folder.
+        facts: Its manifest, as it stands there.
+        manifest: What was checked of it.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    manifest: Manifest
+
+
+class _NoManifestError(BadInputError):
+    """There is none, so that nothing was trained there."""
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """A run's manifest as it stands there; only its format is looked at.
+
+    Raises:
+        BadInputError: If there is none, it can't be read, or another version of trainer wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as file:
+            facts = strict_json.parse(file.read(strict_json.LARGEST + 1))
+        if not isinstance(facts, dict):
+            raise ValueError("not a JSON object")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _NoManifestError(
+            f"{folder}: not a run folder (it holds no {MANIFEST}{latest.nor_below_runs(folder)}); give one "
+            "that trainer train made"
+        ) from error
+    except OSError as error:
+        raise BadInputError(f"{path}: can't be read ({error.strerror}); mend that") from error
+    except ValueError as error:
+        raise _odd_manifest(path, str(error)) from error
+    check_format(folder, facts)
+    return facts
+
+
+def check_format(folder: Path, facts: Any) -> None:
+    """Refuses a manifest of another format: its keys and rows have other names. What is none passes.
+
+    Raises:
+        BadInputError: If it says so, or (format 1) says nothing.
+    """
+    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
+        return
+    if (found := facts.get("format", 1)) != FORMAT:
+        raise BadInputError(
+            f"{folder}: a run folder of format {found}, written by another version of trainer; this one "
+            f"reads format {FORMAT}: use that version for it, or give another folder"
+        )
+
+
+def _odd_manifest(path: Path, why: str) -> BadInputError:
+    return BadInputError(
+        f"{path}: can't be read as a run's manifest ({why}); bring it back, or give another folder"
+    )
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Reads a run folder.
+
+    Raises:
+        BadInputError: If it isn't one of this trainer.
+    """
+    facts = read_facts(folder)
+    try:
+        return RunFolder(folder, facts, Manifest.model_validate(facts))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise _odd_manifest(folder / MANIFEST, f"{where}: {problem['msg']}") from error
+
+
+def read_stored(folder: Path) -> Manifest | None:
+    """What earlier attempts left in a folder; None if there is no manifest yet.
+
+    Raises:
+        BadInputError: As `read_run`.
+    """
+    try:
+        return read_run(folder).manifest
+    except _NoManifestError:
+        return None
+
+
+def newest_run(root: Path, recipe: str) -> Path:
+    """The newest run folder of a recipe.
+
+    Raises:
+        BadInputError: If there is none.
+    """
+    manifests = [path for path in root.glob(f"*/{MANIFEST}") if _is_of(path, Path(recipe).stem)]
+    if not manifests:
+        raise BadInputError(f"--resume newest: there is no run of {recipe} under {root}; leave it out")
+    return max(manifests, key=lambda path: path.stat().st_mtime).parent
+
+
+def _is_of(manifest: Path, recipe: str) -> bool:
+    """Whether a manifest is of a run of a recipe; a link to a folder, such as runs/latest, is no run."""
+    if manifest.parent.is_symlink():
+        return False
+    try:
+        return Path(strict_json.parse(manifest.read_bytes())["recipe"]).stem == recipe
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def has_checkpoint(out: Path | None, newest: bool, recipe: str) -> bool:
+    """Whether the run that a command means has a checkpoint, by its name only."""
+    try:
+        folder = out or (newest_run(RUNS, recipe) if newest else None)
+    except (BadInputError, OSError):  # called by a signal's handler: an error there would end in a traceback
+        return False
+    return folder is not None and any((folder / FOLDER).glob("step-*"))
+
+
+def read_rows(folder: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """A run's rows of some kinds, one kind after the other; of all kinds if none is named.
+
+    A line that can't be read is left out: a kill cuts off a last one.
+    """
+    for kind in kinds or FILES:
+        with contextlib.suppress(FileNotFoundError), (folder / FILES[kind]).open("rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    row = strict_json.parse(line)
+                    if isinstance(row, dict):
+                        yield row
+
+
+# --- what is written to it by whoever owns it ---
+
+
+def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
+    """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
+    with contextlib.suppress(OSError):
+        write_json(folder / MANIFEST, {**manifest, **outcome(folder), "status": status, "reason": reason})
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What the manifest says when an attempt is over: when, and the number of anomalies."""
+    try:
+        anomalies = len((folder / "anomalies.jsonl").read_bytes().splitlines())
+    except OSError:
+        anomalies = 0
+    return {"ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "anomalies": anomalies}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file in one move, for good when it returns; without the secrets in the value."""
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(redact(value), indent=2) + "\n")
+
+
+# --- whose it is ---
 
 
 def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
@@ -43,17 +342,15 @@ def new_folder(root: Path, recipe_name: str, recipe: Recipe) -> Path:
     stem = f"{Path(recipe_name).stem}-{config_hash(recipe)[:8]}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             with contextlib.suppress(FileExistsError):
-                folder = root / f"{stem}-{number}"
-                folder.mkdir()
-                return folder
-            number += 1
+                (folder := root / f"{stem}-{number}").mkdir()
+                break
     except OSError as error:
         raise BadInputError(
             f"{root}: can't make a run folder there ({_why(root, error)}); give another --out"
         ) from error
+    return folder
 
 
 def _why(folder: Path, error: OSError) -> str:
@@ -97,7 +394,7 @@ def claim_folder(folder: Path) -> bool:
         raise BadInputError(
             f"--out {folder}: can't be written ({_why(folder, error)}); give another folder"
         ) from error
-    if (folder / "manifest.json").exists():
+    if (folder / MANIFEST).exists():
         raise BadInputError(f"--out {folder}: holds a run already; give another folder or remove it")
     if any(path.name not in _LEFTOVERS for path in folder.iterdir()):
         raise BadInputError(f"--out {folder}: isn't empty; give a new or an empty folder")
@@ -113,128 +410,33 @@ def remove_unused(folder: Path) -> None:
             os.close(file)
 
 
-@contextlib.contextmanager
-def open_folder(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int = 0, model: nn.Module | None = None
-) -> Iterator[tuple[list[Sink], Checksums | None]]:
-    """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
+def lock(folder: Path) -> int:
+    """Locks a run folder for this process, until the process ends or closes the file that is returned.
 
-    Args:
-        folder: The run folder.
-        recipe: The configuration.
-        manifest: From `trainer.train.manifest.make_manifest`.
-        step: Steps that were done before: rows of later ones, from an attempt that was lost, go.
-        model: Whose fingerprints the trace holds.
+    A record lock (fcntl) and not flock: it belongs to the process alone. What the process forked, a loader
+    worker say, doesn't keep it a moment longer; and it works across hosts on NFS.
 
     Raises:
-        BadInputError: If the folder can't be written.
+        BadInputError: If another process has it, or the folder can't be written.
     """
-    with contextlib.ExitStack() as closing:
-        try:
-            sinks = _open(folder, recipe, manifest, step, closing)
-            checksums = recipe.log.fingerprints and model is not None
-            trace = _open_trace(folder / "checksums.jsonl", model, step, closing) if checksums else None  # type: ignore[arg-type]
-        except OSError as error:
-            raise BadInputError(
-                f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
-                "--out"
-            ) from error
-        try:
-            yield sinks, trace
-        except BaseException as error:
-            kinds = {Stopped: "stopped", DivergedError: "diverged"}
-            status = kinds.get(type(error), "failed")
-            set_status(folder, manifest, status, f"{type(error).__name__}: {error}")
-            raise
-
-
-def _open(
-    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int, closing: contextlib.ExitStack
-) -> list[Sink]:
-    if not step:
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
-    for file in (folder / "metrics.jsonl", folder / "checksums.jsonl", *folder.glob("*.csv")):
-        if cut := keep_rows(file, step):
-            warn(f"{file}: {cut} lines that can't be read were removed")
-    write_json(folder / "manifest.json", manifest)
-    with written_whole(folder / "config.yaml") as beside:
-        beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
-    sinks: list[Sink] = []
-    if "jsonl" in recipe.log.to:
-        rows = (folder / "metrics.jsonl").open("a")
-        closing.callback(_despite_the_disk(rows.close))
-        sinks.append(jsonl_sink(rows))
-    if "csv" in recipe.log.to:
-        sinks.append(csv_sink(folder))
-    if "tensorboard" in recipe.log.to:
-        to_board, close_board = tensorboard_sink(folder / "tensorboard", step)
-        closing.callback(_despite_the_disk(close_board))
-        sinks.append(to_board)
-    return [_despite_the_disk(sink) for sink in sinks]
-
-
-def _open_trace(path: Path, model: nn.Module, step: int, closing: contextlib.ExitStack) -> Checksums:
-    _, known, _ = read_checksums(path)
-    file = path.open("a")
-    closing.callback(_despite_the_disk(file.close))
-    write = checksums_to(file, list(model.state_dict()), known, step)
-    return Checksums(fingerprints_of(model), _despite_the_disk(write))
-
-
-def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
-    """Rows and the closing of their file are not worth a training: the first fault of a disk is told."""
-    told = False
-
-    def written(*row: Any) -> None:
-        nonlocal told
-        try:
-            write(*row)
-        except OSError as error:
-            if row and not told:
-                warn(f"rows of metrics are lost ({error.strerror}); the training goes on")
-            told = True
-
-    return written
-
-
-def set_status(folder: Path, manifest: Mapping[str, Any], status: str, reason: str) -> None:
-    """Says in the manifest how the run stands; if the disk is full, say, what happened matters more."""
-    with contextlib.suppress(OSError):
-        write_json(
-            folder / "manifest.json", {**manifest, **outcome(folder), "status": status, "reason": reason}
-        )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file in one move, for good when it returns; without the secrets in the value."""
-    with written_whole(path) as beside:
-        beside.write_text(json.dumps(redact(value), indent=2) + "\n")
-
-
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes a model's parameters and buffers as safetensors, contiguous, tied ones each by itself."""
-    state = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
-    }
-    with written_whole(path) as beside:
-        safetensors.torch.save_file(state, beside)
-
-
-def check_space(folder: Path, model: nn.Module, copies: int) -> None:
-    """Makes sure that the weights will fit on the disk at the end.
-
-    What earlier attempts left of checkpoints and weights counts as free: it is replaced.
-
-    Raises:
-        BadInputError: If they won't.
-    """
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    ours = [*(folder / checkpoint.FOLDER).rglob("*"), *folder.glob("*.safetensors")]
-    taken = sum(path.lstat().st_size for path in ours if path.is_file())
-    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free + taken
-    if free < wanted:
+    try:
+        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
         raise BadInputError(
-            f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB; "
-            "give another --out"
-        )
+            f"--out {folder}: can't be written ({error.strerror}); give another folder"
+        ) from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            warn(f"{folder} can't be locked ({error.strerror}): make sure that no other run writes there")
+            return file
+        who = os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown"
+        os.close(file)
+        raise BadInputError(
+            f"--out {folder}: a run is going on there ({who}); wait for it, stop it, or give another --out"
+        ) from error
+    with contextlib.suppress(OSError):  # a full disk: only the message of another run is the poorer
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    return file

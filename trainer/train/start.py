@@ -1,9 +1,8 @@
-"""The start of a run: checks the whole request once, then starts the ranks; or is one of them."""
+"""The start of a run: checks and resolves the whole request once, then starts the ranks."""
 
 import argparse
 import math
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -15,116 +14,169 @@ from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
-from trainer.launch.rank import is_rank, run_rank
 from trainer.launch.rounds import launch_with_others
-from trainer.observe.console import warn
+from trainer.observe.console import detail, say, warn
 from trainer.tasks import Task
-from trainer.train.attempt import train_rank
+from trainer.train.begin import find_beginning, keep_beginning
 from trainer.train.local_ranks import check_threads, plan_local_ranks
-from trainer.train.manifest import COMMAND_VARIABLE, command
-from trainer.train.resume import RUNS, Mode, Stored, check_resumable, ended, newest_run, read_stored
+from trainer.train.pretrained import resolve_pretrained
+from trainer.train.request import Request, as_json
+from trainer.train.resume import Mode, check_beginning, check_resumable, ended
 from trainer.train.run import check_files, check_request, data_of, device_kind, make_plan, make_task
-from trainer.train.run_folder import claim_folder, new_folder, remove_unused, shown, warn_of_loss
+from trainer.train.run_folder import (
+    RUNS,
+    BegunFrom,
+    Manifest,
+    claim_folder,
+    new_folder,
+    newest_run,
+    read_stored,
+    remove_unused,
+    shown,
+    warn_of_loss,
+)
+from trainer.train.tracking.tracker import check_reachable
+from trainer.train.trainer import train_rank
 from trainer.train.tune.auto import chosen_setting, for_ranks, stored_setting
 from trainer.train.tune.job import Interrupted, Job
-from trainer.train.tune.loader import for_ranks as loader_for_ranks
-from trainer.train.tune.tuned import check_tuned, read_tuned, with_tuned
+from trainer.train.tune.tuned import check_tuned, read_tuned
+from trainer.train.updates import check_end
 from trainer.version import __version__
 
-_FOLDER = "TRAINER_RUN_FOLDER"
+_RANK = "trainer.train.rank"
 
 
-def start(options: argparse.Namespace, output: int | None = None) -> int:
-    """Does what `trainer train` was asked for; returns the exit code.
+def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int | None = None) -> int:
+    """Starts the ranks that `trainer train` was asked for; returns the exit code.
 
     Args:
-        options: Of the command.
+        recipe: As `provisional` read it.
+        auto: Whether its micro-batch is still to be chosen.
         output: A file descriptor that takes the standard output of the ranks, or None.
     """
-    options = argparse.Namespace(**{**vars(options), "set": with_tuned(options.tuned, options.set)})
-    recipe, _ = provisional(options.recipe, options.set)
-    return run_rank(lambda: _rank(options)) if is_rank(os.environ) else _launch(options, recipe, output)
-
-
-def _rank(options: argparse.Namespace) -> int:
-    recipe, auto = provisional(options.recipe, options.set)
-    if auto:
-        recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))])
-    _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
-    folder = _folder_of_rank(options, recipe)
-    return train_rank(recipe, options.recipe, folder, options.resume, options.stop_after, options.profile)
-
-
-def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
-    if options.tuned is not None:
-        check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
-
-
-def _launch(options: argparse.Namespace, recipe: Recipe, output: int | None) -> int:
-    nodes = find_nodes(os.environ, options.nodes, options.node_rank, options.master)
+    nodes = find_nodes(
+        os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
+    )
     _check_options(options, nodes)
-    ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
-    _check_tuned(options, recipe, ranks)
+    local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
+    _check_tuned(options, recipe, local.ranks)
     wanted, stored = _wanted(options), _stored(options)
     if line := _threads_line(recipe, stored, options.resume):
         warn(line)
-    settings = list(options.set)
-    if provisional(options.recipe, settings)[1]:
-        check_request(recipe, make_task(recipe), 1)  # not found by a probe, as a name of no model is
+    recipe, pretrained, fresh = resolve_pretrained(recipe, stored, wanted, options.resume, options.source)
+    if auto:
+        check_request(recipe, make_task(recipe), 1, fresh)  # not found by a probe, as a name of no model is
         try:
-            settings.append(micro_batch_size(stored, nodes, Job(recipe, ranks, threads, environment)))
+            setting = micro_batch_size(stored, nodes, Job(recipe, local))
         except Interrupted as interrupted:
             warn(f"stopped by {interrupted} before it began; there is no checkpoint yet")
             return EXIT_FAILED
-        recipe = load_recipe(options.recipe, settings)
+        recipe = load_recipe(options.recipe, [*options.set, setting], options.values).model_copy(
+            update={"model": recipe.model}
+        )
     task = make_task(recipe)
-    _check_batch(recipe, task, ranks, nodes)
+    _check_batch(recipe, task, local.ranks, nodes, fresh)
+    begun_from = _begun_from(options, recipe, task, wanted, stored)
     if wanted is not None and stored is not None:
-        config = recipe.model_dump(mode="json")
-        check_resumable(wanted, stored, config, device_kind(recipe), data_of(task), options.resume)
-        if over := ended(shown(wanted), stored, options.resume, make_plan(recipe, task).steps):
-            print(over[0])
+        config, steps = recipe.model_dump(mode="json"), make_plan(recipe, task).steps
+        data = data_of(task, pretrained)
+        check_resumable(wanted, stored, config, device_kind(recipe), data, options.resume, steps)
+        if over := ended(shown(wanted), stored, config, options.resume, steps):
+            say(over[0])
             return over[1]
+        check_end(wanted, stored, task, steps)
     check_files(recipe, task)
-    # Before there is a folder: a signal ends a search at once, and leaves nothing behind.
-    if nodes is None:  # else by rule, in each rank: what one node found wouldn't hold on another
-        loading, told = loader_for_ranks(recipe, task, ranks, environment, stored, options.stop_after)
-        settings += loading
-        environment |= told
     begins = stored is None and not (nodes and nodes.number)
+    if begins:
+        check_reachable(recipe.log.to)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
     warn_of_loss(wanted or RUNS)
-    # The ranks take the folder from here, so that it stays the same through restarts.
-    environment[_FOLDER] = str(folder.absolute())
-    environment[COMMAND_VARIABLE] = command(os.environ, sys.argv)
-    arguments = _words_for_ranks(options, settings)
+    detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")
+    request = as_json(
+        Request(
+            recipe,
+            options.recipe,
+            folder.absolute(),  # so that it stays the same through restarts
+            options.resume,
+            options.stop_after,
+            options.profile,
+            begun_from=begun_from,
+            pretrained=pretrained,
+        )
+    )
     try:
+        if begins:
+            keep_beginning(folder, begun_from)
         if nodes is None:
             return launch(
-                arguments,
-                processes=ranks,
-                threads=threads,
-                environment=environment,
+                _RANK,
+                request,
+                local,
                 max_restarts=options.max_restarts,
                 grace_seconds=options.grace,
                 output=output,
             )
         return launch_with_others(
-            arguments,
+            _RANK,
+            request,
+            local,
             nodes=nodes,
             folder=folder.absolute(),
             same=_same(recipe),
-            processes=ranks,
-            threads=threads,
-            environment=environment,
             grace_seconds=options.grace,
             join_seconds=options.join_timeout,
             output=output,
-            suits=lambda world: _shares(recipe, task, world),
+            suits=lambda world: _shares(recipe, task, world, fresh),
         )
     finally:
         if made:
             remove_unused(folder)
+
+
+def train_without_launcher(options: argparse.Namespace) -> int:
+    """Does the part of a rank that torchrun or Slurm started; what the ranks make of it, they compare."""
+    recipe, auto = provisional(options.recipe, options.set, options.values)
+    if auto:
+        recipe = load_recipe(options.recipe, [*options.set, for_ranks(_stored(options))], options.values)
+    _check_tuned(options, recipe, int(os.environ["WORLD_SIZE"]))
+    folder, begun_from, task = _folder_of_rank(options, recipe), None, None
+    # One rank of a host fetches, the others wait for it and find it.
+    recipe, pretrained, _ = resolve_pretrained(
+        recipe, _stored(options), _wanted(options), options.resume, options.source
+    )
+    if options.source is not None:
+        stored, task = read_stored(folder), make_task(recipe)
+        begun_from = _begun_from(options, recipe, task, folder, stored)
+        if stored is None and os.environ["RANK"] == "0":
+            keep_beginning(folder, begun_from)
+    request = Request(
+        recipe,
+        options.recipe,
+        folder,
+        options.resume,
+        options.stop_after,
+        options.profile,
+        begun_from=begun_from,
+        pretrained=pretrained,
+    )
+    return train_rank(request, task)
+
+
+def _begun_from(
+    options: argparse.Namespace, recipe: Recipe, task: Task, wanted: Path | None, stored: Manifest | None
+) -> BegunFrom | None:
+    """What --from names, for a new run; one that is there already has kept what it began from."""
+    if options.source is None:
+        return None
+    if wanted is not None and stored is not None:
+        check_beginning(wanted, stored, options.source)
+        return None
+    return find_beginning(options.source, recipe, task)
+
+
+def _check_tuned(options: argparse.Namespace, recipe: Recipe, ranks: int) -> None:
+    if options.tuned is not None:
+        check_tuned(read_tuned(options.tuned), options.tuned, recipe, ranks, device_kind(recipe))
 
 
 def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
@@ -139,15 +191,16 @@ def _check_options(options: argparse.Namespace, nodes: Nodes | None) -> None:
         return
     if options.out is None:
         raise BadInputError(
-            f"{nodes.most} nodes need one run folder: give --out, on a file system that all of them have"
+            f"{nodes.most} nodes need one run folder: give --out or --name, on a file system that all "
+            "of them have"
         )
     if options.max_restarts:
         raise BadInputError(
-            "--max-restarts is for a single node; several go on without a lost one by --nodes LEAST:MOST"
+            "--max-restarts is for a single node; several go on without a lost one by --nnodes MIN:MAX"
         )
 
 
-def _threads_line(recipe: Recipe, stored: Stored | None, mode: Mode) -> str:
+def _threads_line(recipe: Recipe, stored: Manifest | None, mode: Mode) -> str:
     """A line about more threads than CPUs, or nothing; --resume force, as of `trainer verify`, takes any."""
     threads = recipe.parallel.threads
     begun = stored.threads if stored is not None and mode != "force" else None
@@ -157,22 +210,22 @@ def _threads_line(recipe: Recipe, stored: Stored | None, mode: Mode) -> str:
     return check_threads(count, read_limits(), known=mode == "force" or count == begun)
 
 
-def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None) -> None:
+def _check_batch(recipe: Recipe, task: Task, ranks: int, nodes: Nodes | None, fresh: bool) -> None:
     """Refuses what can't be shared out to the ranks; of an elastic job one number of nodes must do."""
     counts = range(nodes.least, nodes.most) if nodes else ()
-    if not any(_shares(recipe, task, ranks * count) for count in counts):
-        check_request(recipe, task, ranks * (nodes.most if nodes else 1))
+    if not any(_shares(recipe, task, ranks * count, fresh) for count in counts):
+        check_request(recipe, task, ranks * (nodes.most if nodes else 1), fresh)
 
 
-def _shares(recipe: Recipe, task: Task, world: int) -> bool:
+def _shares(recipe: Recipe, task: Task, world: int, fresh: bool) -> bool:
     try:
-        check_request(recipe, task, world)
+        check_request(recipe, task, world, fresh)
     except BadInputError:
         return False
     return True
 
 
-def micro_batch_size(stored: Stored | None, nodes: Nodes | None, job: Job) -> str:
+def micro_batch_size(stored: Manifest | None, nodes: Nodes | None, job: Job) -> str:
     """The setting for data.micro_batch_size=auto: a resumed run keeps its own, part of its arithmetic."""
     if setting := stored_setting(stored):
         return setting
@@ -191,18 +244,6 @@ def _folder(name: str, recipe: Recipe, wanted: Path | None, begins: bool) -> tup
     return wanted, claim_folder(wanted) if begins else False
 
 
-def _words_for_ranks(options: argparse.Namespace, settings: list[str]) -> list[str]:
-    return [
-        "train",
-        options.recipe,
-        "--resume",
-        options.resume,
-        *(word for setting in settings for word in ("--set", setting)),
-        *([] if options.stop_after is None else ["--stop-after", str(options.stop_after)]),
-        *({"torch": ["--profile"], "nvtx": ["--nvtx"]}.get(options.profile, [])),
-    ]
-
-
 def _same(recipe: Recipe) -> dict[str, str]:
     """What every node must have alike."""
     return {
@@ -218,16 +259,14 @@ def _wanted(options: argparse.Namespace) -> Path | None:
     return folder or (newest_run(RUNS, options.recipe) if options.resume == "newest" else None)
 
 
-def _stored(options: argparse.Namespace) -> Stored | None:
+def _stored(options: argparse.Namespace) -> Manifest | None:
     """What lies in it."""
     wanted = _wanted(options)
     return None if wanted is None else read_stored(wanted)
 
 
 def _folder_of_rank(options: argparse.Namespace, recipe: Recipe) -> Path:
-    """The launcher's choice, or --out, or (started by torchrun itself) one for torchrun's run."""
-    if _FOLDER in os.environ:
-        return Path(os.environ[_FOLDER])
+    """--out, or one for torchrun's run."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if options.out is not None:
         if not restarted and os.environ["RANK"] == "0" and read_stored(options.out) is None:

@@ -1,14 +1,37 @@
-"""Everything that a run carries from one step to the next, as named tensors; and back.
+"""What a run changes, and what of it a checkpoint holds.
 
-Position and randomness are arithmetic, so this is all there is: weights and buffers, the optimiser's state,
-the average, the scaler, the count of updates, and the sum of losses since the last row of metrics.
+Position and randomness are arithmetic (seed, epoch, step), so this is all there is to keep: weights and
+buffers, the optimizer's state, the average, the scaler, the count of updates, the sum of losses since the
+last row of metrics, and a few counters. What doesn't change is beside it, in `Run`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from trainer.train.step import Training
+from trainer.config.recipe import Recipe
+from trainer.data.joined import EvaluationLoader
+from trainer.data.loader import Loader
+from trainer.data.sampling.plan import Plan, Share
+from trainer.distributed.parallel import World
+from trainer.models.batchnorm import StepStatistics
+from trainer.models.layers import LayerStatistics
+from trainer.models.nonfinite import FirstNonFinite
+from trainer.models.precision import Precision
+from trainer.observe.log import Logged
+from trainer.observe.sinks import finite
+from trainer.optim.average import WeightAverage
+from trainer.optim.optimizers import LRScheduler
+from trainer.optim.own import HostRates
+from trainer.tasks import Task
+from trainer.train.anomaly import RecentLosses
+from trainer.train.reduction import Gradients, ItemCount, Reduction
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 
@@ -16,29 +39,216 @@ _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _SCALER = ("_scale", "_growth_tracker")
 
 
-def tensors_of(t: Training) -> Tensors:
+@dataclass
+class TrainState:
+    """All that a checkpoint has to bring back. Who changes it is said where it isn't `train_step`.
+
+    Attributes:
+        model: The bare model; its parameters and buffers.
+        optimizer: Fused; or the task's own.
+        lr: Learning rate, and the count of updates, on the device; or on the host, if the task's own sets it.
+        scaler: fp16's loss scaler, or None.
+        average: Moving average of the weights, or None.
+        statistics: BatchNorm's, and other buffers that a forward pass changes.
+        loss: float64 (): sum of this rank's losses since the last row of metrics, each divided by its step's
+            items; with a tree those of all ranks. float64 (n,) if the task has several: see `Run.losses`.
+        norm: float (): gradient norm of the last step, before clipping.
+        step: Steps done; by the loop.
+        logged: Steps, seconds and samples at the last row of metrics; by the `MetricLogger`, in place.
+        metrics: Of the last evaluation; like the next two by `evaluate_run`.
+        best: The best evaluation's score (the larger, the better), and its step.
+        no_better: Evaluations since the best one.
+        history: Losses of the last steps that spikes are compared with; by the `AnomalyDetector`, in place.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr: LRScheduler | HostRates
+    scaler: GradScaler | None
+    average: WeightAverage | None
+    statistics: StepStatistics
+    loss: torch.Tensor
+    norm: torch.Tensor
+    step: int = 0
+    logged: Logged = field(default_factory=Logged)
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: tuple[float, int] | None = None
+    no_better: int = 0
+    history: list[float] = field(default_factory=list)
+
+
+class EvaluationSet(NamedTuple):
+    """What is measured on besides the main evaluation data.
+
+    Attributes:
+        name: In the recipe.
+        loader: Loads the batches of `share`.
+        share: This rank's part of it.
+    """
+
+    name: str
+    loader: EvaluationLoader
+    share: Share
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on this rank: its state, and what trains it, which stays the same objects for a whole attempt.
+
+    Attributes:
+        state: What changes from step to step, and a checkpoint keeps.
+        recipe: The configuration.
+        task: Gives model, loss and metrics.
+        world: The ranks.
+        share: This rank's part of the plan.
+        replica: Gives the loss of a batch by the model as it is called: compiled, or within DDP.
+        gradients: Of the trained parameters.
+        reduction: Makes one gradient of the micro-batches of all ranks.
+        precision: Backward pass and update, with or without a loss scale.
+        items: What losses are divided by.
+        recent: Loss and gradient norm of the last steps, for anomaly detection; or None.
+        nonfinite: Looks for the first module that gives no finite numbers, or None.
+        layers: Looks at what flows through the model, now and then, on rank 0; or None.
+        generators: Random generators that a forward pass may draw from.
+        first_key: Of this rank's first micro-batch in step 0.
+        loader: Loads the batches of `share`.
+        evaluation_loader: Loads those of `evaluation_share`.
+        evaluation_share: This rank's part of the evaluation.
+        evaluation_sets: The others that are measured on.
+        compiled: Whether torch.compile is in use.
+        losses: Names of the task's losses where it has several, whose sum is trained.
+        notes: Lines for the user.
+        plan: Order of the samples.
+        steps: Of the run.
+        max_grad_norm: Largest gradient norm; 0: no clipping.
+        micro_batches: Of a step, over all ranks.
+        gradient_accumulation_steps: Micro-batches of a step on this rank.
+    """
+
+    state: TrainState
+    recipe: Recipe
+    task: Task
+    world: World
+    share: Share
+    replica: nn.Module
+    gradients: Gradients
+    reduction: Reduction
+    precision: Precision
+    items: ItemCount
+    recent: RecentLosses | None
+    nonfinite: FirstNonFinite | None
+    layers: LayerStatistics | None
+    generators: tuple[torch.Generator, ...]
+    first_key: int
+    loader: Loader
+    evaluation_loader: EvaluationLoader
+    evaluation_share: Share
+    compiled: bool
+    notes: tuple[str, ...]
+    losses: tuple[str, ...] = ()
+    evaluation_sets: tuple[EvaluationSet, ...] = ()
+    # Looked up in every step, so not through three others.
+    plan: Plan = field(init=False)
+    steps: int = field(init=False)
+    max_grad_norm: float = field(init=False)
+    micro_batches: int = field(init=False)
+    gradient_accumulation_steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("plan", self.share.plan),
+            ("steps", self.share.plan.steps),
+            ("max_grad_norm", self.recipe.optim.max_grad_norm),
+            ("micro_batches", self.share.plan.micro_batches),
+            ("gradient_accumulation_steps", self.share.gradient_accumulation_steps),
+        ):
+            object.__setattr__(self, name, value)
+
+    def close(self) -> None:
+        """Ends the loaders' workers."""
+        self.loader.close()
+        self.evaluation_loader.close()
+        for one in self.evaluation_sets:
+            one.loader.close()
+
+
+def tensors_of(state: TrainState) -> Tensors:
     """The tensors of a run where they are, uncopied: `model`, `optimizer` and, if there is one, `ema`."""
-    tensors = {"model": dict(t.model.state_dict()), "optimizer": dict(_optimizer_tensors(t))}
-    if t.average is not None:
-        t.average.catch_up()
-        tensors["optimizer"]["ema/moved_at"] = t.average.moved_at
-        tensors["ema"] = t.average.tensors
+    tensors = {"model": dict(state.model.state_dict()), "optimizer": dict(_optimizer_tensors(state))}
+    if state.average is not None:
+        state.average.catch_up()
+        tensors["optimizer"]["ema/moved_at"] = state.average.moved_at
+        tensors["ema"] = state.average.tensors
     return tensors
 
 
-def load_tensors(t: Training, step: int, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
+    """The rest of it, for a checkpoint's JSON; `losses` from `Reduction.gather_losses`."""
+    return {
+        "row": state.logged.step,
+        "losses": [[*map(_word, one)] if isinstance(one, list) else _word(one) for one in losses],
+        "seconds": state.logged.seconds,
+        "samples": state.logged.samples,
+        "metrics": finite(state.metrics),
+        "best": list(state.best) if state.best else None,
+        "no_better": state.no_better,
+        "history": list(state.history),
+        "averaged_before": 0 if state.average is None else state.average.before,
+        "own": state.lr.kept()[1] if isinstance(state.lr, HostRates) else None,
+    }
+
+
+def _word(loss: float) -> float | str:
+    return loss if math.isfinite(loss) else str(loss)
+
+
+def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Puts a checkpoint into a run.
+
+    Args:
+        saved: Its tensors.
+        numbers: Its JSON; keys besides those of `numbers_of` are for people.
+
+    Raises:
+        KeyError: If a part is missing.
+        ValueError: With the first thing that is wrong with it; no tensor has been changed then.
+    """
+    known, state = _read_numbers(step, numbers), run.state
+    rows = [one if isinstance(one, list) else [one] for one in known.losses]
+    if {len(row) for row in rows} != {state.loss.numel()}:
+        raise ValueError("state.json: losses: it is of a task with others")
+    if isinstance(state.lr, HostRates) and known.own is None:
+        raise ValueError("state.json: own: it holds nothing of the task's own optimizer or scheduler")
+    load_tensors(state, step, saved, known.own)
+    losses = [run.reduction.own_loss([float(loss) for loss in each]) for each in zip(*rows, strict=True)]
+    state.loss.copy_(torch.tensor(losses, dtype=torch.float64).view(state.loss.shape))
+    state.step, state.logged = step, Logged(known.row, known.seconds, known.samples)
+    state.metrics = {n: math.nan if metric is None else metric for n, metric in known.metrics.items()}
+    state.best, state.no_better, state.history = known.best, known.no_better, known.history
+    if state.average is not None:
+        state.average.before = known.averaged_before
+
+
+def load_tensors(
+    state: TrainState, step: int, saved: Mapping[str, Mapping[str, torch.Tensor]], own: Any = None
+) -> None:
     """Puts saved tensors into a run, in place, each with the strides and on the device of its target.
 
     Args:
-        t: The run, as it was assembled.
-        step: Steps done.
+        state: Of the run, as it was built.
         saved: As `tensors_of` gave them, with any strides.
+        own: What `numbers_of` gave of the task's own optimizer and scheduler; None: they begin anew.
 
     Raises:
-        ValueError: If names, shapes or types aren't those of this run; no tensor has been changed then.
+        ValueError: If names, shapes or types aren't those of this run; no tensor has been changed then, but
+            in an optimizer of the task's own.
     """
-    _make_optimizer_state(t, saved["optimizer"])
-    targets = tensors_of(t)
+    if isinstance(state.lr, HostRates):
+        if own is not None:
+            state.lr.load(saved["optimizer"], own)
+    else:
+        _make_optimizer_state(state, saved["optimizer"])
+    targets = tensors_of(state)
     for kind, tensors in targets.items():
         given = saved.get(kind, {})
         odd = tensors.keys() ^ given.keys()
@@ -51,48 +261,101 @@ def load_tensors(t: Training, step: int, saved: Mapping[str, Mapping[str, torch.
         for kind, tensors in targets.items():
             for name, target in tensors.items():
                 target.copy_(saved[kind][name])
-    if t.average is not None:
-        t.average.go_on(step)
-    t.rates.look_up()
-    t.statistics.reload()
+    if state.average is not None:
+        state.average.go_on(step)
+    state.lr.look_up()
+    state.statistics.reload()
+
+
+_Loss = float | Literal["nan", "inf", "-inf"]
+
+
+class _Numbers(BaseModel):
+    """`numbers_of`, as read back."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    row: int = Field(ge=0)
+    # JSON has no word for what isn't finite, and a sum of losses must come back as it was.
+    losses: list[_Loss | list[_Loss]] = Field(min_length=1)
+    seconds: float = Field(ge=0)
+    samples: int = Field(ge=0, lt=1 << 63)
+    metrics: dict[str, float | None]
+    best: Annotated[tuple[float, int], Field(strict=False)] | None
+    no_better: int = Field(0, ge=0)
+    history: list[float] = []
+    averaged_before: int = Field(0, ge=0, lt=1 << 53)
+    own: Any = None
+
+
+def _read_numbers(step: int, numbers: Mapping[str, Any]) -> _Numbers:
+    try:
+        known = _Numbers.model_validate(dict(numbers))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ValueError(f"state.json: {where}: {problem['msg']}") from error
+    if known.row > step or (known.best and not 0 <= known.best[1] <= step):
+        raise ValueError(f"state.json: it is of step {step} and speaks of later ones")
+    return known
+
+
+def fitting(state: TrainState, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of another run's optimizer, by a checkpoint's names, has a place in this one's; not its counts."""
+    parameters = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
+    places = dict(_optimizer_tensors(state))
+    lazy = _ADAMW if isinstance(state.optimizer, torch.optim.AdamW) else ()  # makes its own at the first step
+    if isinstance(state.lr, HostRates):  # begins anew: what it keeps is a whole, not tensors alone
+        places, lazy = {key: tensor for key, tensor in places.items() if key.startswith("scaler/")}, ()
+    found = {}
+    for key, tensor in saved.items():
+        name, slash, slot = key.rpartition("/")
+        place = places.get(key)
+        if (name in parameters and slot in lazy) or (
+            slash and place is not None and _type(place) == _type(tensor)
+        ):
+            found[key] = tensor
+    return found
 
 
 def _type(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _optimizer_tensors(t: Training) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {id(parameter): name for name, parameter in t.model.named_parameters()}
-    for parameter, slots in t.optimizer.state.items():
-        for slot, value in slots.items():
-            yield f"{names[id(parameter)]}/{slot}", value
-    yield "updates", t.rates.updates
-    if t.scaler is not None:
+def _optimizer_tensors(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state.lr, HostRates):
+        yield from state.lr.kept()[0].items()
+    else:
+        names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+        for parameter, slots in state.optimizer.state.items():
+            for slot, value in slots.items():
+                yield f"{names[id(parameter)]}/{slot}", value
+    yield "updates", state.lr.updates
+    if state.scaler is not None:
         for name in _SCALER:
-            yield f"scaler/{name}", _of_scaler(t, name)
+            yield f"scaler/{name}", _of_scaler(state, state.scaler, name)
 
 
-def _of_scaler(t: Training, name: str) -> torch.Tensor:
+def _of_scaler(state: TrainState, scaler: GradScaler, name: str) -> torch.Tensor:
     # torch makes these two when the first loss is scaled, and has no public name for them on the device.
-    assert t.scaler is not None
-    if t.scaler._scale is None:
-        t.scaler._lazy_init_scale_growth_tracker(t.rates.current.device)
-    value: torch.Tensor = getattr(t.scaler, name)
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(state.loss.device)
+    value: torch.Tensor = getattr(scaler, name)
     return value
 
 
-def _make_optimizer_state(t: Training, saved: Mapping[str, torch.Tensor]) -> None:
+def _make_optimizer_state(state: TrainState, saved: Mapping[str, torch.Tensor]) -> None:
     """Makes the state that torch's AdamW would make at its first step, so that there is a place for it."""
-    parameters = dict(t.model.named_parameters())
+    parameters = dict(state.model.named_parameters())
     missing = []
     for key, value in saved.items():
         name, slash, slot = key.rpartition("/")
-        if slash and name in parameters and slot not in t.optimizer.state.get(parameters[name], {}):
-            # The other optimisers here have theirs from the beginning.
-            if not isinstance(t.optimizer, torch.optim.AdamW) or slot not in _ADAMW:
-                raise ValueError(f"optimizer: {key} isn't what {type(t.optimizer).__name__} keeps")
+        if slash and name in parameters and slot not in state.optimizer.state.get(parameters[name], {}):
+            # The other optimizers here have theirs from the beginning.
+            if not isinstance(state.optimizer, torch.optim.AdamW) or slot not in _ADAMW:
+                raise ValueError(f"optimizer: {key} isn't what {type(state.optimizer).__name__} keeps")
             missing.append((parameters[name], slot, value))
     for parameter, slot, value in missing:
         like = parameter if value.shape == parameter.shape else value
         made = torch.zeros_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False)
-        t.optimizer.state[parameter][slot] = made
+        state.optimizer.state[parameter][slot] = made

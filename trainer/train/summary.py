@@ -8,35 +8,30 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from torch import nn
-
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
-from trainer.data.sampling.plan import Plan
-from trainer.distributed.parallel import World
+from trainer.config.training import MAIN_SET
 from trainer.errors import BadInputError, DivergedError
 from trainer.observe.advice import Advisor
 from trainer.observe.console import ProgressBar
 from trainer.observe.diagnosis import Verdict
 from trainer.observe.log import MetricLogger
 from trainer.observe.phases import PHASES
-from trainer.train.manifest import file_hash, outcome
-from trainer.train.progress import finite
+from trainer.observe.sinks import finite
+from trainer.train.evaluate import in_set, out_of_patience
+from trainer.train.recording import save_weights
 from trainer.train.report.write import NAME, leave_report
-from trainer.train.run import Parts
-from trainer.train.run_folder import save_weights, shown, write_json
-from trainer.train.step import Training
+from trainer.train.run_folder import MANIFEST, outcome, shown, write_json
+from trainer.train.state import Run, TrainState
 
 _WORTH_A_WORD = 0.005  # of the time
 _PARTS = (*PHASES, "unexplained")
 
 
-def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path) -> ProgressBar:
-    """Shows what is about to be trained, and where; returns the progress_bar."""
-    plan = parts.training.share.plan
-    progress_bar = ProgressBar(plan.steps)
-    progress_bar.say(_opening(manifest, plan, world, folder, parts.training.model))
+def introduce(manifest: dict[str, Any], run: Run, folder: Path) -> ProgressBar:
+    """Shows what is about to be trained, and where; returns the progress bar."""
+    progress_bar = ProgressBar(run.plan.steps, run.state.step)
+    progress_bar.say(_opening(manifest, run, folder))
     for note in manifest["notes"]:
         progress_bar.say(f"  {note}")
     return progress_bar
@@ -44,31 +39,30 @@ def introduce(manifest: dict[str, Any], parts: Parts, world: World, folder: Path
 
 def finish(
     folder: Path,
+    run: Run,
     manifest: dict[str, Any],
-    t: Training,
     logger: MetricLogger,
-    metric: str,
-    metrics: dict[str, float],
     progress_bar: ProgressBar,
-    advisor: Advisor | None = None,
+    advisor: Advisor | None,
 ) -> None:
     """Writes the weights and the summary, and tells it.
 
     Raises:
         DivergedError: If the evaluation isn't finite.
     """
-    weights = _leave_weights(folder, t)
-    plan = t.share.plan
-    speed = logger.timed_samples / max(logger.busy_seconds, 1e-9)
-    summary = {**metrics, "samples_per_s": speed, "seconds": logger.busy_seconds}
-    verdict = advisor.conclude(plan.steps, logger.rest()) if advisor else None
+    metric, metrics, logged = run.task.metric, run.state.metrics, logger.logged
+    weights = _leave_weights(folder, run.state)
+    speed = logged.samples / max(logged.seconds, 1e-9)
+    summary = {**metrics, "samples_per_s": speed, "seconds": logged.seconds}
+    verdict = advisor.conclude(run.state.step, logger.rest()) if advisor else None
     totals = advisor.totals(speed) if advisor else {}
-    logger.emit({"kind": "end", "step": plan.steps, **summary, **totals})
+    logger.emit({"kind": "end", "step": run.state.step, **summary, **totals})
     diverged = not all(math.isfinite(metric) for metric in metrics.values())
     status = "diverged" if diverged else "finished"
-    manifest.update({"weights": weights, "summary": finite(summary)})
+    manifest.update({"weights": weights, "summary": finite(summary), "steps": run.state.step})
+    manifest["out_of_patience"] = run.state.no_better if out_of_patience(run) else 0
     try:
-        write_json(folder / "manifest.json", {**manifest, **outcome(folder), "status": status})
+        write_json(folder / MANIFEST, {**manifest, **outcome(folder), "status": status})
     except OSError as error:
         raise _unfinished(folder, "manifest.json", error) from error
     leave_report(folder)
@@ -80,33 +74,64 @@ def finish(
     progress_bar.close()
     programs = Path(sys.executable).parent
     board = f"{_as_typed(programs / 'tensorboard')} --logdir {shown(folder.parent)}\n               "
+    setting = "seed=…" if hasattr(run.task, "optimizer") else "optim.lr=…"  # a key that is read
+    again = f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set {setting}"
+    if run.recipe.task == "own":  # a class that `fit` was given, which has no command
+        again = "fit(…) with other settings"
     progress_bar.say(
         f"\n  {metric:<12} {metrics[metric]:.4f}\n"
-        f"  throughput   {speed:,.0f} samples/s ({logger.busy_seconds:.1f} s of training)\n"
+        f"{_others(run)}"
+        f"{_early(run)}"
+        f"  throughput   {speed:,.0f} samples/s ({logged.seconds:.1f} s of training)\n"
         f"{_explained(totals, verdict)}"
         f"  run folder   {shown(folder)}\n"
         f"{_report_line(folder)}"
         f"  next         {board if (folder / 'tensorboard').exists() else ''}"
-        f"{_as_typed(programs / 'trainer')} train {manifest['recipe']} --set optim.lr=…"
-        " (--help-config shows every key)"
+        f"{again} (--help-config shows every key)"
     )
 
 
-def _leave_weights(folder: Path, t: Training) -> dict[str, str]:
+def _others(run: Run) -> str:
+    """A line for each other evaluation set; of which one may have decided."""
+    metric, metrics = run.task.metric, run.state.metrics
+    names = run.recipe.evaluation.sets
+    width = max([12, *map(len, names)])
+    decided = {run.recipe.evaluation.decides: "  (decides)"}
+    return "".join(
+        f"  {name:<{width}} {metric} {metrics[in_set(name, metric)]:.4f}{decided.get(name, '')}\n"
+        for name in names
+    )
+
+
+def _early(run: Run) -> str:
+    """A line on why a run ended before its last step."""
+    state = run.state
+    if state.step == run.steps or state.best is None:
+        return ""
+    decides = run.recipe.evaluation.decides
+    on = "" if decides == MAIN_SET else f" on {decides}"
+    return (
+        f"  ended        at step {state.step} of {run.steps}: no evaluation since step {state.best[1]} was "
+        f"better{on} ({state.no_better} in a row: evaluation.patience)\n"
+    )
+
+
+def _leave_weights(folder: Path, state: TrainState) -> dict[str, str]:
     """Writes the weights, and the average; returns their hashes by the files' names."""
     contexts: dict[str, AbstractContextManager[None]] = {"model.safetensors": nullcontext()}
-    if t.average is not None:
-        contexts["ema.safetensors"] = t.average.in_place()
+    if state.average is not None:
+        contexts["ema.safetensors"] = state.average.in_place()
+    hashes = dict[str, str]()
     try:
         for name, context in contexts.items():
             with context:
-                save_weights(t.model, folder / name)
-        return {name: file_hash(folder / name) for name in contexts}
-    except (OSError, SafetensorError) as error:
+                hashes[name] = save_weights(state.model, folder / name)
+    except OSError as error:
         raise _unfinished(folder, "the final weights", error) from error
+    return hashes
 
 
-def _unfinished(folder: Path, what: str, error: Exception) -> BadInputError:
+def _unfinished(folder: Path, what: str, error: OSError) -> BadInputError:
     """What can't be written at the end, what is kept, and how to finish from it."""
     newest = max((entry.step for entry in listing(folder / FOLDER)), default=None)
     kept = (
@@ -114,11 +139,7 @@ def _unfinished(folder: Path, what: str, error: Exception) -> BadInputError:
         if newest is None
         else f"the checkpoint of step {newest} is kept: mend that, and the same command ends from there"
     )
-    return BadInputError(f"{folder}: {what} can't be written ({_why(error)}); {kept}")
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return BadInputError(f"{folder}: {what} can't be written ({error.strerror or error}); {kept}")
 
 
 def _as_typed(program: Path) -> str:
@@ -155,11 +176,11 @@ def _report_line(folder: Path) -> str:
     return f"  report       {shown(report)}\n" if report.exists() else ""
 
 
-def _opening(manifest: dict[str, Any], plan: Plan, world: World, folder: Path, model: nn.Module) -> str:
-    parameters = sum(p.numel() for p in model.parameters())
-    device = (
-        manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {manifest['threads']} threads"
-    )
+def _opening(manifest: dict[str, Any], run: Run, folder: Path) -> str:
+    plan, world = run.plan, run.world
+    parameters = sum(p.numel() for p in run.state.model.parameters())
+    threads = f"{manifest['threads']} thread{'s' * (manifest['threads'] > 1)}"
+    device = manifest["device"]["name"] if world.device.type == "cuda" else f"CPU, {threads}"
     return (
         f"{manifest['recipe']}: {parameters:,} parameters, {plan.samples:,} samples, {plan.steps:,} "
         f"steps of {plan.global_batch_size} ({world.size} x {device}; accumulation "

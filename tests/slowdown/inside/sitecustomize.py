@@ -18,13 +18,11 @@ _ORDER: dict[str, Any] = json.loads(os.environ.get("SLOW_INSIDE", "{}"))
 class _After(MetaPathFinder, Loader):
     """Lets the user's code run when a module of the trainer has been imported."""
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, *_: Any) -> ModuleSpec | None:
         if name != "trainer.train.step":
             return None
         sys.meta_path.remove(self)
-        import trainer
-
-        spec = PathFinder.find_spec(name, trainer.__path__)
+        spec = PathFinder.find_spec(name, path)
         assert spec is not None and spec.loader is not None
         self._loader, spec.loader = spec.loader, self
         return spec

@@ -1,7 +1,6 @@
 """`trainer bench`: what users measure on their own box. Code 1: a target was missed, 3: nothing was measured.
 
 - `setting`: a recipe's steps with a setting and without; `whole_runs`: the same with whole runs
-- `workers`: all settings of the loader against the one that a run would choose
 - `comm`: all-reduces over the ranks; `preflight`: every link between hosts, over plain TCP
 - `inference`: a trained model, in every way that torch can run it
 - `paired`: things that are timed in turn, and the interval that holds a median
@@ -9,8 +8,9 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
+
+from trainer.host.latest import run_path
 
 
 def add_parser(commands: Any) -> None:
@@ -19,7 +19,6 @@ def add_parser(commands: Any) -> None:
     benches = bench.add_subparsers(required=True, metavar="BENCH")
     _add_inference(benches)
     _add_setting(benches)
-    _add_workers(benches)
     _add_comm(benches)
 
 
@@ -29,7 +28,7 @@ def _add_inference(benches: Any) -> None:
         help="latency and throughput of a run's model: eager, compiled, TorchScript, exported, ONNX Runtime",
         allow_abbrev=False,
     )
-    inference.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    inference.add_argument("folder", type=run_path, metavar="RUN", help="run folder, or latest")
     inference.add_argument(
         "--batches", default="1,8,64", metavar="LIST", help="batch sizes (default: 1,8,64)"
     )
@@ -38,7 +37,6 @@ def _add_inference(benches: Any) -> None:
     )
     inference.add_argument("--ways", default="", metavar="LIST", help="which to measure (default: all)")
     inference.add_argument("--json", action="store_true", help="print JSON")
-    inference.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
     inference.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="where the data lies now; repeatable"
     )
@@ -71,29 +69,13 @@ def _add_setting(benches: Any) -> None:
     setting.set_defaults(run=_setting)
 
 
-def _add_workers(benches: Any) -> None:
-    workers = benches.add_parser(
-        "workers",
-        help="workers and prefetch: the whole grid against what the search at a run's start takes",
-        allow_abbrev=False,
-    )
-    workers.add_argument("recipe", metavar="RECIPE", help="name of a recipe or path of a YAML file")
-    workers.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
-    )
-    workers.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="interleaved turns of each setting (default: 5)"
-    )
-    workers.set_defaults(run=_workers)
-
-
 def _add_comm(benches: Any) -> None:
     comm = benches.add_parser(
         "comm",
         help="all-reduce bandwidth against the link's limit; --preflight: which link is slow or dead",
         allow_abbrev=False,
     )
-    comm.add_argument("--ranks", type=int, metavar="N", help="on the CPUs of this host (default: 2)")
+    comm.add_argument("--nproc-per-node", type=int, metavar="N", help="on the CPUs of this host (default: 2)")
     comm.add_argument("--gpus", metavar="GPUS", help="a count, or indices (default: all)")
     comm.add_argument(
         "--sizes", default="", metavar="LIST", help="such as 4K,1M (default: 4K to 256M, on CPUs to 64M)"
@@ -103,7 +85,6 @@ def _add_comm(benches: Any) -> None:
     comm.add_argument("--rounds", type=int, default=11, metavar="N", help="interleaved rounds (default: 11)")
     comm.add_argument("--limit", type=float, metavar="GBPS", help="the link's limit in Gbit/s, if you know")
     comm.add_argument("--json", action="store_true", help="print JSON")
-    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg)")
     comm.add_argument(
         "--preflight",
         action="store_true",
@@ -112,9 +93,10 @@ def _add_comm(benches: Any) -> None:
     comm.add_argument(
         "--seconds", type=float, default=5.0, metavar="S", help="after which no answer is none (default: 5)"
     )
-    comm.add_argument("--nodes", metavar="N", help="as of trainer train: on each, with the next two")
+    comm.add_argument("--nnodes", metavar="N", help="as of trainer train: on each, with the next three")
     comm.add_argument("--node-rank", type=int, metavar="N", help="as of trainer train")
-    comm.add_argument("--master", metavar="HOST:PORT", help="as of trainer train")
+    comm.add_argument("--master-addr", metavar="HOST", help="as of trainer train")
+    comm.add_argument("--master-port", type=int, metavar="PORT", help="as of trainer train")
     comm.set_defaults(run=_comm)
 
 
@@ -129,22 +111,20 @@ def _setting(options: argparse.Namespace) -> int:
     return bench(options.recipe, options.settings, options.set, rounds=options.rounds, steps=options.steps)
 
 
-def _workers(options: argparse.Namespace) -> int:
-    from trainer.host.threads import wait_passively
-
-    wait_passively()
-    from trainer.commands.bench.workers import bench_workers
-
-    return bench_workers(options.recipe, options.set, options.repeats)
-
-
 def _comm(options: argparse.Namespace) -> int:
-    from trainer.launch.rank import is_rank, register
+    from trainer.launch.nodes.discover import is_rank, rank_variables
 
-    if is_rank(os.environ):
-        register()  # before the slow imports, so that a signal finds a handler
+    os.environ.update(rank_variables(os.environ))
     if options.preflight:  # what torch's store says of names that it can't look up helps nobody
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if is_rank(os.environ):
+        from trainer.launch.worker import Worker
+
+        with Worker() as worker:  # before the slow imports, so that a signal finds a handler
+            from trainer.commands.bench.comm import comm_without_launcher
+
+            worker.code = comm_without_launcher(options)
+        return worker.exit_code
     from trainer.commands.bench.comm import bench_comm
 
     return bench_comm(options)
@@ -160,5 +140,4 @@ def _inference(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         ways=options.ways,
         as_json=options.json,
-        plot=options.plot,
     )

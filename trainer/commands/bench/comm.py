@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from trainer.commands.bench.comm_fit import parsed_sizes
 from trainer.commands.bench.comm_rank import RESULT, of_rank
 from trainer.commands.bench.comm_show import ALONE, show
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
-from trainer.launch.nodes.discover import Nodes, find_nodes, rank_variables
-from trainer.launch.rank import is_rank, run_rank
+from trainer.launch.launcher import LocalRanks
+from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.version import __version__
 
 _RANK = "trainer.commands.bench.comm_rank"
@@ -27,11 +26,11 @@ _DTYPES = ("fp32", "bf16")
 
 
 def bench_comm(options: argparse.Namespace) -> int:
-    """Measures with the ranks of all nodes, or, as one of the ranks, with the others; prints on rank 0.
+    """Measures with the ranks of all nodes; prints on node 0.
 
     Args:
-        options: ranks, gpus, sizes, dtypes, backend, rounds, json, plot, limit, preflight, seconds, nodes,
-            node_rank and master, as `trainer bench comm` has them.
+        options: nproc_per_node, gpus, sizes, dtypes, backend, rounds, json, limit, preflight,
+            seconds, nnodes, node_rank, master_addr and master_port, as `trainer bench comm` has them.
 
     Returns:
         0; with a preflight 1 if a link is slow or dead, or a rank missing; 3 if nothing was measured.
@@ -40,45 +39,35 @@ def bench_comm(options: argparse.Namespace) -> int:
         BadInputError: If the options can't be.
     """
     request = _checked(options)
-    os.environ.update(rank_variables(os.environ))
-    if is_rank(os.environ):
-        return run_rank(lambda: _as_rank(request, options))
-    nodes = find_nodes(os.environ, options.nodes, options.node_rank, options.master)
+    nodes = find_nodes(
+        os.environ, options.nnodes, options.node_rank, options.master_addr, options.master_port
+    )
     if (
         options.preflight and nodes is not None
     ):  # no torchrun: it would wait for the very host that is missing
         return _meet(options, nodes)
-    # Not before: a rank needs none of it, and a preflight is to be quick.
+    # Not before: a preflight is to be quick.
     from trainer.launch.launcher import launch
     from trainer.launch.rounds import launch_with_others
 
-    ranks, threads, environment = _local_ranks(options, request["backend"])
-    if ranks == 1 and nodes is None:
+    local = _local_ranks(options, request["backend"])
+    if local.ranks == 1 and nodes is None:
         print(f"nothing measured: {ALONE[request['backend']]}")
         return EXIT_NOT_MEASURED
     with tempfile.TemporaryDirectory(prefix="trainer-comm-", ignore_cleanup_errors=True) as folder:
-        words = [json.dumps({**request, "folder": folder})]
+        request["folder"] = folder
         if nodes is None:
-            code = launch(
-                words,
-                processes=ranks,
-                threads=threads,
-                environment=environment,
-                grace_seconds=_GRACE_SECONDS,
-                module=_RANK,
-            )
+            code = launch(_RANK, request, local, grace_seconds=_GRACE_SECONDS)
         else:
             code = launch_with_others(
-                words,
+                _RANK,
+                request,
+                local,
                 nodes=nodes,
                 folder=None,
                 same={"trainer": __version__},
-                processes=ranks,
-                threads=threads,
-                environment=environment,
                 grace_seconds=_GRACE_SECONDS,
                 join_seconds=_JOIN_SECONDS,
-                module=_RANK,
             )
         if code != EXIT_DONE or (nodes is not None and nodes.number):
             return code
@@ -86,8 +75,10 @@ def bench_comm(options: argparse.Namespace) -> int:
     return show(told, options, request["backend"], shown=True)
 
 
-def _as_rank(request: Mapping[str, Any], options: argparse.Namespace) -> int:
-    told = of_rank(dict(request))
+def comm_without_launcher(options: argparse.Namespace) -> int:
+    """Does the part of a rank that torchrun or Slurm started; rank 0 prints."""
+    request = _checked(options)
+    told = of_rank(request)
     return show(told, options, request["backend"], shown=os.environ["RANK"] == "0")
 
 
@@ -102,16 +93,14 @@ def _meet(options: argparse.Namespace, nodes: Nodes) -> int:
 
 def _checked(options: argparse.Namespace) -> dict[str, Any]:
     """What the ranks are asked for."""
-    if options.ranks is not None and options.ranks < 1:
-        raise BadInputError(f"--ranks {options.ranks}: give a number from 1 on")
+    if options.nproc_per_node is not None and options.nproc_per_node < 1:
+        raise BadInputError(f"--nproc-per-node {options.nproc_per_node}: give a number from 1 on")
     if options.rounds < 1:
         raise BadInputError(f"--rounds {options.rounds}: give a number from 1 on")
     if not 0 < options.seconds <= 3600:
         raise BadInputError(f"--seconds {options.seconds:g}: give a number of seconds above 0")
     if options.limit is not None and not 0 < options.limit < 1e6:
         raise BadInputError(f"--limit {options.limit:g}: give Gbit/s, above 0")
-    if options.plot is not None and options.plot.suffix != ".svg":
-        raise BadInputError(f"--plot {options.plot}: give a file name that ends in .svg")
     dtypes = [word.strip() for word in options.dtypes.split(",")]
     if unknown := [word for word in dtypes if word not in _DTYPES]:
         raise BadInputError(f"--dtypes {unknown[0]}: give fp32, bf16 or both: fp32,bf16")
@@ -134,15 +123,14 @@ def _backend(options: argparse.Namespace) -> str:
     return {"auto": "nccl" if cuda else "gloo"}.get(options.backend, str(options.backend))
 
 
-def _local_ranks(options: argparse.Namespace, backend: str) -> tuple[int, int, dict[str, str]]:
+def _local_ranks(options: argparse.Namespace, backend: str) -> LocalRanks:
     """As many ranks as a training would have here, on the same CPUs; without GPUs two."""
     if options.preflight:  # they only talk: no GPU, no share of the CPUs
-        return options.ranks or 2, 1, {}
+        return LocalRanks(options.nproc_per_node or 2, 1)
     from trainer.config.recipe import Recipe
     from trainer.train.local_ranks import plan_local_ranks
 
     values: dict[str, Any] = {"epochs": 1, "data": {}, "parallel": {"threads": 1}}
     recipe = Recipe.model_validate({**values, "device": "cpu" if backend == "gloo" else "cuda"})
-    ranks = 2 if options.ranks is None and backend == "gloo" else options.ranks
-    local = plan_local_ranks(recipe, options.gpus, ranks)
-    return local.ranks, local.threads, local.environment
+    ranks = 2 if options.nproc_per_node is None and backend == "gloo" else options.nproc_per_node
+    return plan_local_ranks(recipe, options.gpus, ranks)

@@ -4,9 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from trainer.config.sizes import KIB, MIB
 from trainer.errors import BadInputError
 
-KIB, MIB = 1 << 10, 1 << 20
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": MIB * KIB, "gib": MIB * KIB}
 _LARGEST_ON_CPU = 64 * MIB
 SIZES = tuple(4 * KIB * 4**n for n in range(9))  # 4 KiB to 256 MiB
@@ -65,7 +67,7 @@ def bus_factor(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-class Found(NamedTuple):
+class CommResult(NamedTuple):
     """What was measured.
 
     Attributes:
@@ -125,23 +127,15 @@ def fitted(timed: Sequence[Timed]) -> Fit | None:
     """
     if len({one.bytes for one in timed}) < 2:
         return None
-    # The minimum of the sum of ((a + b s - t) / t)^2: a line through 1 = a / t + b s / t.
-    x = [1 / one.seconds for one in timed]
-    y = [one.bytes / one.seconds for one in timed]
-    xx, yy = sum(v * v for v in x), sum(v * v for v in y)
-    xy = sum(u * v for u, v in zip(x, y, strict=True))
-    determinant = xx * yy - xy * xy
-    if determinant <= 1e-12 * xx * yy:
-        return None
-    alpha = (sum(x) * yy - sum(y) * xy) / determinant
-    beta = (sum(y) * xx - sum(x) * xy) / determinant
+    sizes = np.array([one.bytes for one in timed], dtype=np.float64)
+    seconds = np.array([one.seconds for one in timed])
+    beta, alpha = np.polyfit(sizes, seconds, 1, w=1 / seconds)
     if alpha < 0:
-        alpha, beta = 0.0, sum(y) / yy
+        speeds = sizes / seconds
+        alpha, beta = 0.0, speeds.sum() / (speeds * speeds).sum()
     if beta <= 0:  # no size takes longer than a smaller one: there is no bandwidth to tell
         return None
-    errors = [(abs(alpha + beta * one.bytes - one.seconds) / one.seconds, one.bytes) for one in timed]
-    ordered = sorted(error for error, _ in errors)
-    half = len(ordered) // 2
-    median = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-    worst, size = max(errors)
-    return Fit(alpha, 1 / beta, median, worst, size)
+    errors = np.abs(alpha + beta * sizes - seconds) / seconds
+    worst = int(errors.argmax())
+    median, most = float(np.median(errors)), float(errors[worst])
+    return Fit(float(alpha), float(1 / beta), median, most, timed[worst].bytes)

@@ -1,4 +1,4 @@
-"""A rank of `trainer bench comm`, `python -m trainer.commands.bench.comm_rank REQUEST`: times all-reduces.
+"""A rank of `trainer bench comm`, `trainer.commands.bench.comm_rank FOLDER-OF-THE-LAUNCH`: times all-reduces.
 
 Each size is a turn, and rounds take the turns in a rotating order, so that whatever else the hosts do falls
 on all sizes. A turn is as many all-reduces as fill a twentieth of a second; they are waited for together on a
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.host.files import write_whole
-from trainer.launch.rank import run_rank
+from trainer.launch.worker import Worker
 
 _TURN_SECONDS = 0.05
 _MOST_REPEATS = 2000
@@ -149,4 +149,6 @@ def _turn(part: Any, world: Any) -> Callable[[], float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda: main(json.loads(sys.argv[1]))))
+    with Worker(sys.argv[1]) as worker:
+        worker.code = main(worker.request)
+    sys.exit(worker.exit_code)

@@ -1,4 +1,4 @@
-"""What `trainer bench comm` says: a table, JSON, a plot, or the lines of a preflight."""
+"""What `trainer bench comm` says: a table, JSON, or the lines of a preflight."""
 
 import argparse
 import json
@@ -6,18 +6,18 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.commands.bench.comm_fit import Found, Timed, bus_factor, fitted
+from trainer.commands.bench.comm_fit import CommResult, Timed, bus_factor, fitted
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED
 from trainer.observe.text import duration, number, size
 
 ALONE = {
-    "nccl": "one GPU has nobody to talk to; --backend gloo --ranks 2 measures this host's loopback",
-    "gloo": "one rank has nobody to talk to: give --ranks 2",
+    "nccl": "one GPU has nobody to talk to; --backend gloo --nproc-per-node 2 measures this host's loopback",
+    "gloo": "one rank has nobody to talk to: give --nproc-per-node 2",
 }
 
 
 def show(told: Mapping[str, Any], options: argparse.Namespace, backend: str, shown: bool) -> int:
-    """Prints what the ranks found, writes the plot, and judges.
+    """Prints what the ranks found, and judges.
 
     Args:
         told: Of `trainer.commands.bench.comm_rank.of_rank`.
@@ -38,18 +38,12 @@ def show(told: Mapping[str, Any], options: argparse.Namespace, backend: str, sho
     if options.limit is not None:
         limit = options.limit * 1e9 / 8, f"--limit, {options.limit:g} Gbit/s"
     fit = fitted(next(iter(timed.values())))
-    found = Found(told["ranks"], told["hosts"], backend, told["conditions"], timed, fit, limit)
+    found = CommResult(told["ranks"], told["hosts"], backend, told["conditions"], timed, fit, limit)
     print(json.dumps(as_json(found), indent=2) if options.json else as_text(found, options.rounds))
-    if options.plot is not None:
-        from trainer.commands.bench.comm_chart import chart
-
-        options.plot.write_text(chart(found))
-        if not options.json:
-            print(f"drawn: {options.plot}")
     return EXIT_DONE
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: CommResult) -> dict[str, Any]:
     """alpha_s and bytes_per_s are of the message: t = alpha_s + bytes / bytes_per_s for these ranks."""
     fit, factor = found.fit, bus_factor(found.ranks)
     return {
@@ -78,7 +72,7 @@ def as_json(found: Found) -> dict[str, Any]:
     }
 
 
-def as_text(found: Found, rounds: int) -> str:
+def as_text(found: CommResult, rounds: int) -> str:
     """The table, and what it says."""
     factor, fit, limit = bus_factor(found.ranks), found.fit, found.limit
     hosts = f"{found.hosts} host{'s' * (found.hosts > 1)}"

@@ -6,15 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
 
-from trainer.commands.bench.inference_chart import chart
 from trainer.commands.bench.inference_ways import WAYS, Call, Figure, Unavailable, chosen_ways, make_way
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
-from trainer.host.files import written_whole
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.formats import Tensors
@@ -22,7 +19,6 @@ from trainer.models.export.interface import leaves
 from trainer.observe.conditions import conditions
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
 from trainer.train.run import device_kind
-from trainer.train.run_folder import shown
 
 _ROUNDS = 5
 
@@ -34,9 +30,8 @@ def bench_inference(
     seconds: float,
     ways: str,
     as_json: bool,
-    plot: Path | None,
 ) -> int:
-    """Measures, prints and draws.
+    """Measures and prints.
 
     Args:
         folder: The run folder.
@@ -45,7 +40,6 @@ def bench_inference(
         seconds: For each way and batch size.
         ways: Which, separated by commas; all if empty.
         as_json: Whether to print for machines.
-        plot: An SVG file to write, or None.
 
     Returns:
         0, 1 if a way computes something else than eager, 3 if there was nothing to measure.
@@ -54,8 +48,6 @@ def bench_inference(
         BadInputError: If the run can't be opened, or what was asked for isn't there.
     """
     sizes, names = _sizes(batches), chosen_ways(ways)
-    if plot is not None and plot.suffix != ".svg":
-        raise BadInputError(f"--plot {plot}: give a file that ends in .svg")
     if not 0 < seconds < 3600:
         print("nothing measured: --seconds must be above 0")
         return EXIT_NOT_MEASURED
@@ -66,7 +58,7 @@ def bench_inference(
         torch.set_num_threads(threads)
         with torch.no_grad():
             figures = [figure for size in sizes for figure in _at(run, size, names, seconds)]
-    device = "GPU" if device_kind(run.recipe) == "cuda" else f"CPU, {threads} threads"
+    device = "GPU" if device_kind(run.recipe) == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     title = f"{run.folder.resolve().name}, {run.weights}, {device}"
     if as_json:
         print(
@@ -75,8 +67,6 @@ def bench_inference(
     else:
         print(f"{conditions()}\n{title}: {_ROUNDS} interleaved rounds, {seconds:g} s for each way and batch")
         print(_table(figures))
-    if plot is not None:
-        _write(plot, chart(f"{title}; {conditions()}", figures), as_json)
     return EXIT_FAILED if any(figure.why.startswith("WRONG") for figure in figures) else EXIT_DONE
 
 
@@ -179,13 +169,3 @@ def _table(figures: Sequence[Figure]) -> str:
 def _of_eager(figure: Figure, eager: Mapping[int, float]) -> str:
     base = eager.get(figure.batch)
     return f"{figure.samples_per_s / base:.2f} x" if base else ""
-
-
-def _write(plot: Path, text: Any, as_json: bool) -> None:
-    try:
-        with written_whole(plot) as beside:
-            beside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"--plot {plot}: can't be written ({error.strerror}); give another") from error
-    if not as_json:
-        print(shown(plot.absolute()))

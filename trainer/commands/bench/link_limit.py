@@ -5,12 +5,13 @@ All limits are bytes per second in one direction, as bus bandwidth is (`comm_fit
 
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.host.nvml import ask, visible_gpus
+from trainer.host.interfaces import interface_of
+from trainer.host.kernel import infiniband_ports
+from trainer.host.nvml import Nvml
 
 Limit = tuple[float | None, str]  # bytes per second, or None; and what it is of, or why it isn't known
 
@@ -22,7 +23,6 @@ _PCIE = {
     **{generation: (2.0**generation, 128 / 130) for generation in (3, 4, 5)},
     6: (64.0, 1.0),
 }
-_SIOCGIFADDR = 0x8915
 
 
 def host_limit(
@@ -38,7 +38,7 @@ def host_limit(
     """
     environ = os.environ if environ is None else environ
     if backend == "nccl" and environ.get("NCCL_IB_DISABLE") != "1":
-        ports = infiniband(root)
+        ports = [(name, speed) for name, speed in infiniband_ports(root).items() if speed]
         if ports:
             speeds = ", ".join(f"{name} {speed:g} Gbit/s" for name, speed in ports)
             return sum(speed for _, speed in ports) * 1e9 / 8, f"InfiniBand {speeds}"
@@ -69,18 +69,17 @@ def interface_to(master: str, environ: Mapping[str, str]) -> tuple[str, str]:
     address = address_towards(master)
     if not address:
         return "", f"there is no route to {master}"
-    for name, own in addresses().items():
-        if address in own:
-            return name, ""
+    if name := interface_of(address):
+        return name, ""
     if address.startswith("127.") or address == "::1":
         return "lo", ""
     return "", f"no interface has the address {address}"
 
 
-def address_towards(host: str, port: int = 9) -> str:
+def address_towards(host: str) -> str:
     """This host's address on the route to another; empty if there is none. Nothing is sent."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
     for family, kind, protocol, _, where in found:
@@ -93,76 +92,35 @@ def address_towards(host: str, port: int = 9) -> str:
     return ""
 
 
-def addresses(root: Path = Path("/")) -> dict[str, list[str]]:
-    """The addresses of each interface of this host (Linux)."""
-    import fcntl
-
-    found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                told = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has none of IPv4
-                continue
-            found[name] = [socket.inet_ntoa(told[20:24])]
-    try:
-        lines = (root / "proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        lines = []
-    for words in map(str.split, lines):
-        found.setdefault(words[5], []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])))
-    return found
-
-
-def infiniband(root: Path) -> list[tuple[str, float]]:
-    """The active InfiniBand and RoCE ports, with what their rate says, in Gbit/s."""
-    found = []
-    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        try:
-            active = "ACTIVE" in (port / "state").read_text()
-            rate = float((port / "rate").read_text().split()[0])  # "100 Gb/sec (4X EDR)"
-        except (OSError, ValueError, IndexError):
-            continue
-        if active:
-            found.append((f"{port.parent.parent.name}:{port.name}", rate))
-    return found
-
-
-def local_limit(backend: str, gpu: int, nvml: Any = None, environ: Mapping[str, str] | None = None) -> Limit:
+def local_limit(
+    backend: str, gpu: int, module: Any = None, environ: Mapping[str, str] | None = None
+) -> Limit:
     """The limit of what a rank sends to others of its host.
 
     Args:
         backend: gloo goes over the loopback.
         gpu: Number of the rank's GPU, among those that CUDA_VISIBLE_DEVICES leaves.
-        nvml: The module pynvml.
+        module: In place of pynvml.
         environ: For CUDA_VISIBLE_DEVICES; by default this process's.
     """
     if backend != "nccl":
         return None, "loopback: no link, memory is the limit"
-    if nvml is None:
-        import pynvml as nvml  # type: ignore[no-redef]
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None, "unknown, because NVML can't be asked"
-    try:
-        handles, _ = visible_gpus(nvml, os.environ if environ is None else environ)
-        if gpu >= len(handles):
+    with Nvml(os.environ if environ is None else environ, module=module) as nvml:
+        if nvml.problem:
+            return None, "unknown, because NVML can't be asked"
+        if gpu >= len(nvml.gpus):
             return None, f"unknown, because NVML doesn't show GPU {gpu}"
-        return _nvlink(nvml, handles[gpu]) or _pcie(nvml, handles[gpu])
-    finally:
-        ask(nvml, "nvmlShutdown")
+        return _nvlink(nvml, nvml.gpus[gpu]) or _pcie(nvml, nvml.gpus[gpu])
 
 
-def _nvlink(nvml: Any, handle: Any) -> Limit | None:
+def _nvlink(nvml: Nvml, handle: Any) -> Limit | None:
     """The active links together; None where there are none. Of one link NVML tells MB/s in one direction."""
-    links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
-    active = sum(ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == 1 for link in links)
+    links = range(getattr(nvml.module, "NVML_NVLINK_MAX_LINKS", 18))
+    active = sum(nvml.ask("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in links)
     if not active:
         return None
-    field = getattr(nvml, "NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", 90)
-    speed = _field(ask(nvml, "nvmlDeviceGetFieldValues", handle, [field]))
+    field = getattr(nvml.module, "NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", 90)
+    speed = _field(nvml.ask("nvmlDeviceGetFieldValues", handle, [field]))
     if not speed:
         return None, f"unknown, because NVML doesn't tell the speed of the {active} NVLinks"
     return active * speed * 1e6, f"{active} NVLinks of {speed / 1e3:g} GB/s"
@@ -175,10 +133,10 @@ def _field(values: Sequence[Any] | None) -> int:
     return int(value.uiVal)
 
 
-def _pcie(nvml: Any, handle: Any) -> Limit:
+def _pcie(nvml: Nvml, handle: Any) -> Limit:
     """PCIe, at the best that GPU and slot can do together: an idle GPU lowers what it does now."""
-    generation = ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    width = ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    generation = nvml.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    width = nvml.ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
     if generation not in _PCIE or not width:
         return None, "unknown, because there is no active NVLink and NVML doesn't tell the PCIe link"
     rate, share = _PCIE[generation]

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from trainer.commands.bench.link_limit import address_towards, addresses, interface_speed, interface_to
+from trainer.commands.bench.link_limit import address_towards, interface_speed, interface_to
 from trainer.commands.bench.links import STREAM_SECONDS, Link, called, calling, listening
 from trainer.commands.bench.preflight_verdict import Host, Pair, better, faults, joined, rounds_of
+from trainer.host.interfaces import addresses
 
 _SPARE_SECONDS = 2.0  # for what is neither a message nor waiting for one
 _LOOK_SECONDS = 0.02

@@ -13,14 +13,17 @@ from trainer.config.recipe_file import override, read_recipe
 from trainer.config.section import validated
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
-from trainer.host.limits import read_limits, threads_per_rank, workers_per_rank
+from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.precision import set_matmul_mode
 from trainer.observe.conditions import conditions
-from trainer.train.run import Parts, assemble, check_request, device_kind, make_task, set_determinism
+from trainer.train.build import build, set_determinism
+from trainer.train.loading import choose_loading
+from trainer.train.run import check_request, device_kind, make_task
+from trainer.train.state import Run
 from trainer.train.step import train_step
 
 _NOT_IN_A_STEP = (
-    *("log.", "checkpoint.", "evaluate_every", "memory.allocator"),
+    *("log.", "checkpoint.", "evaluation.", "hooks.", "memory.allocator"),
     *("parallel.threads", "parallel.hang_s", "parallel.cpu_binding"),
 )
 
@@ -61,7 +64,8 @@ def bench_setting(name: str, settings: Sequence[str], common: Sequence[str], rou
         seconds = interleaved(list(sides.values()), rounds)
     print(
         f"{conditions()}\n{' '.join([name, *common])}: {rounds} interleaved rounds of {steps} steps, "
-        f"{threads} CPU threads\n| setting | ms per step | ratio | 95 % interval |\n|---|---|---|---|"
+        f"{threads} CPU thread{'s' * (threads > 1)}\n"
+        "| setting | ms per step | ratio | 95 % interval |\n|---|---|---|---|"
     )
     for side, series in zip(sides, seconds, strict=True):
         pairs = zip(series, seconds[0], strict=True)
@@ -76,10 +80,10 @@ def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Ca
     task = make_task(recipe)
     check_request(recipe, task, 1)
     device = torch.device("cuda", 0) if device_kind(recipe) == "cuda" else torch.device("cpu")
-    parts = assemble(recipe, task, World(0, 1, 0, device, None), workers_per_rank(read_limits(), 1))
-    stack.callback(parts.loader.close)
-    stack.callback(parts.evaluation_loader.close)
-    turn = timed_steps(parts, steps, device)
+    workers, prefetch = choose_loading(recipe, task, read_limits(), 1).setting
+    run = build(recipe, task, World(0, 1, 0, device, None), workers, prefetch=prefetch)
+    stack.callback(run.close)
+    turn = timed_steps(run, steps, device)
 
     def with_its_settings() -> float:
         # They are the process's, and the sides take turns.
@@ -90,17 +94,16 @@ def _side(name: str, values: dict[str, Any], steps: int, stack: ExitStack) -> Ca
     return with_its_settings
 
 
-def timed_steps(parts: Parts, steps: int, device: torch.device) -> Callable[[], float]:
+def timed_steps(run: Run, steps: int, device: torch.device) -> Callable[[], float]:
     """What does so many steps of a run, each time the next ones, and returns the seconds."""
-    training = parts.training
-    training.replica.train()
-    batches, done = parts.loader(training.share.batches()), 0
+    run.replica.train()
+    batches, done = run.loader(run.share.batches()), 0
 
     def turn() -> float:
         nonlocal done
         began = now(device)
         for _ in range(steps):
-            train_step(training, batches, done)
+            train_step(run, batches, done)
             done += 1
         return now(device) - began
 

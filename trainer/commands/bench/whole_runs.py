@@ -1,6 +1,5 @@
 """What a setting of the whole process costs or brings, such as memory.allocator: whole runs, in turn."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.commands.bench.paired import median_interval
+from trainer.config.sizes import GIB
 from trainer.errors import EXIT_DONE, EXIT_NOT_MEASURED, BadInputError
 from trainer.observe.conditions import conditions
+from trainer.train.run_folder import read_rows
 
-_GIB = 1 << 30
 _VARIABLE = "env:"
 # Heading, and the key of a row whose largest value it is.
 _MEMORY = {
@@ -61,7 +61,12 @@ def bench_whole_runs(
     if rounds < 1 or steps < 1:
         print("nothing measured: --rounds and --steps must be at least 1")
         return EXIT_NOT_MEASURED
-    length = ["epochs=1000000000", f"max_steps={steps}", "evaluate_every=0", "checkpoint.minutes=0"]
+    length = [
+        "epochs=1000000000",
+        f"max_steps={steps}",
+        "evaluation={every: end, patience: 0}",
+        "checkpoint.minutes=0",
+    ]
     sides = {"as it is": [], **{setting: [setting] for setting in settings}}
     found: dict[str, list[Figures]] = {side: [] for side in sides}
     for _ in range(rounds):
@@ -108,14 +113,14 @@ def run(name: str, settings: Sequence[str]) -> Figures:
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
             raise BadInputError(f"{' '.join([name, *settings])} ended with code {done.returncode}: see above")
-        return figures(out / "metrics.jsonl")
+        return figures(out)
 
 
-def figures(file: Path) -> Figures:
+def figures(folder: Path) -> Figures:
     """Reads what a run reached from its rows."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = list(read_rows(folder))
     memory = {}
     for heading, key in _MEMORY.items():
         if sizes := [row[key] for row in rows if key in row]:
-            memory[heading] = max(sizes) / _GIB
+            memory[heading] = max(sizes) / GIB
     return Figures(next(row["samples_per_s"] for row in rows if row["kind"] == "end"), memory)

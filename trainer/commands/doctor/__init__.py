@@ -1,7 +1,7 @@
 """`trainer doctor`: what is wrong with the box, said before it hurts.
 
 It never imports torch, which may be what is broken. `doctor` reads the box as `facts`, and asks the checks:
-`gpu`, `software`, `limits`, `storage`, `network`, `session`. `plan` is what a recipe asks of the box,
+`gpu`, `software`, `resources`, `storage`, `network`. `needs` is what a recipe asks of the box,
 `stacks` what torch may be beside which driver, `show` tells what was found.
 """
 
@@ -15,16 +15,12 @@ def add_parser(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor", help="say what is wrong with this box; exit code 1: something is bad", allow_abbrev=False
     )
-    doctor.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether its plan fits"
-    )
+    doctor.add_argument("recipe", nargs="?", metavar="RECIPE", help="look at its data, and whether it fits")
     doctor.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
     )
     doctor.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs)")
-    doctor.add_argument(
-        "--json", action="store_true", help="print every check as JSON, with the lines for every place"
-    )
+    doctor.add_argument("--json", action="store_true", help="print every check as JSON")
     doctor.set_defaults(run=_run)
 
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.doctor import gpu, limits as limit_checks, network, session, software, storage
-from trainer.commands.doctor.facts import Box, Finding, Gpus, Plan, unavailable
+from trainer.commands.doctor import gpu, network, resources, software, storage
+from trainer.commands.doctor.facts import Box, CheckResult, Gpus, Place, RecipeNeeds, unavailable
 from trainer.commands.doctor.kernel import read_system
+from trainer.commands.doctor.show import show, surroundings
 from trainer.config.redact import redact_text
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import disks
 from trainer.host.disks import Folder
-from trainer.host.limits import Limits, read_limits
+from trainer.host.limits import read_limits
 from trainer.host.reading import kind_of, within
 
 if TYPE_CHECKING:
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
 _RUNS = Path("runs")  # as in trainer.train.resume, which imports torch
 _NVML_SECONDS = 4.0
 
-CHECKS: tuple[tuple[str, Callable[[Box], Finding]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[Box], CheckResult]], ...] = (
     *gpu.CHECKS,
     *software.CHECKS,
-    *limit_checks.CHECKS,
+    *resources.CHECKS,
     *storage.CHECKS,
     *network.CHECKS,
-    *session.CHECKS,
 )
 
 
@@ -47,23 +47,22 @@ def doctor(options: argparse.Namespace) -> int:
         raise BadInputError(f"--set {options.set[0]}: name a recipe, as in trainer doctor digits --set …")
     recipe = None
     if options.recipe is not None:  # pydantic takes as long as all the rest
-        from trainer.commands.doctor.plan import read_for_plan
+        from trainer.commands.doctor.needs import read_for_needs
 
-        recipe = read_for_plan(options.recipe, options.set)
+        recipe = read_for_needs(options.recipe, options.set)
     if options.out is not None and kind_of(options.out) and kind_of(options.out) != "folder":
         raise BadInputError(f"--out {options.out}: is no folder; name the folder that the run is to be in")
     box = read_box(options.recipe, recipe, options.out or _RUNS)
     found = judge(box)
+    place = surroundings(box.environ)
     if options.json:
-        print(json.dumps([_for_machines(name, one) for name, one in found.items()], indent=2))
+        print(json.dumps([_for_machines(name, one, place) for name, one in found.items()], indent=2))
     else:
-        from trainer.commands.doctor.show import show
-
-        show(found, box.environ, time.monotonic() - began)
+        show(found, place, time.monotonic() - began)
     return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
 
 
-def judge(box: Box) -> dict[str, Finding]:
+def judge(box: Box) -> dict[str, CheckResult]:
     """What each check finds, by its id; a check that fails has found that it can't be made here."""
     found = {}
     for name, check in CHECKS:
@@ -94,53 +93,34 @@ def read_box(
     """
     environ = os.environ if environ is None else environ
     limits = read_limits(root)
-    gpus = within(_NVML_SECONDS, lambda: _gpus(nvml, root, environ), _silent())
+    silent = Gpus(problem=f"no answer within {_NVML_SECONDS:g} s", code=999, nodes=True)
+    gpus = within(_NVML_SECONDS, lambda: gpu.read_gpus(nvml, root, environ), silent)
     caches = disks.cache_folders(environ)
     cache = recipe.data.cache if recipe and recipe.data.cache else caches["XDG_CACHE_HOME"]
     paths = {"run": out, "cache": cache, "tmp": disks.tmp_path()}
     folders: dict[str, Folder] = {}
     for role, path in paths.items():
         folders[role] = disks.read_folder(path, root, known=folders.values())
+    if name is None or recipe is None:
+        needs = RecipeNeeds(ranks=max(1, len(gpus.cards)))
+    else:
+        from trainer.commands.doctor.needs import make_needs
+
+        needs = make_needs(name, recipe, limits, gpus)
     return Box(
         environ=environ,
         limits=limits,
         gpus=gpus,
-        system=read_system(root, limits),
+        system=read_system(root, limits, environ),
         folders=folders,
         caches={name: disks.read_folder(path, root, speed=False) for name, path in caches.items()},
         data=disks.read_data(str(recipe.data.path) if recipe and recipe.data.path else None, root),
         software=software.read_software(environ=environ, gpu=bool(gpus.cards)),
-        network=network.read_network(root, environ),
-        session=session.read_session(root, environ),
-        plan=_plan(name, recipe, limits, gpus),
+        network=network.read_network(root),
+        needs=needs,
     )
 
 
-def _plan(name: str | None, recipe: Recipe | None, limits: Limits, gpus: Gpus) -> Plan:
-    if name is None or recipe is None:
-        return Plan(ranks=max(1, len(gpus.cards)))
-    from trainer.commands.doctor.plan import make_plan
-
-    return make_plan(name, recipe, limits, gpus)
-
-
-def _gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
-    return gpu.read_gpus(nvml, root, environ)
-
-
-def _silent() -> Gpus:
-    return Gpus(problem=f"no answer within {_NVML_SECONDS:g} s", code=999, nodes=True)
-
-
-def _for_machines(name: str, found: Finding) -> dict[str, Any]:
-    return {
-        "id": name,
-        "status": found.status,
-        "finding": redact_text(found.finding),
-        "cause": redact_text(found.cause),
-        "remedy": {place: redact_text(line) for place, line in found.remedy.items()},
-    }
+def _for_machines(name: str, found: CheckResult, place: Place) -> dict[str, str]:
+    told = {"finding": found.finding, "cause": found.cause, "remedy": found.remedy(place)}
+    return {"id": name, "status": found.status, **{key: redact_text(text) for key, text in told.items()}}

@@ -8,38 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.doctor.facts import Box, Card, Finding, Gpus, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import size, some
+from trainer.commands.doctor.facts import (
+    Box,
+    Card,
+    CheckResult,
+    Gpus,
+    bad,
+    fine,
+    some,
+    unavailable,
+    variable,
+    warn,
+)
 from trainer.commands.doctor.stacks import fitting, numbers, read_stacks, stack_of
-from trainer.host.affinity import gpu_nodes
-from trainer.host.nvml import ask, visible_gpus
+from trainer.config.sizes import GIB
+from trainer.host.nvml import Nvml
 from trainer.host.reading import kind_of, text_of
+from trainer.observe.text import rough_size
 
 # NVML's numbers (nvml.h, nvmlReturn_t).
-_NO_PERMISSION, _NOT_LOADED, _NO_LIBRARY, _LOST, _MISMATCH, _UNKNOWN = 4, 9, 12, 15, 18, 999
+_NO_PERMISSION, _NOT_LOADED, _NO_LIBRARY, _LOST, _MISMATCH = 4, 9, 12, 15, 18
 _NOT_OURS = {2, 3, _NO_PERMISSION, 6}  # invalid, not supported, not found
 # Brands whose cards forward compatibility refuses: GeForce and Titan, with and without RTX.
 _CONSUMER = {5, 6, 15, 16}
-_PEER_REASONS = {
-    1: "the chipset can't",
-    2: "the GPU can't",
-    3: "they hang on different I/O hubs",
-    4: "a key of the driver forbids it",
-}
-GPUS_OF_A_CONTAINER = {
-    "docker": "docker run --gpus all …",
-    "compose": "deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, "
-    "capabilities: [gpu]}]}}}",
-    "kubernetes": "resources: {limits: {nvidia.com/gpu: 1}}",
-    "slurm": "#SBATCH --gpus-per-node=1   (Apptainer: apptainer exec --nv …)",
-}
 
 
-def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
+def read_gpus(module: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
     """Asks NVML, and the files that the driver leaves without it.
 
     Args:
-        nvml: The module pynvml, or what stands for it.
+        module: In place of pynvml.
         root: Folder that stands for "/".
         environ: For CUDA_VISIBLE_DEVICES and LD_LIBRARY_PATH.
     """
@@ -49,64 +47,33 @@ def read_gpus(nvml: Any, root: Path, environ: Mapping[str, str]) -> Gpus:
         nodes=bool(kind_of(root / "dev/nvidiactl")),
         compat=_compat(root, environ),
     )
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        code = int(getattr(error, "value", 0) or _UNKNOWN)
-        return replace(seen, problem=str(error), code=code)
-    try:
-        handles, wrong = visible_gpus(nvml, environ)
-        cards = [_card(nvml, handle, place, root) for place, handle in enumerate(handles)]
+    with Nvml(environ, module=module) as nvml:
+        if nvml.problem:
+            return replace(seen, problem=nvml.problem.text, code=nvml.problem.code)
+        cards = [_card(nvml, gpu, place) for place, gpu in enumerate(nvml.gpus)]
         words = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        for number in range(ask(nvml, "nvmlDeviceGetCount") or 0):
+        for number in range(nvml.ask("nvmlDeviceGetCount") or 0):
             meant = "CUDA_VISIBLE_DEVICES" not in environ or str(number) in words
-            if meant and (lost := _lost(nvml, number)):
-                cards.append(Card(number, f"GPU {number}", lost=lost))
-        peers = []
-        for one, first in enumerate(handles[:16]):
-            for other, second in enumerate(handles[:one]):
-                status = ask(nvml, "nvmlDeviceGetP2PStatus", first, second, 0)
-                if status:  # None: it doesn't tell
-                    peers.append((other, one, _PEER_REASONS.get(status, "not supported")))
-        driver = _words(ask(nvml, "nvmlSystemGetDriverVersion"))
-        return replace(seen, driver=driver, cards=tuple(cards), wrong=wrong, peers=tuple(peers))
-    finally:
-        ask(nvml, "nvmlShutdown")
+            _, refusal = nvml.asked("nvmlDeviceGetHandleByIndex", number)
+            # Those of other jobs are counted, too, but may not be asked.
+            if meant and refusal and refusal.code not in _NOT_OURS:
+                cards.append(Card(number, f"GPU {number}", lost=refusal.text))
+        driver = nvml.ask("nvmlSystemGetDriverVersion") or ""
+        return replace(seen, driver=driver, cards=tuple(cards), wrong=nvml.wrong)
 
 
-def _words(answer: Any) -> str:
-    return answer.decode() if isinstance(answer, bytes) else str(answer or "")
-
-
-def _lost(nvml: Any, number: int) -> str:
-    try:
-        nvml.nvmlDeviceGetHandleByIndex(number)
-    except nvml.NVMLError as error:  # those of other jobs are counted, too, but may not be asked
-        return "" if getattr(error, "value", 0) in _NOT_OURS else str(error)
-    return ""
-
-
-def _card(nvml: Any, handle: Any, place: int, root: Path) -> Card:
-    capability = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
-    lost, total, used = "", 0, 0
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        total, used = memory.total, memory.used
-    except nvml.NVMLError as error:
-        if getattr(error, "value", 0) in (_LOST, 16):  # 16: it wants a reset
-            lost = str(error)
-    bus = _words(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", ""))
-    node = gpu_nodes([bus], root)[0] if bus else None
-    index = ask(nvml, "nvmlDeviceGetIndex", handle)
+def _card(nvml: Nvml, gpu: Any, place: int) -> Card:
+    capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", gpu)
+    memory, refusal = nvml.asked("nvmlDeviceGetMemoryInfo", gpu)
+    index = nvml.ask("nvmlDeviceGetIndex", gpu)
     return Card(
         index=place if index is None else index,
-        name=_words(ask(nvml, "nvmlDeviceGetName", handle)),
+        name=nvml.ask("nvmlDeviceGetName", gpu) or "",
         architecture=f"sm_{capability[0]}{capability[1]}" if capability else "",
-        total=total,
-        used=used,
-        node=-1 if node is None else node,
-        data_centre=ask(nvml, "nvmlDeviceGetBrand", handle) not in _CONSUMER,
-        lost=lost,
+        total=0 if memory is None else memory.total,
+        used=0 if memory is None else memory.used,
+        data_centre=nvml.ask("nvmlDeviceGetBrand", gpu) not in _CONSUMER,
+        lost=refusal.text if refusal and refusal.code in (_LOST, 16) else "",  # 16: it wants a reset
     )
 
 
@@ -122,7 +89,7 @@ def _compat(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def nvml(box: Box) -> Finding:  # noqa: PLR0911
+def nvml(box: Box) -> CheckResult:  # noqa: PLR0911
     """Whether NVIDIA's driver answers."""
     gpus = box.gpus
     if not gpus.problem:
@@ -131,23 +98,20 @@ def nvml(box: Box) -> Finding:  # noqa: PLR0911
         return bad(
             f"NVML: {gpus.problem}",
             "the driver was updated under its loaded kernel module, or a container has another one's library",
-            host="sudo reboot   (or unload and load the module nvidia)",
-            docker="after that docker run … again: a container keeps the library that it was started with",
+            host="on the host: sudo reboot   (or reload the module nvidia); then start containers anew",
         )
     if gpus.code == _NO_PERMISSION:
         return bad(
             f"NVML: {gpus.problem}",
             "/dev/nvidia* isn't this user's to open",
-            docker='docker run --group-add "$(stat -c %g /dev/nvidiactl)" …',
+            container='docker run --group-add "$(stat -c %g /dev/nvidiactl)" …',
             host="ls -l /dev/nvidia*; add this user to the group that owns them",
         )
     if gpus.nodes and gpus.code == _NO_LIBRARY:
         return bad(
             "the GPU's device files are here, but not NVML's library (libnvidia-ml.so.1)",
             "the container was given the driver without the part that tools need",
-            docker="docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility …",
-            compose="environment: {NVIDIA_DRIVER_CAPABILITIES: 'compute,utility'}",
-            kubernetes="env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]",
+            **variable("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
         )
     if gpus.code in (_NO_LIBRARY, _NOT_LOADED) and not gpus.kernel:
         return unavailable("no NVIDIA driver here: it trains on the CPU")
@@ -155,20 +119,21 @@ def nvml(box: Box) -> Finding:  # noqa: PLR0911
         return warn(
             f"the host has NVIDIA's driver {gpus.kernel}, but no GPU reaches this container",
             "it was started without GPUs: it trains on the CPU",
-            **GPUS_OF_A_CONTAINER,
+            kubernetes="resources: {limits: {nvidia.com/gpu: 1}}",
+            slurm="#SBATCH --gpus-per-node=1   (Apptainer: apptainer exec --nv …)",
+            host="docker run --gpus all …   (Compose: docker compose -f … -f scripts/compose/gpu.yml)",
         )
     return bad(
         f"NVML: {gpus.problem}",
         "a container loses its GPUs when systemd reloads while it runs; else a GPU or the driver failed",
-        docker="docker restart CONTAINER; against it docker run --device=/dev/nvidiactl "
+        container="docker restart CONTAINER; against it docker run --device=/dev/nvidiactl "
         '--device=/dev/nvidia0 …, or "exec-opts": ["native.cgroupdriver=cgroupfs"] in daemon.json',
         kubernetes="kubectl delete pod NAME   (its controller starts it again)",
-        slurm="scontrol update nodename=NODE state=drain reason=gpu   (an administrator's)",
-        host="sudo dmesg | grep -i -e xid -e nvrm",
+        host="sudo dmesg | grep -i -e xid -e nvrm   (of a cluster's node: tell the administrator)",
     )
 
 
-def visible(box: Box) -> Finding:
+def visible(box: Box) -> CheckResult:
     """Whether CUDA_VISIBLE_DEVICES names GPUs that there are."""
     words = box.environ.get("CUDA_VISIBLE_DEVICES")
     if box.gpus.problem:
@@ -177,31 +142,30 @@ def visible(box: Box) -> Finding:
         return bad(
             f"CUDA_VISIBLE_DEVICES={words}: {box.gpus.wrong} is none of the GPUs here",
             "CUDA sees no GPU from the first wrong word on",
-            host="unset CUDA_VISIBLE_DEVICES   (nvidia-smi -L lists what there is)",
             slurm="leave CUDA_VISIBLE_DEVICES alone: Slurm sets it for the GPUs of the job",
+            host="unset CUDA_VISIBLE_DEVICES   (nvidia-smi -L lists what there is)",
         )
     if words is not None and not words.strip():
         return warn("CUDA_VISIBLE_DEVICES is empty", "it hides every GPU", host="unset CUDA_VISIBLE_DEVICES")
     return fine("every GPU may be used" if words is None else f"CUDA_VISIBLE_DEVICES={words}")
 
 
-def lost(box: Box) -> Finding:
+def lost(box: Box) -> CheckResult:
     """Whether every GPU answers."""
     if not box.gpus.cards:
         return unavailable("no GPU")
-    gone = [card for card in box.gpus.cards if card.lost]
-    if gone:
+    if gone := [card for card in box.gpus.cards if card.lost]:
         return bad(
-            f"{some(f'{card.name}: {card.lost}' for card in gone)}",
+            some(f"{card.name}: {card.lost}" for card in gone),
             "the GPU fell off the bus or wants a reset; runs on it hang or fail",
-            host="sudo nvidia-smi --gpu-reset -i INDEX, or reboot; sudo dmesg | grep -i xid says why",
             kubernetes="kubectl cordon NODE and reset the GPU there",
             slurm="sbatch --exclude=NODE …, and tell the administrator",
+            host="sudo nvidia-smi --gpu-reset -i INDEX, or reboot; sudo dmesg | grep -i xid says why",
         )
     return fine("every GPU answers")
 
 
-def driver(box: Box) -> Finding:
+def driver(box: Box) -> CheckResult:
     """The driver against the installed stack's floor; names the stack that would fit."""
     gpus, stacks = box.gpus, read_stacks()
     if not gpus.driver:
@@ -213,14 +177,12 @@ def driver(box: Box) -> Finding:
             return unavailable(f"torch {box.software.torch} is of no stack that is known here")
         stack = same[0]
     if numbers(gpus.driver) < numbers(stack.floor):
-        best = fitting(gpus, stacks)
+        best = _best(gpus)
         said = f"driver {gpus.driver} is older than {stack.floor}, which CUDA {stack.cuda} needs"
-        if best is None:
+        if not best:
             update = f"update the driver to {stack.floor} at least"
             return bad(said, "CUDA won't start, and no other stack fits this driver and GPU", host=update)
-        return bad(
-            said, f"CUDA won't start; the stack {best.name} fits, or a newer driver", **_with_stack(best.name)
-        )
+        return bad(said, f"CUDA won't start; the stack {best} fits, or a newer driver", **_with_stack(best))
     if numbers(gpus.driver) < numbers(stack.native):
         return fine(
             f"driver {gpus.driver} runs CUDA {stack.cuda}, without JIT of PTX (from {stack.native} on)"
@@ -228,43 +190,43 @@ def driver(box: Box) -> Finding:
     return fine(f"driver {gpus.driver} runs CUDA {stack.cuda}")
 
 
+def _best(gpus: Gpus) -> str:
+    """The newest stack for a driver and the GPUs that there are; ""."""
+    there = {card.architecture for card in gpus.cards if card.architecture}
+    return fitting(gpus.driver, there, read_stacks())
+
+
 def _with_stack(name: str) -> dict[str, str]:
     return {
-        "host": f"make train STACK={name}",
-        "docker": f"docker run --gpus all trainer:{name}-train …",
-        "compose": f"image: trainer:{name}-train",
+        "container": f"docker run --gpus all trainer:{name}-train …",
         "kubernetes": f"image: REGISTRY/trainer:{name}-train",
         "slurm": f"srun --container-image=REGISTRY/trainer:{name}-train …   (Pyxis)",
+        "host": f"make train STACK={name}",
     }
 
 
-def architecture(box: Box) -> Finding:
+def architecture(box: Box) -> CheckResult:
     """Whether the installed torch has code for every GPU."""
-    stacks = read_stacks()
     cards = [card for card in box.gpus.cards if card.architecture]
     if not cards:
         return unavailable("no GPU")
-    stack = stack_of(box.software, stacks)
+    stack = stack_of(box.software, read_stacks())
     if stack is None:
         return unavailable(f"torch {box.software.torch} is of no stack that is known here")
-    without = [card for card in cards if not stack.covers(card.architecture)]
-    if without:
-        best = fitting(box.gpus, stacks)
-        others = {
-            "host": "CUDA_VISIBLE_DEVICES=0 trainer train …   (the numbers of other GPUs, if there are)",
-            "docker": "docker run --gpus '\"device=0\"' …   (the same)",
-        }
+    if without := [card for card in cards if not stack.covers(card.architecture)]:
+        best = _best(box.gpus)
+        others = {"host": "CUDA_VISIBLE_DEVICES=… trainer train …   (the numbers of other GPUs, if any)"}
         return bad(
             f"{some(f'{card.name} ({card.architecture})' for card in without)}: torch {stack.torch} has code "
             f"for {', '.join(stack.architectures)}",
-            'it ends with "no kernel image is available for execution on the device"'
-            + (f"; the stack {best.name} fits" if best else "; no stack fits"),
-            **(_with_stack(best.name) if best else others),
+            'it ends with "no kernel image is available for execution on the device"; '
+            + (f"the stack {best} fits" if best else "no stack fits"),
+            **(_with_stack(best) if best else others),
         )
     return fine(f"torch has code for {', '.join(sorted({card.architecture for card in cards}))}")
 
 
-def compat(box: Box) -> Finding:
+def compat(box: Box) -> CheckResult:
     """The state of forward compatibility (cuda-compat)."""
     gpus = box.gpus
     if not gpus.driver:
@@ -272,55 +234,42 @@ def compat(box: Box) -> Finding:
     if not gpus.compat:
         return fine("forward compatibility isn't used: the driver's own libcuda is")
     found = gpus.compat[0]
-    take_out = {
+    remedies = {
+        "container": "docker run -e LD_LIBRARY_PATH= …   (an image with its cuda-compat package removed)",
         "host": "take …/compat out of LD_LIBRARY_PATH and of /etc/ld.so.conf.d, then ldconfig",
-        "docker": "docker run -e LD_LIBRARY_PATH= …   (an image with its cuda-compat package removed)",
     }
     if numbers(found) < numbers(gpus.driver):
         return bad(
             f"libcuda {found} of cuda-compat comes before the driver's own, which is newer ({gpus.driver})",
             "CUDA ends with error 803: a user-mode driver must not be older than the kernel's",
-            **take_out,
+            **remedies,
         )
     consumer = [card for card in gpus.cards if not card.data_centre]
     if consumer and numbers(found)[:1] > numbers(gpus.driver)[:1]:
         return bad(
             f"libcuda {found} of cuda-compat comes first, and {consumer[0].name} is no data-centre GPU",
             "CUDA ends with error 804: forward compatibility is for data-centre GPUs",
-            **take_out,
+            **remedies,
         )
     return fine(f"forward compatibility: libcuda {found} on driver {gpus.driver}")
 
 
-def memory(box: Box) -> Finding:
+def memory(box: Box) -> CheckResult:
     """Whether somebody else fills the GPUs."""
     cards = [card for card in box.gpus.cards if card.total]
     if not cards:
         return unavailable("no GPU")
-    full = [card for card in cards if card.used > max(0.1 * card.total, 2 << 30)]
-    if full:
+    if full := [card for card in cards if card.used > max(0.1 * card.total, 2 * GIB)]:
+        taken = (
+            f"GPU {one.index}: {rough_size(one.used)} of {rough_size(one.total)} are taken" for one in full
+        )
         return warn(
-            some(f"GPU {card.index}: {size(card.used)} of {size(card.total)} are taken" for card in full),
+            some(taken),
             "another process holds memory there, or the display does",
-            host="nvidia-smi shows who; CUDA_VISIBLE_DEVICES=… chooses other GPUs",
             slurm="#SBATCH --exclusive, or ask for GPUs with --gpus-per-node",
+            host="nvidia-smi shows who; CUDA_VISIBLE_DEVICES=… chooses other GPUs",
         )
-    return fine(f"GPU memory is free ({size(cards[0].total)} each)")
-
-
-def peer(box: Box) -> Finding:
-    """Whether the GPUs reach each other's memory."""
-    if len(box.gpus.cards) < 2:
-        return unavailable("fewer than two GPUs")
-    if box.gpus.peers:
-        pairs = some(f"{one} and {other} ({why})" for one, other, why in box.gpus.peers)
-        return warn(
-            f"GPUs without access to each other: {pairs}",
-            "NCCL copies through the host's memory, and /dev/shm, which is slower",
-            host="nvidia-smi topo -p2p r; disable ACS in the BIOS, or choose GPUs of one switch",
-            docker="docker run --shm-size=1g …   (NCCL needs it then)",
-        )
-    return fine("every pair of GPUs has access to each other")
+    return fine(f"GPU memory is free ({rough_size(cards[0].total)} each)")
 
 
 CHECKS = (
@@ -331,5 +280,4 @@ CHECKS = (
     ("gpu.architecture", architecture),
     ("gpu.compat", compat),
     ("gpu.memory", memory),
-    ("gpu.peer", peer),
 )

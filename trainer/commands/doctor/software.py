@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import site
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.commands.doctor.facts import Box, Finding, Software, bad, fine, unavailable, warn
-from trainer.commands.doctor.helpers import some
+from trainer.commands.doctor.facts import (
+    Box,
+    CheckResult,
+    Software,
+    bad,
+    fine,
+    some,
+    unavailable,
+    variable,
+    warn,
+)
 from trainer.commands.doctor.stacks import numbers, read_stacks, stack_of
 from trainer.host.reading import kind_of, text_of
 from trainer.host.stamp import read_stamp
@@ -19,18 +27,15 @@ from trainer.host.toolchain import missing_compiler, missing_headers
 
 # What a folder on PYTHONPATH, or the one that one stands in, must not hide.
 _IMPORTED = (
-    "torch",
-    "torchvision",
-    "torchaudio",
-    "triton",
-    "numpy",
-    "pydantic",
-    "safetensors",
-    "yaml",
-    "PIL",
+    *("torch", "torchvision", "torchaudio", "triton", "numpy", "pydantic", "safetensors", "yaml", "PIL"),
 )
 _NATIVE = re.compile(r"lib(cuda(?=rt)|cudart|cublas(Lt)?|cudnn\w*|nccl|cufft|cusparse|cusolver)\.so")
-_OLDEST, _NEWEST = (3, 10), (3, 13)
+_ANEW = {
+    "container": "docker run --rm IMAGE …   (a new container has what the image has)",
+    "kubernetes": "kubectl delete pod NAME   (and leave pip install out of command:)",
+    "slurm": "module purge; unset PYTHONPATH; use the environment's own trainer",
+    "host": "make clean-venv && make venv   (packages of your own: into another environment)",
+}
 
 
 def read_software(
@@ -64,7 +69,6 @@ def read_software(
     stamp = read_stamp(Path(sys.prefix) if prefix is None else prefix)
     leaked = [name for name, _ in _distributions(Path(user_site))] if user_site in paths else []
     return Software(
-        python=platform.python_version(),
         installed={name: versions[0] for name, versions in found.items()},
         twice=tuple(
             f"{name} {' and '.join(versions)}" for name, versions in found.items() if len(set(versions)) > 1
@@ -77,8 +81,7 @@ def read_software(
         leaked=tuple(leaked),
         shadowed=tuple(_shadowed([*environ.get("PYTHONPATH", "").split(os.pathsep), _here()], torch)),
         searched=tuple(_searched(environ)),
-        compiler=missing_compiler(gpu) or "",
-        headers=missing_headers() or "",
+        uncompiled=missing_compiler(gpu) or missing_headers() or "",
     )
 
 
@@ -133,33 +136,26 @@ def _searched(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def lock(box: Box) -> Finding:  # noqa: PLR0911
+def lock(box: Box) -> CheckResult:  # noqa: PLR0911
     """Whether the packages are those of the lock."""
     software, stacks = box.software, read_stacks()
-    anew = {
-        "host": "make clean-venv && make venv   (packages of your own: into another environment)",
-        "docker": "docker run --rm IMAGE …   (a new container has what the image has)",
-        "kubernetes": "kubectl delete pod NAME   (and leave pip install out of command:)",
-        "slurm": "module purge; unset PYTHONPATH; use the environment's own trainer",
-    }
-    if not software.torch:
-        return bad("there is no torch", "nothing can be trained", host="make venv")
-    if software.changing:
-        return bad("an installer of this environment was interrupted", "half a package may be there", **anew)
-    if software.twice:
-        return bad(f"{some(software.twice)} are both installed", "one was installed over another", **anew)
     release, installed = software.torch.partition("+")[0], software.installed
     dist = installed.get("torch", release)
+    if not software.torch:
+        return bad("there is no torch", "nothing can be trained", **_ANEW)
+    if software.changing:
+        return bad("an installer of this environment was interrupted", "half a package may be there", **_ANEW)
+    if software.twice:
+        return bad(f"{some(software.twice)} are both installed", "one was installed over another", **_ANEW)
     if dist.partition("+")[0] != release:
-        return bad(f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **anew)
+        return bad(
+            f"torch's files are of {release}, its record of {dist}", "half of it was replaced", **_ANEW
+        )
     stack = stack_of(software, stacks)
     if stack is None:
         known = ", ".join(sorted(stacks))
-        return warn(
-            f"torch {software.torch} is of no stack (there are {known})",
-            "nobody has tried these versions together",
-            **anew,
-        )
+        finding = f"torch {software.torch} is of no stack (there are {known})"
+        return warn(finding, "nobody has tried these versions together", **_ANEW)
     pins = {name: getattr(stack, name) for name in ("torch", "torchvision", "torchaudio")}
     locked = {**pins, **stack.wheels} if software.lock == stack.lock else pins
     other = [
@@ -173,7 +169,7 @@ def lock(box: Box) -> Finding:  # noqa: PLR0911
             some(other),
             f"pip install put it over what {stack.name} locks: nobody has tried these together, and the "
             "manifests of runs name a lock that isn't what ran",
-            **anew,
+            **_ANEW,
         )
     if software.lock != stack.lock:
         how = "from another lock; make venv updates it" if software.lock else "not from its lock"
@@ -181,129 +177,61 @@ def lock(box: Box) -> Finding:  # noqa: PLR0911
     return fine(f"the packages are those of {stack.name}'s lock")
 
 
-def python(box: Box) -> Finding:
-    """Whether this Python is one that is supported."""
-    version = [*numbers(box.software.python), 0, 0][:2]
-    if not _OLDEST <= (version[0], version[1]) <= _NEWEST:
-        return warn(
-            f"Python {box.software.python}",
-            "the locks serve 3.10 to 3.13",
-            host="make clean-venv && make venv PYTHON=python3.12",
-            docker="use the image's own Python: /opt/env/bin/python",
-        )
-    return fine(f"Python {box.software.python}")
-
-
-def cuda(box: Box) -> Finding:  # noqa: PLR0911
-    """Whether there is one CUDA, and the one that torch was built for."""
+def cuda(box: Box) -> CheckResult:  # noqa: PLR0911
+    """Whether there is one CUDA, cuDNN and NCCL, and those that torch was built for."""
     software = box.software
     if not software.torch:
         return unavailable("there is no torch")
-    anew = {"host": "make clean-venv && make venv", "docker": "docker run --rm IMAGE …   (a new container)"}
     if not software.cuda:
+        said = f"torch {software.torch} is built without CUDA"
         if box.gpus.cards or box.gpus.nodes:
-            return bad(
-                f"torch {software.torch} is built without CUDA, and there is a GPU",
-                "it trains on the CPU",
-                **anew,
-            )
-        return fine(f"torch {software.torch} is built without CUDA, and there is no GPU")
+            return bad(f"{said}, and there is a GPU", "it trains on the CPU", **_ANEW)
+        return fine(f"{said}, and there is no GPU")
     major = numbers(software.cuda)[0]
     others = [
-        f"{name} {version}"
-        for name, version in software.installed.items()
+        name
+        for name in software.installed
         if (match := re.fullmatch(r"nvidia-.*-cu(\d\d)", name)) and int(match[1]) != major
     ]
     if others:
         return bad(
             f"torch is built for CUDA {software.cuda}, and there are {some(others)}",
             "libraries of two CUDA versions get loaded into one process",
-            host=f"pip uninstall {' '.join(one.split()[0] for one in others)}",
+            host=f"pip uninstall {' '.join(others)}",
         )
-    wrong = _not_wanted(software, lambda name: name.startswith("nvidia-") and "cudnn" not in name)
+    wrong = [
+        f"{name} {software.installed[name]} (torch wants {version})"
+        for name, version in software.wanted.items()
+        if name.startswith("nvidia-") and software.installed.get(name, version) != version
+    ]
     if wrong:
-        return bad(f"{some(wrong)}", "something replaced libraries that torch was built with", **anew)
-    searched = [one for one in software.searched if "cudnn" not in one and "nccl" not in one]
-    if searched:
+        return bad(some(wrong), "something replaced libraries that torch was built with", **_ANEW)
+    if software.searched:
         return warn(
-            f"LD_LIBRARY_PATH or LD_PRELOAD has another CUDA: {some(searched, 2)}",
-            "programs and extensions may load that one instead of torch's",
-            host="unset LD_LIBRARY_PATH LD_PRELOAD   (the wheels find their own)",
-            docker="docker run -e LD_LIBRARY_PATH= …",
-            compose="environment: {LD_LIBRARY_PATH: ''}",
-            kubernetes="env: [{name: LD_LIBRARY_PATH, value: ''}]",
+            f"LD_LIBRARY_PATH or LD_PRELOAD has another CUDA, cuDNN or NCCL: {some(software.searched, 2)}",
+            "extensions may load that one instead of torch's; cuDNN loads its parts by name "
+            "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH), and ranks with different NCCLs can't talk",
+            **variable("LD_LIBRARY_PATH", ""),
             slurm="module unload cuda cudnn nccl",
         )
     return fine(f"one CUDA, {software.cuda}")
 
 
-def cudnn(box: Box) -> Finding:
-    """Whether there is one cuDNN, and the one that torch was built for."""
-    software = box.software
-    if not software.cuda:
-        return unavailable("torch is built without CUDA" if software.torch else "there is no torch")
-    searched = [one for one in software.searched if "cudnn" in one]
-    if searched:
-        return warn(
-            f"LD_LIBRARY_PATH or LD_PRELOAD has another cuDNN: {some(searched, 2)}",
-            "cuDNN loads its parts by name: mixed versions end with CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH",
-            host="unset LD_LIBRARY_PATH LD_PRELOAD   (the wheels find their own)",
-            docker="docker run -e LD_LIBRARY_PATH= …",
-            compose="environment: {LD_LIBRARY_PATH: ''}",
-            kubernetes="env: [{name: LD_LIBRARY_PATH, value: ''}]",
-            slurm="module unload cudnn cuda",
-        )
-    there = {
-        name: version for name, version in software.installed.items() if name.startswith("nvidia-cudnn-cu")
-    }
-    wrong = _not_wanted(software, lambda name: name.startswith("nvidia-cudnn-"))
-    if len(there) > 1 or wrong:
-        listed = some(wrong or [f"{name} {version}" for name, version in there.items()])
-        return bad(
-            listed,
-            "torch was built with another one",
-            host="make clean-venv && make venv",
-            docker="docker run --rm IMAGE …   (a new container)",
-        )
-    return fine(f"one cuDNN, {next(iter(there.values()), 'in the torch package itself')}")
-
-
-def _not_wanted(software: Software, ours: object) -> list[str]:
-    assert callable(ours)
-    return [
-        f"{name} {software.installed[name]} (torch wants {version})"
-        for name, version in software.wanted.items()
-        if name in software.installed and ours(name) and software.installed[name] != version
-    ]
-
-
-def compiler(box: Box) -> Finding:
-    """Whether torch.compile finds a compiler."""
-    return _for_compiling(
-        box, box.software.compiler, "a compiler is there for torch.compile", "g++", "gcc-c++"
-    )
-
-
-def headers(box: Box) -> Finding:
-    """Whether torch.compile finds Python's headers."""
-    there = "Python.h is there for torch.compile"
-    return _for_compiling(box, box.software.headers, there, "python3-dev", "python3-devel")
-
-
-def _for_compiling(box: Box, missing: str, there: str, package: str, other: str) -> Finding:
-    if not missing:
-        return fine(there)
-    planned = f", which {box.plan.recipe} sets" if box.plan.compiles else ""
+def compiler(box: Box) -> CheckResult:
+    """Whether torch.compile finds a compiler and Python's headers."""
+    if not box.software.uncompiled:
+        return fine("a compiler and Python.h are there for torch.compile")
+    planned = f", which {box.needs.recipe} sets" if box.needs.compiles else ""
     return warn(
-        missing,
+        box.software.uncompiled,
         f"with compile.mode{planned} it says so and trains eagerly: slower",
-        host=f"sudo apt-get install {package}   (dnf install {other})",
-        docker="the images of this project have both: docker run trainer:torch2.9-cu128-train …",
+        container="the images of this project have both: docker run trainer:torch2.9-cu128-train …",
         slurm="module load gcc",
+        host="sudo apt-get install g++ python3-dev   (dnf install gcc-c++ python3-devel)",
     )
 
 
-def user_site(box: Box) -> Finding:
+def user_site(box: Box) -> CheckResult:
     """Whether packages of the user's own get in."""
     leaked = box.software.leaked
     if not leaked:
@@ -314,36 +242,26 @@ def user_site(box: Box) -> Finding:
     return judge(
         f"{some(locked or leaked)} in ~/.local come before or beside the environment's",
         "pip install --user, or a home folder that is mounted into the container",
-        docker="docker run -e PYTHONNOUSERSITE=1 …",
-        compose="environment: {PYTHONNOUSERSITE: '1'}",
-        kubernetes="env: [{name: PYTHONNOUSERSITE, value: '1'}]",
-        slurm="export PYTHONNOUSERSITE=1   (Pyxis: --no-container-mount-home; Apptainer: --containall)",
-        host="export PYTHONNOUSERSITE=1",
+        **variable("PYTHONNOUSERSITE", "1"),
     )
 
 
-def path(box: Box) -> Finding:
+def path(box: Box) -> CheckResult:
     """Whether a folder hides installed packages."""
     if box.software.shadowed:
         return bad(
             some(box.software.shadowed),
             "ranks are started as modules: what lies on PYTHONPATH or where one stands is imported instead",
+            container="docker run -e PYTHONPATH= -w /workspace …",
             host="unset PYTHONPATH; start it in another folder, or rename that one",
-            docker="docker run -e PYTHONPATH= -w /workspace …",
-            compose="environment: {PYTHONPATH: ''}",
-            kubernetes="env: [{name: PYTHONPATH, value: ''}]",
-            slurm="export PYTHONPATH=",
         )
     return fine("nothing hides an installed package")
 
 
 CHECKS = (
     ("software.lock", lock),
-    ("software.python", python),
     ("software.cuda", cuda),
-    ("software.cudnn", cudnn),
     ("software.compiler", compiler),
-    ("software.headers", headers),
     ("software.user_site", user_site),
     ("software.path", path),
 )

@@ -1,4 +1,7 @@
-"""The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and locks."""
+"""The pinned stacks, from the table that `scripts/stack_table.py` makes of stacks/*/stack.toml and locks.
+
+Without packages: scripts/engine_checks.py asks it, too.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from trainer.commands.doctor.facts import Gpus, Software
+if TYPE_CHECKING:
+    from trainer.commands.doctor.facts import Software
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,9 @@ class Stack:
         torchvision: …
         torchaudio: …
         cuda: …
-        cudnn: …
-        nccl: …
         architectures: GPUs that torch has code for, such as sm_90.
         native: Driver from which everything works.
         floor: Driver from which it works but for JIT of PTX.
-        made: Day of the locks, in seconds since 1970.
         lock: SHA-256 of wheels.lock.
         wheels: Version of each locked wheel that training needs; several where they depend on the Python.
     """
@@ -38,12 +40,9 @@ class Stack:
     torchvision: str
     torchaudio: str
     cuda: str
-    cudnn: str
-    nccl: str
     architectures: list[str]
     native: str
     floor: str
-    made: int
     lock: str
     wheels: Mapping[str, str]
 
@@ -52,10 +51,6 @@ class Stack:
         wanted = divmod(int(architecture[3:]), 10)
         has = [divmod(int(one[3:]), 10) for one in self.architectures]
         return any(one[0] == wanted[0] and one[1] <= wanted[1] for one in has)
-
-    def runs(self, driver: str, architectures: Iterable[str]) -> bool:
-        """Whether a driver is new enough and every GPU has code."""
-        return numbers(driver) >= numbers(self.floor) and all(self.covers(one) for one in architectures)
 
 
 def read_stacks() -> dict[str, Stack]:
@@ -81,8 +76,13 @@ def stack_of(software: Software, stacks: Mapping[str, Stack]) -> Stack | None:
     return None
 
 
-def fitting(gpus: Gpus, stacks: Mapping[str, Stack]) -> Stack | None:
-    """The newest stack for a driver and the GPUs that there are."""
-    architectures = {card.architecture for card in gpus.cards if card.architecture}
-    fits = [stack for stack in stacks.values() if stack.runs(gpus.driver, architectures)]
-    return max(fits, key=lambda stack: (numbers(stack.torch), numbers(stack.cuda)), default=None)
+def fitting(driver: str, architectures: Iterable[str], stacks: Mapping[str, Stack]) -> str:
+    """The name of the newest stack for a driver and GPUs; "" if there is none."""
+    wanted = list(architectures)
+    fits = [
+        stack
+        for stack in stacks.values()
+        if numbers(driver) >= numbers(stack.floor) and all(map(stack.covers, wanted))
+    ]
+    best = max(fits, key=lambda stack: (numbers(stack.torch), numbers(stack.cuda)), default=None)
+    return best.name if best else ""

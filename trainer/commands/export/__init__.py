@@ -8,6 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.host.latest import run_path
+
 
 def add_parser(commands: Any) -> None:
     """Adds `export` to the commands."""
@@ -16,7 +18,9 @@ def add_parser(commands: Any) -> None:
         help="write a run's model for use elsewhere, checked in a fresh process; exit code 1: it differs",
         allow_abbrev=False,
     )
-    export.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    export.add_argument(
+        "folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint"
+    )
     export.add_argument(
         "--to",
         required=True,
@@ -46,6 +50,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainer.train.run_folder import read_run
+
+    read_run(options.folder)  # what is no run is said before torch is imported
     from trainer.commands.export.export import export
 
     return export(options)

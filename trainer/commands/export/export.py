@@ -4,7 +4,6 @@ import argparse
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
-from trainer.config.redact import redact_text
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
@@ -31,11 +29,12 @@ from trainer.models.export.formats import (
     write_torchscript,
 )
 from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
+from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
-from trainer.observe.working import staged
 from trainer.train.manifest import file_hash
 from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
-from trainer.train.run_folder import save_weights, shown, write_json
+from trainer.train.recording import save_weights
+from trainer.train.run_folder import shown, write_json
 
 _ABOUT = "model.json"
 _EXAMPLES = 3  # samples that are traced with; any number but one, which torch takes for a constant
@@ -98,7 +97,7 @@ def export(options: argparse.Namespace) -> int:
             ) from problem
         except NotTheSame as problem:
             line = " ".join(f"{run.folder} as {name}: {problem}; nothing was written".split())
-            print(f"trainer: {plain(redact_text(line), 1000)}", file=sys.stderr)
+            warn(plain(line, 1000))
             return EXIT_FAILED
     finally:
         shutil.rmtree(beside, ignore_errors=True)

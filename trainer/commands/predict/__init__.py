@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.host.latest import run_path
+
 
 def add_parser(commands: Any) -> None:
     """Adds `predict` to the commands."""
@@ -17,7 +19,9 @@ def add_parser(commands: Any) -> None:
         help="what a run's model says of files; without any, of its evaluation data",
         allow_abbrev=False,
     )
-    predict.add_argument("folder", type=Path, metavar="RUN", help="run folder, finished or with a checkpoint")
+    predict.add_argument(
+        "folder", type=run_path, metavar="RUN", help="run folder (or latest), finished or with a checkpoint"
+    )
     predict.add_argument("files", type=Path, nargs="*", metavar="FILE", help="images or recordings")
     predict.add_argument("--out", type=Path, metavar="FILE", help="write a grid of pictures (.png)")
     predict.add_argument(
@@ -56,6 +60,9 @@ def _add_text(predict: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainer.train.run_folder import read_run
+
+    read_run(options.folder)  # what is no run is said before torch is imported
     from trainer.commands.predict.predict import predict
 
     return predict(options)

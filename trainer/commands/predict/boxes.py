@@ -9,15 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.commands.predict.classes import say_unread, show_rows
+from trainer.commands.predict.classes import code_for, read_each, show_rows
 from trainer.commands.predict.grid import Caption, check_picture, fitted, write_grid
 from trainer.commands.predict.images import content, whole
-from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.formats.boxes import BOXES, COUNT, CROWD, IMAGE, LABEL, Picture, place
 from trainer.data.loader import Batch
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
-from trainer.models.detection import Found, detections
+from trainer.errors import EXIT_DONE
+from trainer.models.detection import Detections, detections
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 from trainer.train.run import device_kind
 
@@ -47,17 +46,13 @@ class Seen(NamedTuple):
 def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     """Prints what the model finds, and draws it; returns the exit code."""
     check_picture(options.out)
-    seen, unread = list[Seen](), 0
-    for path in options.files:
-        try:
-            seen.append(as_evaluated(path, run))
-        except Corrupt as error:
-            unread += 1
-            say_unread(path, error)
-    if not options.files:
-        seen = _of_evaluation(run, options.samples)
+    if options.files:
+        there = read_each(options.files, lambda path: as_evaluated(path, run))
+        code, seen = code_for(there, options.files), [one for _, one in there]
+    else:
+        code, seen = EXIT_DONE, _of_evaluation(run, options.samples)
     if not seen:
-        return EXIT_BAD_INPUT
+        return code
     found = _found(run, seen, options.score)
     order = sorted(range(len(seen)), key=lambda n: not _mistaken(seen[n], found[n]))
     seen, found = [seen[n] for n in order], [found[n] for n in order]
@@ -75,7 +70,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
         write_grid(options.out, [drawn(one, boxes, classes) for one, boxes in pairs], captions, _SIDE)
         true = "" if options.files else "; green: what is there"
         print(f"orange: found, with a score of at least {options.score:g}{true}")
-    return EXIT_FAILED if unread else EXIT_DONE
+    return code
 
 
 def as_evaluated(path: Path, run: OpenedRun) -> Seen:
@@ -111,29 +106,31 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[Seen]:
     return seen
 
 
-def _found(run: OpenedRun, seen: Sequence[Seen], score: float) -> list[Found]:
+def _found(run: OpenedRun, seen: Sequence[Seen], score: float) -> list[Detections]:
     device = torch.device(device_kind(run.recipe))
-    model, found = run.model.to(device), list[Found]()
+    model, found = run.model.to(device), list[Detections]()
     with torch.inference_mode():
         for start in range(0, len(seen), _TOGETHER):
             pixels = np.stack([one.pixels for one in seen[start : start + _TOGETHER]])
             batch = Batch({IMAGE: torch.from_numpy(pixels).to(device)}, None, None, len(pixels))
             (image,) = inputs_of(run, batch)
-            found += [Found(*(rows.cpu() for rows in one)) for one in detections(model, image, least=score)]
+            found += [
+                Detections(*(rows.cpu() for rows in one)) for one in detections(model, image, least=score)
+            ]
     return found
 
 
-def _mistaken(one: Seen, found: Found) -> bool:
+def _mistaken(one: Seen, found: Detections) -> bool:
     """Whether other things are found than there are, wherever they lie."""
     return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
 
 
-def _count(one: Seen, found: Found) -> str:
+def _count(one: Seen, found: Detections) -> str:
     true = "" if one.truth is None else f" of {len(one.truth[1])}"
     return f"{len(found.labels)}{true}"
 
 
-def _best(one: Seen, found: Found, classes: Sequence[str], top: int) -> str:
+def _best(one: Seen, found: Detections, classes: Sequence[str], top: int) -> str:
     parts = []
     for box, score, label in list(zip(found.boxes, found.scores, found.labels, strict=True))[:top]:
         corners = ", ".join(f"{edge / one.factor:.0f}" for edge in box.tolist())
@@ -141,7 +138,7 @@ def _best(one: Seen, found: Found, classes: Sequence[str], top: int) -> str:
     return "; ".join(parts)
 
 
-def drawn(one: Seen, found: Found, classes: Sequence[str]) -> Pixels:
+def drawn(one: Seen, found: Detections, classes: Sequence[str]) -> Pixels:
     """The picture with what is found and what is there: uint8 (side, side, 3)."""
     from PIL import Image, ImageDraw, ImageFont
 

@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -12,12 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.config.redact import redact_text
+from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
 from trainer.data.loader import Batch
 from trainer.data.sources import LABEL
+from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.text import plain
 from trainer.train.model_of_run import OpenedRun, inputs_of, read_samples
 from trainer.train.run import device_kind
+
+Item = TypeVar("Item")
 
 _TOGETHER = 64
 _LOOKED_AT = 1000  # samples of the evaluation data, of which some are shown
@@ -111,11 +115,24 @@ def of_evaluation(
     return fields, shown, [told[n] for n in shown]
 
 
-def say_unread(path: Path, why: Exception) -> None:
-    """Names a file that can't be read, in one line on standard error."""
-    named = str(why) if path.name in str(why) else f"{path}: {why}"
-    line = " ".join(redact_text(named).split())
-    print(f"trainer: {plain(line, 400)}", file=sys.stderr)
+def read_each(paths: Sequence[Path], read: Callable[[Path], Item]) -> list[tuple[str, Item]]:
+    """Files that can be read, by name; of each other there is a line on standard error."""
+    there = list[tuple[str, Item]]()
+    for path in paths:
+        try:
+            there.append((str(path), read(path)))
+        except (BadInputError, Corrupt) as error:
+            named = str(error) if path.name in str(error) else f"{path}: {error}"
+            line = " ".join(redact_text(named).split())
+            print(f"trainer: {plain(line, 400)}", file=sys.stderr)
+    return there
+
+
+def code_for(there: Sequence[object], paths: Sequence[Path]) -> int:
+    """The exit code where some of the files, or all, or none could be read."""
+    if not there:
+        return EXIT_BAD_INPUT
+    return EXIT_FAILED if len(there) < len(paths) else EXIT_DONE
 
 
 def show_table(what: str, found: Sequence[Guess]) -> None:

@@ -1,6 +1,7 @@
 """Images to classes: of files, or of the evaluation data with the mistakes first."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 from trainer.commands.predict.classes import (
     Guess,
+    code_for,
     guesses,
     of_evaluation,
     probabilities,
-    say_unread,
+    read_each,
     show_table,
 )
 from trainer.commands.predict.grid import check_picture, write_grid
@@ -21,7 +23,7 @@ from trainer.data.corrupt import Corrupt
 from trainer.data.formats.crop import Box, central_cut
 from trainer.data.formats.images import ImageDataset
 from trainer.data.sources import IMAGE, LABEL
-from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
+from trainer.errors import EXIT_DONE
 from trainer.train.model_of_run import OpenedRun
 
 Pixels = npt.NDArray[np.uint8]
@@ -35,23 +37,17 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
         pixels = fields[IMAGE].numpy()
         _draw(options.out, [pixels[n] for n in shown], found)
         return EXIT_DONE
-    images, names, unread = list[Pixels](), list[str](), 0
-    for path in options.files:
-        try:
-            images.append(as_evaluated(path, run))
-            names.append(str(path))
-        except Corrupt as error:
-            unread += 1
-            say_unread(path, error)
-    if not images:
-        return EXIT_BAD_INPUT
-    fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: torch.zeros(len(images), dtype=torch.int64)}
-    found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
-    show_table("file", found)
-    if run.recipe.data.name == "digits":
-        print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
-    _draw(options.out, images, found)
-    return EXIT_FAILED if unread else EXIT_DONE
+    there = read_each(options.files, lambda path: as_evaluated(path, run))
+    if there:
+        names, images = zip(*there, strict=True)
+        label = torch.zeros(len(images), dtype=torch.int64)
+        fields = {IMAGE: torch.from_numpy(np.stack(images)), LABEL: label}
+        found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
+        show_table("file", found)
+        if run.recipe.data.name == "digits":
+            print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
+        _draw(options.out, images, found)
+    return code_for(there, options.files)
 
 
 def content(path: Path) -> bytearray:
@@ -109,7 +105,7 @@ def _square(height: int, width: int) -> Box:
     return Box((height - side) // 2, (width - side) // 2, side, side)
 
 
-def _draw(out: Path | None, images: list[Pixels], found: list[Guess]) -> None:
+def _draw(out: Path | None, images: Sequence[Pixels], found: list[Guess]) -> None:
     if out is None:
         return
     captions = [

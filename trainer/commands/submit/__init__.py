@@ -2,6 +2,7 @@
 
 - `launching`: from the options to jobs, each a `spec`, checked before anything is submitted (`partition`)
 - `docker`, `compose`, `slurm`, `kubernetes`, `kubeflow`: the file for each place, of `container` and `pods`
+- `site_file`, `environment`, `patch`: what a site says: defaults, where secrets come from, words in manifests
 - `submit`: gives it to the engine or the cluster; `sweep`: several runs; `carried`: files that go along
 """
 
@@ -26,31 +27,91 @@ def add_parser(commands: Any) -> None:
     add("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file, or of a .py file's task")
     add("--on", required=True, choices=PLACES, dest="place", help="what runs it")
     add("--dry-run", action="store_true", help="print the file instead of submitting it")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
+    add(
+        "--set",
+        action="append",
+        dest="settings",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key; repeatable",
+    )
     add("--name", default="", help="of the job and its run folder; the same name goes on with the same run")
     add("--image", default="", metavar="REF", help="best by digest: HOST/NAME@sha256:… (make push prints it)")
-    add("--nodes", default="1", metavar="N|MIN:MAX", help="hosts or pods; MIN: it goes on with so few")
+    add("--nnodes", default="1", metavar="N|MIN:MAX", help="hosts or pods; MIN: it goes on with so few")
     add("--gpus-per-node", type=int, metavar="N", help="a rank each (default: 0, on CPUs)")
-    add("--ranks-per-node", type=int, metavar="N", help="without GPUs (default: 1)")
+    add("--nproc-per-node", type=int, metavar="N", help="without GPUs (default: 1)")
     add("--cpus-per-node", type=int, metavar="N", help="cores (default: 4)")
-    add("--memory", type=int, metavar="GIB", help="of a node (default: 16)")
-    add("--shm", type=int, metavar="GIB", help="of /dev/shm, counted in the memory (default: 2)")
-    add("--time", metavar="TIME", help="of one attempt: minutes, HH:MM, HH:MM:SS, D-HH:MM (default: 1-00:00)")
-    add("--grace", type=int, metavar="S", help="for the checkpoint after a signal (default: 90)")
+    add("--memory", type=int, dest="memory_gib", metavar="GIB", help="of a node (default: 16)")
+    add(
+        "--shm",
+        type=int,
+        dest="shm_gib",
+        metavar="GIB",
+        help="of /dev/shm, counted in the memory (default: 2)",
+    )
+    add(
+        "--time",
+        dest="minutes",
+        metavar="TIME",
+        help="of one attempt: minutes, HH:MM, HH:MM:SS, D-HH:MM (default: 1-00:00)",
+    )
+    add(
+        "--grace",
+        type=int,
+        dest="grace_seconds",
+        metavar="S",
+        help="for the checkpoint after a signal (default: 90)",
+    )
     add("--data", metavar="DIR|pvc:CLAIM", help="shown as /data, read-only")
     add("--runs", metavar="DIR|pvc:CLAIM", help="where run folders are made (default: runs)")
     add("--cache", metavar="DIR|pvc:CLAIM", help="kept from job to job: compiled kernels, copies of data")
     add("--port", type=int, metavar="P", help="of the rendezvous on node 0, and the next (default: 29500)")
     add("--user", metavar="UID:GID", help="(default: 1000:1000; on docker and compose the caller)")
-    add("--env", action="append", default=[], metavar="K=V", help="a variable; repeatable")
+    add("--env", action="append", default=[], metavar="K=V", help="a variable, no secret; repeatable")
+    add(
+        "--env-from",
+        action="append",
+        default=[],
+        metavar="secret:NAME|file:PATH",
+        help="variables that may be secrets: of a Secret of Kubernetes; elsewhere of a file of NAME=VALUE",
+    )
+    add("--rdma", metavar="RESOURCE=N|host", help="Kubernetes: a device plugin's resource; Slurm: host")
+    add("--site", type=Path, metavar="FILE", help="defaults by place (default: ~/.config/trainer/site.yaml)")
     add("--sweep", type=Path, metavar="FILE", help="several runs: grid: {KEY: [A, B]}, or runs: [{KEY: A}]")
     for name in ("partition", "account", "qos"):
         add(f"--{name}", help="of Slurm")
+    add(
+        "--sbatch-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="Slurm: a further option, as --sbatch-arg=--constraint=h100; repeatable",
+    )
     add("--container", choices=CONTAINERS, help="Slurm: how it enters the image (default: pyxis)")
     add("--venv", metavar="DIR", help="Slurm: the environment of --container venv (default: .venv)")
     add("--namespace", help="of Kubernetes (default: default)")
-    add("--jobset", action="store_true", default=None, help="Kubernetes: a JobSet instead of an Indexed Job")
+    add(
+        "--jobset",
+        action=argparse.BooleanOptionalAction,
+        help="Kubernetes: a JobSet instead of an Indexed Job",
+    )
     add("--kubeflow", choices=KUBEFLOW, help="v2: TrainJob; v1: PyTorchJob (default: v2)")
+    add("--queue", metavar="NAME", help="Kubernetes, Kubeflow: a queue of Kueue")
+    add("--service-account", metavar="NAME", help="Kubernetes, Kubeflow: of the pods")
+    add(
+        "--patch",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="Kubernetes, Kubeflow: merged into the manifests (docs/clusters.md); repeatable",
+    )
+    launch.told = {
+        "--from": "a job begins its run anew, or goes on with the run of its --name; for the weights of "
+        "another run give --set model.pretrained=runs/RUN/model.safetensors (--env-from is about variables)",
+        "--resume": "a job goes on by itself with the run of its --name",
+        "--out": "--name says the run folder, below --runs",
+    }
     launch.set_defaults(run=_run)
 
 

@@ -1,6 +1,5 @@
 """What a configuration names on this machine, and how the job's containers come to see it."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ PATHS = ("data.path", "data.cache", "model.pretrained", "task")
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
     """The keys that name a path outside of what every container has, with that path."""
-    settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
     unread = spec.recipe.startswith(INSIDE) and spec.recipe_text is None
-    values = override({} if unread else read_recipe(spec.recipe), settings)
+    values = override({} if unread else read_recipe(spec.recipe), spec.all_settings())
     found = {key: _value(values, key) for key in PATHS}
     return {key: path for key, path in found.items() if path and not _is_there(spec, key, path)}
 
@@ -36,7 +34,7 @@ def _is_there(spec: JobSpec, key: str, path: str) -> bool:
         return not path.endswith(".py") or Path(path).absolute() == Path(spec.recipe).absolute()
     if f"{path}/".startswith(f"{container.DATA}/"):
         return spec.data is not None
-    return "://" in path or path.startswith(INSIDE)
+    return "://" in path or path.startswith((*INSIDE, "hub:", "torchvision:"))
 
 
 def carried(spec: JobSpec, place: Place) -> JobSpec:

@@ -4,19 +4,21 @@ from typing import Any
 
 from trainer.commands.submit import container
 from trainer.commands.submit.docker import mounts
+from trainer.commands.submit.environment import from_files
 from trainer.commands.submit.spec import JobSpec, Site
+from trainer.host.engine import STACK_BYTES
 
 
-def render(spec: JobSpec, _site: Site) -> str:
+def render(spec: JobSpec, site: Site) -> str:
     """The file.
 
     Raises:
-        BadInputError: For a claim instead of a folder.
+        BadInputError: For a claim instead of a folder, or a file of variables that can't be used.
     """
     return container.dump(
         {
             "name": spec.name,
-            "services": {_host(rank): _service(spec, rank) for rank in range(spec.nodes)},
+            "services": {_host(rank): _service(spec, site, rank) for rank in range(spec.nnodes)},
             "networks": {"nodes": {}},
         }
     )
@@ -26,8 +28,8 @@ def _host(rank: int) -> str:
     return f"node-{rank}"
 
 
-def _service(spec: JobSpec, rank: int) -> dict[str, Any]:
-    scratch = (*container.SCRATCH.values(), *([] if spec.cache else [container.CACHE]))
+def _service(spec: JobSpec, site: Site, rank: int) -> dict[str, Any]:
+    files = [container.doubled(str(path)) for path in from_files(site)]
     environment = {**container.variables(spec), **_rendezvous(spec, rank)}
     service = {
         "image": container.check_image(spec),
@@ -36,16 +38,17 @@ def _service(spec: JobSpec, rank: int) -> dict[str, Any]:
         "networks": ["nodes"],
         "user": spec.user,
         "read_only": True,
-        "tmpfs": [f"{where}:exec" for where in scratch],
+        "tmpfs": [f"{where}:exec" for where in container.scratch(spec)],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "cpus": spec.cpus_per_node,
         "mem_limit": f"{spec.memory_gib}g",
         "shm_size": f"{spec.shm_gib}g",
-        "ulimits": {"stack": container.STACK_BYTES},
+        "ulimits": {"stack": STACK_BYTES},
         "stop_grace_period": f"{spec.stop_seconds}s",
         # An engine restarts after every code or none: after 75 one says `up` again.
         "restart": "no",
+        **({"env_file": files} if files else {}),
         "environment": {name: container.doubled(value) for name, value in environment.items()},
         "volumes": [
             {
@@ -65,16 +68,16 @@ def _service(spec: JobSpec, rank: int) -> dict[str, Any]:
 
 
 def _rendezvous(spec: JobSpec, rank: int) -> dict[str, str]:
-    if spec.nodes == 1:
+    if spec.nnodes == 1:
         return {}
-    node = {"NNODES": spec.nnodes, "NODE_RANK": str(rank)}
+    node = {"NNODES": spec.nnodes_text, "NODE_RANK": str(rank)}
     return {**node, "MASTER_ADDR": _host(0), "MASTER_PORT": str(spec.port)}
 
 
 def _gpus(spec: JobSpec, rank: int) -> dict[str, Any]:
     """Several nodes on one machine share its GPUs: each gets its own."""
     device: dict[str, Any] = {"driver": "nvidia", "capabilities": ["gpu"]}
-    if spec.nodes == 1:
+    if spec.nnodes == 1:
         return {**device, "count": spec.gpus_per_node}
     first = rank * spec.gpus_per_node
     return {**device, "device_ids": [str(first + gpu) for gpu in range(spec.gpus_per_node)]}

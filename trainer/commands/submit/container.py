@@ -7,6 +7,7 @@ import yaml
 
 from trainer.commands.submit.spec import JobSpec
 from trainer.errors import BadInputError
+from trainer.host.environment import IMAGE_DIGEST
 
 DATA = "/data"
 RUNS = "/workspace/runs"
@@ -15,7 +16,6 @@ CACHE = "/cache"
 RECIPE = "/recipe"
 # What the image writes to besides, as its root is read-only; torch.compile runs code from these.
 SCRATCH = {"tmp": "/tmp", "home": "/home/trainer"}
-STACK_BYTES = 64 << 20
 
 
 class Plain(yaml.SafeDumper):
@@ -51,6 +51,11 @@ def check_image(spec: JobSpec) -> str:
     return spec.image
 
 
+def scratch(spec: JobSpec) -> list[str]:
+    """Folders that the container writes to, and that end with it."""
+    return [*SCRATCH.values(), *([] if spec.cache else [CACHE])]
+
+
 def recipe_file(spec: JobSpec) -> str:
     """Where the container finds the recipe that came along, or an empty string."""
     return f"{RECIPE}/{PurePosixPath(spec.recipe).name}" if spec.recipe_text is not None else ""
@@ -83,7 +88,7 @@ def variables(spec: JobSpec) -> dict[str, str]:
     """What is set in every container, whatever node it is."""
     digest = spec.image.partition("@")[2]
     return {
-        **({"TRAINER_IMAGE_DIGEST": digest} if digest else {}),
+        **({IMAGE_DIGEST: digest} if digest else {}),
         # The image asks for every GPU: where NVIDIA's runtime is the default one, a container gets them all.
         **({} if spec.gpus_per_node else {"NVIDIA_VISIBLE_DEVICES": "void"}),
         **spec.environment,

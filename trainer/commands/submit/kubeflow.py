@@ -1,6 +1,7 @@
 """A job for Kubeflow: TrainJob of its Trainer (v2), or PyTorchJob of its Training Operator (v1)."""
 
 from trainer.commands.submit import container, pods
+from trainer.commands.submit.patch import with_site
 from trainer.commands.submit.spec import JobSpec, Site
 from trainer.errors import EXIT_REQUEUE, BadInputError
 
@@ -18,10 +19,11 @@ def render(spec: JobSpec, site: Site) -> str:
     """The objects, one YAML document each.
 
     Raises:
-        BadInputError: For a folder of this machine, root, no image, or what TrainJob has no field for.
+        BadInputError: For a folder of this machine, root, no image, a patch that matches nothing, or what
+            TrainJob has no field for.
     """
     documents = _pytorch_job(spec, site) if site.kubeflow == "v1" else _train_job(spec, site)
-    return container.dump(*pods.beside(spec, site), *documents)
+    return container.dump(*with_site([*pods.beside(spec, site), *documents], site))
 
 
 def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
@@ -30,27 +32,21 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
     The plugin sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT in the
     container `node` of the replicated job that has the label.
     """
-    if spec.least_nodes is not None:
+    if spec.min_nnodes is not None:
         raise BadInputError(
-            f"--nodes {spec.nnodes}: a TrainJob has a fixed number of nodes; use --on kubernetes"
+            f"--nnodes {spec.nnodes_text}: a TrainJob has a fixed number of nodes; use --on kubernetes"
         )
     if spec.port != _PORT:
         raise BadInputError(f"--port {spec.port}: a TrainJob's nodes meet at {_PORT}; leave --port out")
-    job = pods.job_spec(spec, pods.pod(spec, "node"), retries=0)
-    bad_input = {"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    # By this label the plugin knows the job.
     ancestor = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    node = {"name": "node", "replicas": 1, "template": {"metadata": {"labels": ancestor}, "spec": job}}
-    sets = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": pods.RETRIES, "rules": [bad_input]},
-        "replicatedJobs": [node],
-    }
+    sets = pods.job_set(spec, pods.pod(spec, "node"), labels=ancestor)
     return [
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainingRuntime",
             "metadata": pods.metadata(spec, site),
-            "spec": {"mlPolicy": {"numNodes": spec.nodes, "torch": {}}, "template": {"spec": sets}},
+            "spec": {"mlPolicy": {"numNodes": spec.nnodes, "torch": {}}, "template": {"spec": sets}},
         },
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -63,7 +59,7 @@ def _train_job(spec: JobSpec, site: Site) -> list[pods.Document]:
                     "name": spec.name,
                 },
                 "trainer": {
-                    "numNodes": spec.nodes,
+                    "numNodes": spec.nnodes,
                     "numProcPerNode": spec.ranks,
                     "resourcesPerNode": pods.resources(spec),
                 },
@@ -86,18 +82,18 @@ def _pytorch_job(spec: JobSpec, site: Site) -> list[pods.Document]:
         "template": pods.pod(spec, "pytorch", ports=found, words=words),
     }
     roles = {"Master": {"replicas": 1, **replicas}}
-    if spec.nodes > 1:
-        roles["Worker"] = {"replicas": spec.nodes - 1, **replicas}
+    if spec.nnodes > 1:
+        roles["Worker"] = {"replicas": spec.nnodes - 1, **replicas}
     job = {
         "nprocPerNode": str(spec.ranks),
         # When the master is done, so is the job; what still runs then would run on.
         "runPolicy": {"cleanPodPolicy": "Running"},
         "pytorchReplicaSpecs": roles,
     }
-    if spec.least_nodes is not None:
+    if spec.min_nnodes is not None:
         job["elasticPolicy"] = {
-            "minReplicas": spec.least_nodes,
-            "maxReplicas": spec.nodes,
+            "minReplicas": spec.min_nnodes,
+            "maxReplicas": spec.nnodes,
             "rdzvBackend": "c10d",
             "rdzvHost": f"{spec.name}-master-0",
             "rdzvPort": spec.port,

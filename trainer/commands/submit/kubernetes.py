@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer.commands.submit import container, pods
+from trainer.commands.submit.patch import with_site
 from trainer.commands.submit.spec import JobSpec, Site
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -12,9 +13,10 @@ def render(spec: JobSpec, site: Site) -> str:
     """The objects, one YAML document each.
 
     Raises:
-        BadInputError: For a folder of this machine, root, or no image.
+        BadInputError: For a folder of this machine, root, no image, or a patch that matches nothing.
     """
-    return container.dump(*pods.beside(spec, site), *(_job_set if site.jobset else _job)(spec, site))
+    documents = [*pods.beside(spec, site), *(_job_set if site.jobset else _job)(spec, site)]
+    return container.dump(*with_site(documents, site))
 
 
 def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
@@ -22,9 +24,9 @@ def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": pods.metadata(spec, site),
-        "spec": pods.job_spec(spec, _pod(spec, f"{spec.name}-0.{spec.name}"), pods.RETRIES * spec.nodes),
+        "spec": pods.job_spec(spec, _pod(spec, f"{spec.name}-0.{spec.name}"), pods.RETRIES * spec.nnodes),
     }
-    if spec.nodes == 1:
+    if spec.nnodes == 1:
         return [job]
     job["spec"]["template"]["spec"]["subdomain"] = spec.name
     service = {
@@ -43,35 +45,24 @@ def _job(spec: JobSpec, site: Site) -> list[pods.Document]:
 
 
 def _job_set(spec: JobSpec, site: Site) -> list[pods.Document]:
-    """All nodes start again together when one failed; after a checkpoint each goes on as in a Job."""
+    """After a checkpoint each node goes on as in a Job."""
     # JobSet names pods <set>-<replicated job>-<job's index>-<pod's index>, in a domain of the set's name.
     template = _pod(spec, f"{spec.name}-node-0-0.{spec.name}")
-    bad_input = {"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return [
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": pods.metadata(spec, site),
-            "spec": {
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                "failurePolicy": {"maxRestarts": pods.RETRIES, "rules": [bad_input]},
-                "replicatedJobs": [
-                    {
-                        "name": "node",
-                        "replicas": 1,
-                        "template": {"spec": pods.job_spec(spec, template, retries=0)},
-                    }
-                ],
-            },
+            "spec": pods.job_set(spec, template),
         }
     ]
 
 
 def _pod(spec: JobSpec, master: str) -> pods.Document:
-    if spec.nodes == 1:
+    if spec.nnodes == 1:
         return pods.pod(spec, "trainer")
     rendezvous: list[dict[str, Any]] = [
-        {"name": "NNODES", "value": spec.nnodes},
+        {"name": "NNODES", "value": spec.nnodes_text},
         {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "MASTER_ADDR", "value": master},
         {"name": "MASTER_PORT", "value": str(spec.port)},

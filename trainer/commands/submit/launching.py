@@ -1,7 +1,6 @@
 """From the options of `trainer submit` to jobs that are checked before anything is submitted."""
 
 import argparse
-import itertools
 import os
 import shlex
 import sys
@@ -10,34 +9,28 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from trainer.commands.submit import slurm, sweep
+from trainer.commands.submit import environment, slurm, sweep
 from trainer.commands.submit.carried import INSIDE, carried, local_paths
 from trainer.commands.submit.partition import check_partition, unseen_folders
-from trainer.commands.submit.places import render
-from trainer.commands.submit.spec import JobSpec, Place, Site, pinned
+from trainer.commands.submit.places import PLACES
+from trainer.commands.submit.site_file import with_defaults
+from trainer.commands.submit.spec import OPTIONS, JobSpec, Place, Site, pinned
 from trainer.commands.submit.submit import check_here, submit
 from trainer.config.recipe_file import provisional, read_recipe
 from trainer.errors import EXIT_DONE, BadInputError
 
 _LOCAL = ("docker", "compose")
+_EFA = "vpc.amazonaws.com/efa"
 _RECIPE_FILES = (".yaml", ".yml", ".py")
-# Fields of the two models whose options have another name.
-_OPTIONS = {
-    "minutes": "time",
-    "memory_gib": "memory",
-    "shm_gib": "shm",
-    "grace_seconds": "grace",
-    "environment": "env",
-    "least_nodes": "nodes",
-    "settings": "set",
-}
 
 
 def launch_job(options: argparse.Namespace) -> int:
     """Runs `trainer submit`; 1 if what submits it refused."""
     place = cast(Place, options.place)
+    with_defaults(options, place)
     given = {name: value for name, value in vars(options).items() if value is not None}
     site = _model(Site, {name: given[name] for name in Site.model_fields if name in given})
+    _check_place(place, site)
     spec = _model(JobSpec, job_fields(options, place))
     specs = [spec]
     if options.sweep:
@@ -49,7 +42,9 @@ def launch_job(options: argparse.Namespace) -> int:
     array = place == "slurm" and bool(options.sweep)
     jobs = [spec] if array else specs
     files = (
-        [slurm.render_array(specs, site, spec.name)] if array else [render(place, one, site) for one in specs]
+        [slurm.render_array(specs, site, spec.name)]
+        if array
+        else [PLACES[place].render(one, site) for one in specs]
     )
     for one in specs:
         check_here(place, one)
@@ -80,34 +75,58 @@ def job_fields(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     """The fields of the specification that the options give.
 
     Raises:
-        BadInputError: If --nodes or --env is none.
+        BadInputError: If --nnodes or --env is none.
     """
-    least, _, most = options.nodes.rpartition(":")
+    least, _, most = options.nnodes.rpartition(":")
     if not most.isdecimal() or (least and not least.isdecimal()):
-        raise BadInputError(f"--nodes {options.nodes}: give a number, or MIN:MAX")
-    fields: dict[str, Any] = {
-        "recipe": options.recipe,
-        "settings": tuple(options.set),
-        "name": options.name,
-        "image": options.image,
-        "nodes": int(most),
-        "least_nodes": int(least) if least else None,
-        "gpus_per_node": options.gpus_per_node,
-        "ranks_per_node": options.ranks_per_node,
-        "cpus_per_node": options.cpus_per_node,
-        "memory_gib": options.memory,
-        "shm_gib": options.shm,
-        "minutes": options.time,
-        "grace_seconds": options.grace,
-        "data": options.data,
-        "runs": options.runs,
-        "cache": options.cache,
-        "port": options.port,
-        "user": options.user or (f"{os.getuid()}:{os.getgid()}" if place in _LOCAL else None),
-        "environment": dict(_variable(word) for word in options.env),
+        raise BadInputError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
+    caller = f"{os.getuid()}:{os.getgid()}" if place in _LOCAL else None
+    fields = {
+        **vars(options),
+        "nnodes": int(most),
+        "min_nnodes": int(least) if least else None,
+        "user": options.user or caller,
+        "environment": _environment(options, place),
         "recipe_text": _text(options.recipe),
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    return {name: fields[name] for name in JobSpec.model_fields if fields.get(name) is not None}
+
+
+def _environment(options: argparse.Namespace, place: Place) -> dict[str, str]:
+    """The variables of a job, none of them secret."""
+    found = dict(map(_variable, options.env))
+    for name, value in found.items():
+        environment.refuse_secret(name, value, place)
+    # EFA's devices are reached by libfabric, and not by verbs.
+    if options.rdma and not options.rdma.startswith(_EFA):
+        # NCCL ends the run where it can't, instead of taking TCP without a word.
+        found = {"NCCL_NET": "IB", **found}
+    return found
+
+
+def _check_place(place: Place, site: Site) -> None:
+    """Refuses what a place has no word for.
+
+    Raises:
+        BadInputError: For the first such option.
+    """
+    cluster = place in environment.CLUSTERS
+    for name, there, instead in (
+        ("queue", cluster, "Slurm's are --partition and --qos"),
+        ("service_account", cluster, "pods have one"),
+        ("patch", cluster, "what else Slurm is to do, --sbatch-arg says"),
+        ("sbatch_arg", place == "slurm", "what else pods are to have, --patch says"),
+        ("rdma", cluster or place == "slurm", "all nodes are on this machine"),
+    ):
+        if getattr(site, name) and not there:
+            raise BadInputError(f"--{name.replace('_', '-')}: {place} has none; {instead}")
+    if site.rdma and (site.rdma == "host") == cluster:
+        wanted = "RESOURCE=N, as rdma/hca_shared_devices_a=1 (kubectl describe node shows it)"
+        raise BadInputError(f"--rdma {site.rdma}: on {place} give {wanted if cluster else 'host'}")
+    if site.rdma and site.rdma.startswith(_EFA):
+        _warn(
+            f"--rdma {site.rdma}: NCCL reaches EFA by a plugin (aws-ofi-nccl), which the image doesn't have"
+        )
 
 
 def _variable(word: str) -> tuple[str, str]:
@@ -143,7 +162,7 @@ def _model(model: type[Any], fields: dict[str, Any]) -> Any:
         if not name:  # of several fields: it begins with the first one's name
             name, _, said = said.partition(": ")
             given = ""
-        option = "--" + _OPTIONS.get(name, name).replace("_", "-")
+        option = "--" + OPTIONS.get(name, name).replace("_", "-")
         raise BadInputError(f"{option}{given}: {said}") from error
 
 
@@ -156,14 +175,13 @@ def _check_recipe(spec: JobSpec) -> None:
     if spec.recipe.startswith(INSIDE) and spec.recipe_text is None:
         _warn(f"{spec.recipe} can't be read here: its keys are checked when the job begins")
         return
-    settings = [word for before, word in itertools.pairwise(spec.command) if before == "--set"]
-    recipe, chosen_there = provisional(spec.recipe, settings)
+    recipe, chosen_there = provisional(spec.recipe, spec.all_settings())
     batch, micro_batch_size = recipe.data.global_batch_size, recipe.data.micro_batch_size
-    ranks = spec.nodes * spec.ranks
-    if not chosen_there and spec.least_nodes is None and batch % (micro_batch_size * ranks):
+    ranks = spec.nnodes * spec.ranks
+    if not chosen_there and spec.min_nnodes is None and batch % (micro_batch_size * ranks):
         raise BadInputError(
             f"data.global_batch_size={batch} is not a multiple of data.micro_batch_size={micro_batch_size} x "
-            f"{ranks} ranks: change one of them, or --nodes, or the ranks of a node"
+            f"{ranks} ranks: change one of them, or --nnodes, or the ranks of a node"
         )
 
 

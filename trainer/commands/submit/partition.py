@@ -115,8 +115,8 @@ def fits(spec: JobSpec, site: Site, there: list[tuple[Node, bool]]) -> None:
             most = max(map(has, nodes))
             raise BadInputError(f"--{option} {number}: no node of {where} has more than {most} {unit}")
     suited = sum(all(has(node) >= number for _, number, has, _ in asked) for node in nodes)
-    if spec.nodes > suited:
-        raise BadInputError(f"--nodes {spec.nodes}: {where} has {suited} nodes with what this job asks for")
+    if spec.nnodes > suited:
+        raise BadInputError(f"--nnodes {spec.nnodes}: {where} has {suited} nodes with what this job asks for")
     limits = [node.minutes for node in nodes]
     if all(limit is not None and spec.minutes > limit for limit in limits):
         most = max(filter(None, limits))

@@ -1,24 +1,30 @@
-"""The places that a job can run on, and the file of each."""
+"""The places that a job can run on."""
 
-import importlib
-from typing import cast
+from collections.abc import Callable
+from typing import NamedTuple
 
+from trainer.commands.submit import compose, docker, kubeflow, kubernetes, slurm
 from trainer.commands.submit.spec import JobSpec, Place, Site
 
-# How the file's name ends.
-ENDINGS: dict[Place, str] = {
-    "docker": ".sh",
-    "compose": ".yaml",
-    "slurm": ".sbatch",
-    "kubernetes": ".yaml",
-    "kubeflow": ".yaml",
-}
 
+class How(NamedTuple):
+    """How a place is given a job.
 
-def render(place: Place, spec: JobSpec, site: Site) -> str:
-    """The file that a place is given.
-
-    Raises:
-        BadInputError: If the place can't run such a job.
+    Attributes:
+        tool: The program that takes it.
+        ending: Of the file's name.
+        render: The text of the file; raises BadInputError if the place can't run such a job.
     """
-    return cast(str, importlib.import_module(f"trainer.commands.submit.{place}").render(spec, site))
+
+    tool: str
+    ending: str
+    render: Callable[[JobSpec, Site], str]
+
+
+PLACES: dict[Place, How] = {
+    "docker": How("docker", ".sh", docker.render),
+    "compose": How("docker", ".yaml", compose.render),
+    "slurm": How("sbatch", ".sbatch", slurm.render),
+    "kubernetes": How("kubectl", ".yaml", kubernetes.render),
+    "kubeflow": How("kubectl", ".yaml", kubeflow.render),
+}

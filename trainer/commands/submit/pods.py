@@ -20,9 +20,9 @@ def labels(spec: JobSpec) -> dict[str, str]:
     return {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/instance": spec.name}
 
 
-def metadata(spec: JobSpec, site: Site, name: str = "") -> Document:
+def metadata(spec: JobSpec, site: Site) -> Document:
     """Name, namespace and labels of an object of the job."""
-    return {"name": name or spec.name, "namespace": site.namespace, "labels": labels(spec)}
+    return {"name": spec.name, "namespace": site.namespace, "labels": labels(spec)}
 
 
 def pod(
@@ -31,7 +31,6 @@ def pod(
     environment: Sequence[Document] = (),
     ports: Sequence[Document] = (),
     words: Sequence[str] = (),
-    **more: Any,
 ) -> Document:
     """The template of a node's pod.
 
@@ -41,7 +40,6 @@ def pod(
         environment: By which the launcher finds its peers.
         ports: Of the container.
         words: What runs, where it isn't the job's command as it stands.
-        **more: Further fields of the pod.
 
     Raises:
         BadInputError: For root, or a folder of this machine.
@@ -75,7 +73,6 @@ def pod(
         "volumeMounts": mounts,
     }
     fields = {
-        **more,
         # Of one attempt: its end is a SIGTERM, so that the job goes on from the checkpoint in another pod.
         "activeDeadlineSeconds": spec.minutes * 60,
         "terminationGracePeriodSeconds": spec.stop_seconds,
@@ -122,8 +119,8 @@ def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
 
     return {
         "completionMode": "Indexed",
-        "completions": spec.nodes,
-        "parallelism": spec.nodes,
+        "completions": spec.nnodes,
+        "parallelism": spec.nnodes,
         "backoffLimit": retries,
         "podFailurePolicy": {
             "rules": [
@@ -137,6 +134,23 @@ def job_spec(spec: JobSpec, template: Document, retries: int) -> Document:
             ]
         },
         "template": {**template, "spec": {"restartPolicy": "Never", **template["spec"]}},
+    }
+
+
+def job_set(spec: JobSpec, template: Document, **metadata: Any) -> Document:
+    """The spec of a JobSet, in which all nodes start again together when one failed.
+
+    Args:
+        spec: The job.
+        template: Of a node's pod.
+        **metadata: Of the Job in it.
+    """
+    job = {**({"metadata": metadata} if metadata else {}), "spec": job_spec(spec, template, retries=0)}
+    bad_input = {"name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": RETRIES, "rules": [bad_input]},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": job}],
     }
 
 

@@ -13,11 +13,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.submit.container import CACHE, DATA, RUNS, files, words
+from trainer.commands.submit.environment import from_files
 from trainer.commands.submit.spec import JobSpec, Site, folder_of
 from trainer.errors import BadInputError
 from trainer.launch.nodes import EXIT_CODE
 
 LOGS = ".jobs"
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_VALUE = re.compile(r"""[^\\"'\x00-\x1f]*""")
+# Options of sbatch that the script has, or can't have, and what to give instead.
+_OURS = {
+    **{"job-name": "give --name", "partition": "give --partition", "account": "give --account"},
+    **{"qos": "give --qos", "nodes": "give --nnodes", "cpus-per-task": "give --cpus-per-node"},
+    **{"gpus-per-node": "give --gpus-per-node", "mem": "give --memory", "time": "give --time"},
+    **{"signal": "give --grace", "output": "give --runs, below which logs lie", "array": "give --sweep"},
+    **{"mem-per-cpu": "give --memory", "mem-per-gpu": "give --memory", "error": "it is in the log"},
+    **{"export": "give --env, or --env-from file:PATH"},
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "tasks-per-node"), "each node has one task, the launcher of its ranks"
+    ),
+    **dict.fromkeys(("requeue", "no-requeue"), "the script requeues the job after its checkpoint"),
+    **{"no-kill": "give --nnodes MIN:MAX", "open-mode": "the log is appended to", "wrap": "it is a script"},
+}
 _AFTER_THE_FIRST_SECONDS = 60
 _NOT_FROM_OUTSIDE = (
     *(
@@ -32,6 +49,7 @@ _NOT_FROM_OUTSIDE = (
     ),
     *("PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"),
 )
+_VERBS = "/dev/infiniband"
 # The highest that job numbers add to the port, and the ranks' store at the next one.
 _MORE_PORTS = 2 * 499 + 1
 
@@ -80,12 +98,14 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
         "# What the submitter's shell happened to say of nodes isn't said of this job.",
         f"unset {' '.join(_NOT_FROM_OUTSIDE)}",
     ]
-    if spec.least_nodes is not None:
-        lines.append(f"export NNODES={spec.nnodes}")
+    if spec.min_nnodes is not None:
+        lines.append(f"export NNODES={spec.nnodes_text}")
     lines += [
         "# Jobs that share a node get ports of their own: the launchers' and, next to it, the ranks'.",
         f"export MASTER_PORT=$(({spec.port} + 2 * (SLURM_JOB_ID % 500)))",
+        *(line for path in from_files(site) for line in _reads(path)),
         *(f"export {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
+        *(_LOCKS if site.rdma else []),
         f'if [ "$(df --output=size -k /dev/shm | tail -n 1)" -lt $(({spec.shm_gib} * 1048576)) ]; then',
         f"    echo 'warning: /dev/shm of this node is smaller than {spec.shm_gib} GiB' >&2",
         "fi",
@@ -102,6 +122,22 @@ def render_array(specs: Sequence[JobSpec], site: Site, name: str) -> str:
         lines.append(f"set -- {shlex.join(_command(spec, site, runs))}")
     begin = [f'rm -f "$run/{EXIT_CODE}"']
     return "\n".join([*lines, *begin, "", *_step(spec, site, runs), "code=$?", *_AFTERWARDS]) + "\n"
+
+
+# Verbs register memory by locking it. The limit is that of the node's slurmd.
+_LOCKS = [
+    'ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -H -l)"',
+    '[ "$(ulimit -l)" = unlimited ] || echo "warning: RDMA may lock only $(ulimit -l) KiB (ulimit -l)" >&2',
+]
+
+
+def _reads(path: Path) -> list[str]:
+    """Exports the variables of a file when the job runs, so that they stand in no script."""
+    return [
+        'while IFS= read -r line || [ -n "$line" ]; do',
+        '    case $line in "" | "#"*) ;; *) export "${line?}" ;; esac',
+        f"done < {shlex.quote(str(path))} || exit 2",
+    ]
 
 
 # A job that was cancelled ends with 75 as well; it isn't to come back.
@@ -138,7 +174,7 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> l
         "account": site.account,
         "qos": site.qos,
         "array": f"0-{len(specs) - 1}" if len(specs) > 1 else None,
-        "nodes": str(spec.nodes),
+        "nodes": str(spec.nnodes),
         "ntasks-per-node": "1",
         "cpus-per-task": str(spec.cpus_per_node),
         "gpus-per-node": str(spec.gpus_per_node) if spec.gpus_per_node else None,
@@ -148,9 +184,29 @@ def _resources(specs: Sequence[JobSpec], site: Site, runs: Path, name: str) -> l
         "output": log,
         "open-mode": "append",
     }
-    flags = ["--requeue", *(["--no-kill"] if spec.least_nodes is not None else [])]
+    flags = ["--requeue", *(["--no-kill"] if spec.min_nnodes is not None else [])]
+    flags += _given(site)
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     return [*lines, *(f"#SBATCH {flag}" for flag in flags)]
+
+
+def _given(site: Site) -> list[str]:
+    """The options of --sbatch-arg; of one that is there twice the last is meant."""
+    found = {}
+    for word in site.sbatch_arg:
+        name, equals, value = word.lstrip("-").partition("=")
+        if not _OPTION.fullmatch(name):
+            raise BadInputError(
+                f"--sbatch-arg {word}: give a long option of sbatch, as --sbatch-arg=--constraint=h100"
+            )
+        # sbatch takes abbreviations, too.
+        if ours := next((instead for one, instead in _OURS.items() if one.startswith(name)), None):
+            raise BadInputError(f"--sbatch-arg {word}: {ours}")
+        if not _VALUE.fullmatch(value):
+            raise BadInputError(f"--sbatch-arg {word}: quotes, \\ and line breaks can't be given on")
+        # As sbatch reads it: to it # begins a comment.
+        found[name] = f"--{name}{equals}" + (f"'{value}'" if re.search("[ #]", value) else value)
+    return list(found.values())
 
 
 def _command(spec: JobSpec, site: Site, runs: Path) -> list[str]:
@@ -167,9 +223,9 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
     # A node that leaves an elastic job is no reason to end the others at all.
     # sbatch's own --no-kill doesn't hold for its steps.
     ends = (
-        ["--wait=0", "--no-kill"] if spec.least_nodes is not None else [f"--wait={_AFTER_THE_FIRST_SECONDS}"]
+        ["--wait=0", "--no-kill"] if spec.min_nnodes is not None else [f"--wait={_AFTER_THE_FIRST_SECONDS}"]
     )
-    srun = ["srun", f"--nodes={spec.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *ends]
+    srun = ["srun", f"--nodes={spec.nnodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", *ends]
     if site.container == "venv":
         return [f'{shlex.join(srun)} "$@"']
     mounts = [f"{runs}:{RUNS}"]
@@ -178,12 +234,15 @@ def _step(spec: JobSpec, site: Site, runs: Path) -> list[str]:
         mounts.append(f"{folder_of('slurm', 'data', spec.data)}:{DATA}:ro")
     if spec.cache is not None:
         mounts.append(f"{folder_of('slurm', 'cache', spec.cache)}:{CACHE}")
+    if site.rdma:
+        mounts.append(f"{_VERBS}:{_VERBS}")
     if site.container == "pyxis":
         srun += [f"--container-image={_enroot(spec.image)}", f"--container-mounts={','.join(mounts)}"]
         srun += ["--no-container-mount-home", "--container-workdir=/workspace"]
         return [f'{shlex.join(srun)} "$@"']
     # It empties the environment; what Slurm and this script say must come through.
-    names = "|".join(["SLURM_", "NNODES", "MASTER_", "CUDA_VISIBLE_DEVICES", *spec.environment])
+    secret = [name for names in from_files(site).values() for name in names]
+    names = "|".join(["SLURM_", "NNODES", "MASTER_", "CUDA_VISIBLE_DEVICES", *spec.environment, *secret])
     image = spec.image if Path(spec.image).suffix == ".sif" else f"docker://{spec.image}"
     binds = [*mounts, *([] if spec.cache is not None else ['"$scratch/cache:/cache"'])]
     apptainer = [

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from trainer.errors import BadInputError
 
@@ -20,7 +20,22 @@ _CLAIM = re.compile(r"pvc:(?P<claim>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # By these a launcher hears of its node, so that they are nobody else's to set.
 _OURS = re.compile(r"NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_.*|PET_.*|SLURM_.*")
+# Options that fields of the two models have another name than.
+OPTIONS = {
+    "minutes": "time",
+    "memory_gib": "memory",
+    "shm_gib": "shm",
+    "grace_seconds": "grace",
+    "environment": "env",
+    "min_nnodes": "nnodes",
+    "settings": "set",
+}
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
+
+# What Kubernetes calls an object, and a resource that a device plugin has (a container's limit).
+_OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_RDMA = re.compile(r"host|[a-z0-9.-]+/[A-Za-z0-9._-]+(=[1-9]\d*)?")
+_USER = re.compile(r"\d+:\d+")
 
 Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow"]
 
@@ -45,6 +60,23 @@ def minutes_of(text: str) -> int:
     return minutes
 
 
+def _as(pattern: re.Pattern[str], words: str) -> AfterValidator:
+    """Makes sure that a value looks so, in words that people read."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not pattern.fullmatch(value):
+            raise ValueError(words)
+        return value
+
+    return AfterValidator(check)
+
+
+_Object = Annotated[
+    str | None,
+    _as(_OBJECT, "a name there has a-z, 0-9, '-' and '.', a letter or digit first and last, as team-a"),
+]
+
+
 def _minutes(value: object) -> object:
     return minutes_of(value) if isinstance(value, str) else value
 
@@ -57,10 +89,10 @@ class JobSpec(BaseModel):
         settings: What `--set` gives.
         name: Of the job, and of its run folder under `runs`: the same name goes on with the same run.
         image: Reference of the image; with a digest it is the same tomorrow.
-        nodes: Hosts, or pods.
-        least_nodes: With fewer than `nodes`, down to so many, it goes on (elastic); None: never.
+        nnodes: Hosts, or pods.
+        min_nnodes: With fewer than `nnodes`, down to so many, it goes on (elastic); None: never.
         gpus_per_node: A rank each; 0: ranks on CPUs.
-        ranks_per_node: Where there are no GPUs.
+        nproc_per_node: Where there are no GPUs.
         cpus_per_node: CPU cores.
         memory_gib: Of a node, in GiB; /dev/shm is counted in it.
         shm_gib: Upper limit of /dev/shm, in GiB.
@@ -82,10 +114,10 @@ class JobSpec(BaseModel):
     settings: tuple[str, ...] = ()
     name: str = ""
     image: str = ""
-    nodes: int = Field(1, ge=1, le=4096)
-    least_nodes: int | None = Field(None, ge=1)
+    nnodes: int = Field(1, ge=1, le=4096)
+    min_nnodes: int | None = Field(None, ge=1)
     gpus_per_node: int = Field(0, ge=0, le=64)
-    ranks_per_node: int = Field(1, ge=1, le=1024)
+    nproc_per_node: int = Field(1, ge=1, le=1024)
     cpus_per_node: int = Field(4, ge=1, le=4096)
     memory_gib: int = Field(16, ge=1, le=1 << 16)
     shm_gib: int = Field(2, ge=1, le=1 << 16)
@@ -95,7 +127,7 @@ class JobSpec(BaseModel):
     runs: str = "runs"
     cache: str | None = None
     port: int = Field(29500, ge=1024, le=65534)
-    user: str = Field("1000:1000", pattern=r"^\d+:\d+$")
+    user: Annotated[str, _as(_USER, "give two numbers, UID:GID, as 1000:1000")] = "1000:1000"
     environment: dict[str, str] = {}
     recipe_text: str | None = None
     files: dict[str, str] = {}
@@ -118,10 +150,10 @@ class JobSpec(BaseModel):
                 f"minutes: the signal to stop comes {self.stop_seconds} s before the end, so {self.minutes} "
                 "minutes are too short; give more, or a shorter --grace"
             )
-        if self.gpus_per_node and self.ranks_per_node != 1:
-            raise ValueError("ranks_per_node: with GPUs there is a rank for each; give one of the two")
-        if self.least_nodes is not None and self.least_nodes > self.nodes:
-            raise ValueError(f"least_nodes: {self.least_nodes} is more than the {self.nodes} nodes")
+        if self.gpus_per_node and self.nproc_per_node != 1:
+            raise ValueError("nproc_per_node: with GPUs there is a rank for each; give one of the two")
+        if self.min_nnodes is not None and self.min_nnodes > self.nnodes:
+            raise ValueError(f"min_nnodes: {self.min_nnodes} is more than the {self.nnodes} nodes")
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
                 raise ValueError(f"environment: '{name}' is no name of a variable")
@@ -132,7 +164,7 @@ class JobSpec(BaseModel):
     @property
     def ranks(self) -> int:
         """Of each node."""
-        return self.gpus_per_node or self.ranks_per_node
+        return self.gpus_per_node or self.nproc_per_node
 
     @property
     def stop_seconds(self) -> int:
@@ -140,9 +172,14 @@ class JobSpec(BaseModel):
         return self.grace_seconds + _LAUNCHER_SECONDS
 
     @property
-    def nnodes(self) -> str:
+    def nnodes_text(self) -> str:
         """For the variable NNODES: `2`, or `1:2` for a job that goes on with fewer."""
-        return str(self.nodes) if self.least_nodes is None else f"{self.least_nodes}:{self.nodes}"
+        return str(self.nnodes) if self.min_nnodes is None else f"{self.min_nnodes}:{self.nnodes}"
+
+    def all_settings(self, data: str = "/data") -> list[str]:
+        """What `--set` gives on each node, where the data lies there included."""
+        given = any(one.startswith("data.path=") for one in self.settings)
+        return [*self.settings, *([] if self.data is None or given else [f"data.path={data}"])]
 
     @property
     def command(self) -> list[str]:
@@ -158,14 +195,15 @@ class JobSpec(BaseModel):
             runs: Where the runs lie there.
             data: Where the data lies there, if there is any.
         """
-        ranks = ["--gpus", str(self.gpus_per_node)] if self.gpus_per_node else ["--ranks", str(self.ranks)]
-        settings = list(self.settings)
-        if self.data is not None and not any(one.startswith("data.path=") for one in settings):
-            settings.append(f"data.path={data}")
+        ranks = (
+            ["--gpus", str(self.gpus_per_node)]
+            if self.gpus_per_node
+            else ["--nproc-per-node", str(self.ranks)]
+        )
         return [
             *("trainer", "train", self.recipe, *ranks),
             *("--out", f"{runs}/{self.name}", "--grace", str(self.grace_seconds)),
-            *(word for setting in settings for word in ("--set", setting)),
+            *(word for setting in self.all_settings(data) for word in ("--set", setting)),
         ]
 
 
@@ -181,6 +219,12 @@ class Site(BaseModel):
         namespace: Of Kubernetes.
         jobset: A JobSet instead of an Indexed Job with a Service.
         kubeflow: Version of its API: v2 is TrainJob, v1 PyTorchJob.
+        sbatch_arg: Further options of sbatch, as `constraint=h100`.
+        queue: A LocalQueue of Kueue, which decides when the job's pods are made.
+        service_account: That the pods have.
+        env_from: Where variables come from that stand in no file: `secret:NAME`, or `file:PATH`.
+        rdma: `host`: the devices of Slurm's nodes; `RESOURCE=N`: what a device plugin of Kubernetes has.
+        patch: Files that are merged into the manifests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -193,6 +237,15 @@ class Site(BaseModel):
     namespace: str = "default"
     jobset: bool = False
     kubeflow: Literal["v2", "v1"] = "v2"
+    sbatch_arg: tuple[str, ...] = ()
+    queue: _Object = None
+    service_account: _Object = None
+    env_from: tuple[str, ...] = ()
+    rdma: Annotated[
+        str | None,
+        _as(_RDMA, "give host (Slurm), or a device plugin's resource and a number from 1 on, as rdma/hca=1"),
+    ] = None
+    patch: tuple[Path, ...] = ()
 
 
 def claim_of(place: str, what: str, where: str) -> str:

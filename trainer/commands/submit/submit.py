@@ -9,17 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands.submit import docker
-from trainer.commands.submit.places import ENDINGS
+from trainer.commands.submit.places import PLACES
 from trainer.commands.submit.spec import JobSpec, Place, Site
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
-
-_TOOLS: dict[Place, str] = {
-    "docker": "docker",
-    "compose": "docker",
-    "slurm": "sbatch",
-    "kubernetes": "kubectl",
-    "kubeflow": "kubectl",
-}
+from trainer.host.gpus import host_gpus
 
 
 def check_here(place: Place, spec: JobSpec) -> None:
@@ -33,11 +26,11 @@ def check_here(place: Place, spec: JobSpec) -> None:
     for what, where in (("data", spec.data), ("cache", spec.cache)):
         if where and not Path(where).is_dir():
             raise BadInputError(f"--{what} {where}: no such folder here; make it first")
-    there, wanted = _gpus(), spec.nodes * spec.gpus_per_node
-    if there is not None and wanted > there:
+    gpus, wanted = host_gpus(), spec.nnodes * spec.gpus_per_node
+    if gpus is not None and wanted > len(gpus):
         raise BadInputError(
-            f"--gpus-per-node {spec.gpus_per_node}: with {spec.nodes} nodes here that is {wanted} GPUs, and "
-            f"nvidia-smi shows {there}"
+            f"--gpus-per-node {spec.gpus_per_node}: with {spec.nnodes} nodes here that is {wanted} GPUs, and "
+            f"nvidia-smi shows {len(gpus)}"
         )
 
 
@@ -47,15 +40,15 @@ def submit(place: Place, spec: JobSpec, site: Site, text: str) -> int:
     Raises:
         BadInputError: If the tool for it isn't on PATH.
     """
-    tool = _TOOLS[place]
+    tool, ending, _ = PLACES[place]
     if shutil.which(tool) is None:
         raise BadInputError(f"no {tool} on PATH, which --on {place} needs; --dry-run prints the file instead")
-    file = job_folder(spec) / f"{spec.name}{ENDINGS[place]}"
+    file = job_folder(spec) / f"{spec.name}{ending}"
     _write(file, text)
     if place == "docker":
         # Of a run that ended: it goes on in a new container, of the same name. One that runs stays.
         subprocess.run(["docker", "rm", spec.name], capture_output=True, check=False)
-    words = _submits(place, spec, file)
+    words = _submits(place, spec, site, file)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"it ended with code {done.returncode}"
@@ -91,9 +84,9 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text, "utf-8")
 
 
-def _submits(place: Place, spec: JobSpec, file: Path) -> list[str]:
+def _submits(place: Place, spec: JobSpec, site: Site, file: Path) -> list[str]:
     if place == "docker":
-        return docker.words(spec)
+        return docker.words(spec, site)
     if place == "compose":
         return ["docker", "compose", "--file", str(file), "up", "--detach"]
     return ["sbatch", str(file)] if place == "slurm" else ["kubectl", "apply", "--filename", str(file)]
@@ -115,14 +108,6 @@ def _afterwards(
         follow = ["tail", "-F", found] if found else ["squeue", "--job", number]
         return follow, ["scancel", number]
     selected = ["--selector", f"app.kubernetes.io/instance={spec.name}"]
-    many = ["--max-log-requests", str(spec.nodes), "--prefix"] if spec.nodes > 1 else []
+    many = ["--max-log-requests", str(spec.nnodes), "--prefix"] if spec.nnodes > 1 else []
     follow = ["kubectl", "logs", "--namespace", site.namespace, "--follow", *many, *selected]
     return follow, ["kubectl", "delete", "--filename", str(file)]
-
-
-def _gpus() -> int | None:
-    """How many GPUs this machine has; None: nobody here can say."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    return None if done.returncode else len(done.stdout.strip().splitlines())

@@ -1,16 +1,18 @@
-"""`trainer tune RECIPE`: the largest micro-batch that fits, found by trying; see `trainer.train.tune`."""
+"""`trainer tune RECIPE`: what micro-batch, workers and prefetch suit this box; see `trainer.train.tune`."""
 
 import argparse
 from pathlib import Path
 from typing import Any
+
+from trainer.errors import BadInputError
 
 
 def add_parser(commands: Any) -> None:
     """Adds `tune` to the commands."""
     tune = commands.add_parser(
         "tune",
-        help="find the largest micro-batch that fits, keeping the global batch; exit code 1 (--check): the "
-        "recipe's own doesn't",
+        help="find the largest micro-batch that fits, keeping the global batch, and the fastest loading; "
+        "exit code 1 (--check): the recipe's own micro-batch doesn't fit",
         allow_abbrev=False,
     )
     tune.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
@@ -18,7 +20,7 @@ def add_parser(commands: Any) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable"
     )
     tune.add_argument("--gpus", metavar="N|LIST", help="as of trainer train")
-    tune.add_argument("--ranks", type=int, metavar="N", help="as of trainer train")
+    tune.add_argument("--nproc-per-node", type=int, metavar="N", help="as of trainer train")
     tune.add_argument(
         "--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="(default: tuned.yaml)"
     )
@@ -35,6 +37,16 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="after so long no larger one is tried (default: 600)",
     )
+    tune.add_argument(
+        "--lr",
+        action="store_true",
+        help="a learning-rate range test instead: the loss while optim.lr rises, and a suggestion; writes "
+        "nothing; exit code 1: the loss never fell",
+    )
+    tune.add_argument("--lr-low", type=float, metavar="LR", help="where it begins (default: 1e-6)")
+    tune.add_argument("--lr-high", type=float, metavar="LR", help="where it ends (default: 10)")
+    tune.add_argument("--lr-steps", type=int, metavar="N", help="steps between them (default: 100)")
+    tune.add_argument("--plot", type=Path, metavar="FILE", help="for --lr: write the curve (.svg)")
     tune.set_defaults(run=_run)
 
 
@@ -43,6 +55,15 @@ def _run(options: argparse.Namespace) -> int:
     from trainer.train.tune.tuned import with_tuned
 
     provisional(options.recipe, with_tuned(options.tuned, options.set))  # before torch is imported
+    if options.lr:
+        from trainer.commands.tune.lr import tune_lr
+
+        return tune_lr(options)
+    for flag in ("plot", "lr_low", "lr_high", "lr_steps"):
+        if getattr(options, flag) is not None:
+            raise BadInputError(
+                f"--{flag.replace('_', '-')} is for --lr, the learning-rate range test: give that, too"
+            )
     from trainer.commands.tune.tune import tune
 
     return tune(options)

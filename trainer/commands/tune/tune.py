@@ -1,34 +1,32 @@
-"""`trainer tune RECIPE`: the largest micro-batch that fits, with its evidence, in tuned.yaml."""
+"""`trainer tune RECIPE`: the largest micro-batch that fits, and the fastest loading, in tuned.yaml."""
 
 import argparse
-import contextlib
 import os
+import shlex
+import statistics
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trainer.config.recipe_file import load_recipe, provisional
+from trainer.config.sizes import GIB, MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
 from trainer.host.memory import HEADROOM
-from trainer.launch.signals import Inbox
+from trainer.launch.signals import SignalReceiver
 from trainer.observe.conditions import conditions
 from trainer.observe.console import warn
+from trainer.train.loading import settings_to_try
 from trainer.train.local_ranks import plan_local_ranks
 from trainer.train.run import check_request, device_kind, make_task
-from trainer.train.tune.auto import KEY, find, summary, used
-from trainer.train.tune.job import Interrupted, Job, run_probe
-from trainer.train.tune.loader import LoaderChoice, choose_loader
-from trainer.train.tune.micro_batch_size import MOST_PROBES, Found, Probe, ProbeFailed, as_fast, sizes_of
+from trainer.train.tune.auto import KEY, because, find, summary, used
+from trainer.train.tune.job import Interrupted, Job, run_probe, time_loading
+from trainer.train.tune.search import Probe, ProbeFailed, fastest, sizes_of
 from trainer.train.tune.tuned import TunedData, check_tuned, make_tuned, read_tuned, settings_of, write_tuned
 from trainer.version import __version__
-
-Say = Callable[[str], None]
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -47,10 +45,10 @@ def tune(options: argparse.Namespace) -> int:
     tuned = None if options.tuned is None else read_tuned(options.tuned)
     settings = [*(settings_of(tuned) if tuned else []), *options.set]
     recipe, auto = provisional(options.recipe, settings)
-    ranks, threads, environment = plan_local_ranks(recipe, options.gpus, options.ranks)
+    local = plan_local_ranks(recipe, options.gpus, options.nproc_per_node)
     if tuned:
-        check_tuned(tuned, options.tuned, recipe, ranks, device_kind(recipe))
-    job = Job(recipe, ranks, threads, environment, options.seconds)
+        check_tuned(tuned, options.tuned, recipe, local.ranks, device_kind(recipe))
+    job = Job(recipe, local, options.seconds)
     try:
         if options.check:
             if auto:
@@ -68,119 +66,96 @@ def tune(options: argparse.Namespace) -> int:
 
 def _check(job: Job) -> int:
     """Whether the recipe's own micro-batch fits."""
+    size = job.recipe.data.micro_batch_size
     check_request(job.recipe, make_task(job.recipe), job.ranks)
-    with Inbox() as inbox:
+    with SignalReceiver() as receiver:
         try:
-            one = run_probe(job, job.recipe.data.micro_batch_size, inbox)
+            one = run_probe(job, size, receiver)
         except ProbeFailed as failed:
-            raise BadInputError(
-                f"{KEY}={job.recipe.data.micro_batch_size}: the probe failed: {failed}"
-            ) from failed
+            raise BadInputError(f"{KEY}={size}: the probe failed: {failed}") from failed
     spare = one.allowed_bytes - one.peak_bytes
-    by = "" if spare == float("inf") else f", {abs(spare) / (1 << 20):,.0f} MiB "
+    by = "" if spare == float("inf") else f", {abs(spare) / MIB:,.0f} MiB "
+    bound = f" the {1 - HEADROOM:.0%} that may be used" if by else ""
     if one.fits:
-        print(f"{KEY}={one.micro_batch_size} fits: {used(one)}{by}{'below' if by else ''}{_bound(by)}")
+        print(f"{KEY}={size} fits: {used(one)}{by}{'below' if by else ''}{bound}")
         return EXIT_DONE
-    why = f" ({one.note})" if one.note else ""
-    over = f"{', at least' if one.note else ','}{by.removeprefix(',')}above{_bound(by)}" if spare < 0 else ""
-    print(
-        f"{KEY}={one.micro_batch_size} doesn't fit: {used(one)}{over}{why}; trainer tune finds one that does"
-    )
+    # A job that was ended for it wanted more than it was seen with.
+    over = f"{', at least' if one.note else ','}{by.removeprefix(',')}above{bound}" if spare < 0 else ""
+    print(f"{KEY}={size} doesn't fit: {used(one)}{over}{because(one)}; trainer tune finds one that does")
     return EXIT_FAILED
 
 
-def _bound(by: str) -> str:
-    return f" the {1 - HEADROOM:.0%} that may be used" if by else ""
-
-
 def _tune(job: Job, name: str, settings: list[str], out: Path) -> int:
-    sizes = sizes_of(job.recipe, job.ranks)
+    sizes, began = sizes_of(job.recipe, job.ranks), time.monotonic()
     if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):  # before minutes are spent
         raise BadInputError(f"--out {out}: can't be written; give a file in a folder that can be")
-    kind = device_kind(job.recipe)
+    kind, console = device_kind(job.recipe), Console()
     print(
         f"{conditions()}\n{name}, {job.ranks} x {kind.upper()}: the largest of {len(sizes)} micro-batches, "
         f"{sizes[0]} to {sizes[-1]}, that leaves {HEADROOM:.0%} of the memory free, keeping "
-        f"data.global_batch_size={job.recipe.data.global_batch_size}",
+        f"data.global_batch_size={job.recipe.data.global_batch_size}\n"
+        "| micro-batch | fits | job's peak | others | limit | samples/s | seconds |\n" + "|---" * 7 + "|",
         flush=True,
     )
-    with _progress() as (starting, done):
-        found = find(job, starting, done)
-    assert found.chosen is not None
-    print(summary(found, job))
-    if faster := as_fast(found):
-        print(
-            f"  {KEY}={faster.micro_batch_size} was as fast ({faster.samples_per_s:,.0f} samples/s against "
-            f"{found.chosen.samples_per_s:,.0f}, each measured once)"
-        )
-    choice = TunedData(micro_batch_size=found.chosen.micro_batch_size)
-    evidence = _evidence(job, found)
-    settings = [*settings, f"{KEY}={found.chosen.micro_batch_size}"]
-    loader: LoaderChoice | None = choose_loader(load_recipe(name, settings), name, settings, job.ranks)
-    if loader:
-        choice = TunedData(
-            micro_batch_size=found.chosen.micro_batch_size, workers=loader.workers, prefetch=loader.prefetch
-        )
-        evidence["loader"] = loader.evidence
-        print("\n".join(f"  {line}" for line in loader.evidence))
-    write_tuned(out, make_tuned(job.recipe, name, job.ranks, kind, choice, evidence))
-    print(f"  written to {out}: trainer train {name} --tuned {out}")
-    return EXIT_DONE
 
+    def show(one: Probe) -> None:
+        console.print(_row(one), highlight=False, markup=False, soft_wrap=True)
 
-@contextlib.contextmanager
-def _progress() -> Iterator[tuple[Callable[[int, int], None], Callable[[Probe], None]]]:
-    """Tells of a probe that starts, and of one that is done: a bar and a table, or a table alone."""
-    console = Console()
-    print("| micro-batch | fits | job's peak | others | limit | samples/s | seconds |\n" + "|---" * 7 + "|")
-
-    def row(one: Probe) -> str:
-        sizes = " | ".join(
-            f"{size / (1 << 30):.2f} GiB" for size in (one.peak_bytes, one.others_bytes, one.limit_bytes)
-        )
-        speed = f"{one.samples_per_s:,.0f}" if one.samples_per_s else ""
-        text = (
-            f"| {one.micro_batch_size} | {'yes' if one.fits else 'no'} | {sizes} | {speed} | "
-            f"{one.seconds:.1f} |"
-        )
-        return text + (f" {one.note}" if one.note else "")
-
-    if not console.is_terminal:
-        yield lambda _, __: None, lambda one: print(row(one), flush=True)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    ) as bar:
-        task = bar.add_task("probes", total=MOST_PROBES)
-
-        def done(one: Probe) -> None:
-            bar.console.print(row(one), highlight=False, markup=False, soft_wrap=True)
-            bar.advance(task)
-
-        yield lambda _, size: bar.update(task, description=f"micro-batch {size}"), done
-
-
-def _evidence(job: Job, found: Found) -> dict[str, Any]:
+    with console.status("probing"):
+        chosen, found = find(job, show)
+    print(summary(chosen, found, job))
+    recipe = load_recipe(name, [*settings, f"{KEY}={chosen.micro_batch_size}"])
+    with console.status("timing the loader"):
+        left = job.budget_seconds - (time.monotonic() - began)
+        loading, lines = _choose_loading(Job(recipe, job.local, job.budget_seconds, job.room), left)
+    print("\n".join(f"  {line}" for line in lines), end="\n" if lines else "")
     limits = read_limits()
-    return {
+    evidence = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "conditions": conditions(),
         "trainer": __version__,
-        "limits": {
-            "cpus": limits.cpus,
-            "memory_bytes": limits.memory_bytes,
-            "shm_bytes": limits.shm_bytes,
-            "sources": dict(limits.sources),
-        },
-        "threads": job.threads,
+        "limits": {**asdict(limits), "sources": dict(limits.sources)},
+        "threads": job.local.threads,
         "headroom": HEADROOM,
-        "probes": [
-            {
-                key: round(value, 3) if isinstance(value, float) else value
-                for key, value in asdict(one).items()
-            }
-            for one in found.probes
-        ],
+        "probes": [{key: _rounded(value) for key, value in asdict(one).items()} for one in found.probes],
         "untried": found.untried,
+        "loader": lines,
     }
+    choice = TunedData(micro_batch_size=chosen.micro_batch_size, **loading)
+    write_tuned(out, make_tuned(job.recipe, name, job.ranks, kind, choice, evidence))
+    chosen_keys = {f"data.{key}" for key in (KEY.removeprefix("data."), *loading)}
+    rest = [setting for setting in settings if setting.partition("=")[0] not in chosen_keys]
+    print(f"  written to {out}: {shlex.join(['trainer', 'train', name, *rest, '--tuned', str(out)])}")
+    return EXIT_DONE
+
+
+def _choose_loading(job: Job, seconds: float) -> tuple[dict[str, int], list[str]]:
+    """Workers and prefetch, where there is a choice; and what was measured, a line for each setting."""
+    settings = settings_to_try(job.recipe, make_task(job.recipe), read_limits(), job.ranks)
+    if not settings:
+        return {}, []
+    try:
+        speeds = time_loading(job, settings, seconds)
+    except ProbeFailed as failed:
+        raise BadInputError(f"data.workers: the probe failed: {failed}") from failed
+    best = fastest(speeds)
+    lines = [
+        f"{setting}: {statistics.median(series):.3g} steps/s ({min(series):.3g} to {max(series):.3g})"
+        for setting, series in zip(settings, speeds, strict=True)
+        if series
+    ] or ["no setting could be timed: memory or the time ran out"]
+    by = "the rule's, none was more than 5 % faster" if best == 0 else f"the rule's is {settings[0]}"
+    return settings[best]._asdict(), [*lines, f"taken: {settings[best]} ({by})"]
+
+
+def _row(one: Probe) -> str:
+    sizes = " | ".join(
+        f"{size / GIB:.2f} GiB" for size in (one.peak_bytes, one.others_bytes, one.limit_bytes)
+    )
+    speed = f"{one.samples_per_s:,.0f}" if one.samples_per_s else ""
+    fits = "yes" if one.fits else "no"
+    return f"| {one.micro_batch_size} | {fits} | {sizes} | {speed} | {one.seconds:.1f} | {one.note}".rstrip()
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value

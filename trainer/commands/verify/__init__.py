@@ -6,8 +6,9 @@
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from trainer.host.latest import run_path
 
 
 def add_parser(commands: Any) -> None:
@@ -15,7 +16,9 @@ def add_parser(commands: Any) -> None:
     verify = commands.add_parser(
         "verify", help="train a run again and compare the bits; exit code 1: they differ", allow_abbrev=False
     )
-    verify.add_argument("folder", type=Path, metavar="RUN", help="run folder; nothing in it is changed")
+    verify.add_argument(
+        "folder", type=run_path, metavar="RUN", help="run folder, or latest; it stays as it is"
+    )
     verify.add_argument(
         "--steps", type=int, metavar="N", help="only the first N steps (default: up to the last row)"
     )
@@ -28,11 +31,16 @@ def add_parser(commands: Any) -> None:
         help="a key that changes nothing that is computed, such as data.path; repeatable",
     )
     verify.add_argument("--gpus", metavar="N|LIST", help="which GPUs (default: as many as the run had)")
-    verify.add_argument("--ranks", type=int, metavar="N", help="CPU processes (default: as the run had)")
+    verify.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="CPU processes (default: as the run had)"
+    )
     verify.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    from trainer.train.run_folder import read_run
+
+    read_run(options.folder)  # what is no run is said before torch is imported
     if options.anomaly is not None:
         from trainer.commands.verify.anomaly import verify_anomaly
 

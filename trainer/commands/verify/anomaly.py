@@ -9,21 +9,22 @@ from typing import Any
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Damaged, Unreadable, read
 from trainer.checkpoint.store import listing
-from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
+from trainer.commands.verify.recorded import Recorded, parts_of, read_recorded
+from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
+from trainer.observe.console import say
 from trainer.train.anomalies import read_anomalies
-from trainer.train.recorded import Recorded, parts_of, read_run
 
 _COMPARED = ("kind", "loss", "grad_norm", "median", "deviation", "epochs", "samples")
 
 
 def verify_anomaly(options: argparse.Namespace) -> int:
     """Does what was asked for; returns the exit code: 0 if it came again with the same bits, else 1."""
-    run = read_run(options.folder, rows_needed=False)
-    anomalies = read_anomalies(run.folder)
+    run = read_recorded(options.folder, rows_needed=False)
+    anomalies = read_anomalies(run.path)
     if not 1 <= options.anomaly <= len(anomalies):
         there = f"anomalies 1 to {len(anomalies)} were recorded" if anomalies else "no anomaly was recorded"
-        raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.folder}")
+        raise BadInputError(f"--anomaly {options.anomaly}: {there} in {run.path}")
     wanted = anomalies[options.anomaly - 1]
     step = int(wanted["step"])
     config = _config(run, wanted, options.set)
@@ -33,8 +34,8 @@ def verify_anomaly(options: argparse.Namespace) -> int:
         begin(run, folder, refused)
         start = _checkpoint_before(run, folder, step)
         steps = f"step {step}" if step == start + 1 else f"steps {start + 1} to {step}"
-        say(f"{run.folder}: training {steps} again, in {temporary}")
-        parts = parts_of(run.folder, run.manifest, step, ranks_wanted(options))
+        say(f"{run.path}: training {steps} again, in {temporary}")
+        parts = parts_of(run, step, ranks_wanted(options))
         parts = [part for part in parts if part.until > start]
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code not in (EXIT_DONE, EXIT_FAILED):  # it fails where the anomaly comes again
@@ -69,7 +70,7 @@ def _config(run: Recorded, wanted: dict[str, Any], settings: list[str]) -> dict[
 
 def _checkpoint_before(run: Recorded, folder: Path, step: int) -> int:
     """Copies the run's newest checkpoint before a step, if there is one; returns its step, or 0."""
-    for entry in listing(run.folder / FOLDER):
+    for entry in listing(run.path / FOLDER):
         if entry.step >= step:
             continue
         try:

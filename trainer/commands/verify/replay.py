@@ -2,7 +2,7 @@
 
 import argparse
 import os
-import sys
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,17 +13,18 @@ import yaml
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import folder_name as step_name
+from trainer.commands.verify.recorded import Part, Recorded
 from trainer.config.recipe import Recipe
-from trainer.config.recipe_file import override
-from trainer.config.redact import REDACTED, redact_text
+from trainer.config.recipe_file import override, provisional
+from trainer.config.redact import REDACTED
 from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
-from trainer.observe.console import warn
+from trainer.observe.console import say, warn
 from trainer.train.anomalies import write_anomalies
-from trainer.train.recorded import Part, Recorded
+from trainer.train.pretrained import resolve_pretrained
 from trainer.train.resume import FREE, flat
 from trainer.train.run import data_of, make_task
-from trainer.train.run_folder import write_json
+from trainer.train.run_folder import KEPT, MANIFEST, write_json
 from trainer.train.start import start
 
 # What a replay may take from elsewhere: where things lie, and how they come.
@@ -33,8 +34,10 @@ _ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + [
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
     """Makes the folder of a replay, which leaves out the steps that the run was rolled back for."""
     folder.mkdir()
+    if (run.path / KEPT).is_dir():  # what it began from
+        shutil.copytree(run.path / KEPT, folder / KEPT)
     # As if it had been stopped: the replay goes on with it, at its start.
-    write_json(folder / "manifest.json", {**run.facts, "status": "stopped"})
+    write_json(folder / MANIFEST, {**run.facts, "status": "stopped"})
     write_anomalies(folder, refused)
 
 
@@ -45,7 +48,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
         BadInputError: If a setting would change what is computed, a value was redacted, or the data is gone
             or another.
     """
-    path = run.folder / "manifest.json"
+    path = run.path / MANIFEST
     config: dict[str, Any] = dict(run.manifest.config)
     for setting in settings:
         name = setting.partition("=")[0].strip()
@@ -67,11 +70,15 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
             f"device={run.manifest.device.kind}",
             "log.fingerprints=true",
             "log.to=[]",
+            "hooks.enabled=false",
             "checkpoint={every: 0, minutes: 0, best: false}",
         ],
     )
     recipe = validated(Recipe, config, str(path))
-    there, here = run.manifest.fingerprint, data_of(make_task(recipe))
+    # One that began from another run's checkpoint has that, and starts from nothing else.
+    before = run.manifest if run.manifest.begun_from else None
+    _, pretrained, _ = resolve_pretrained(recipe, before, run.path)
+    there, here = run.manifest.fingerprint, data_of(make_task(recipe), pretrained)
     other = [
         f"{name}: {there.get(name, 'nothing')}, now {here.get(name, 'nothing')}"
         for name in {**there, **here}
@@ -79,7 +86,8 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
     ]
     if other:
         raise BadInputError(
-            f"{run.folder}: its data isn't here ({other[0]}); say where it lies with --set data.path=…"
+            f"{run.path}: its data isn't here ({other[0]}); say where it lies with --set data.path=… or "
+            "model.pretrained=…"
         )
     return config
 
@@ -103,17 +111,20 @@ def replay(
             max_restarts=0,
             grace=25.0,
             gpus=(gpus or str(part.ranks)) if cuda else None,
-            ranks=None if cuda else part.ranks,
+            nproc_per_node=None if cuda else part.ranks,
             stop_after=None if ends else part.until,
             profile=None,
             tuned=None,
-            nodes="1",  # all of its ranks here, however many nodes it had
+            source=None,
+            values=None,
+            nnodes="1",  # all of its ranks here, however many nodes it had
             node_rank=None,
-            master=None,
+            master_addr=None,
+            master_port=None,
             join_timeout=600.0,
         )
         with _progress() as output:
-            code = start(request, output)
+            code = start(request, *provisional(request.recipe, request.set), output)
         done = code == EXIT_DONE if ends else (folder / FOLDER / step_name(part.until)).exists()
         if code not in (EXIT_DONE, EXIT_REQUEUE):
             return code
@@ -125,19 +136,11 @@ def replay(
 
 def ranks_wanted(options: argparse.Namespace) -> int | None:
     """How many ranks were asked for; None where the run says it."""
-    if options.ranks is not None:
-        return int(options.ranks)
+    if options.nproc_per_node is not None:
+        return int(options.nproc_per_node)
     if options.gpus is None:
         return None
     return int(options.gpus) if options.gpus.isdecimal() else len(options.gpus.split(","))
-
-
-def say(text: str) -> None:
-    """Tells it on standard output."""
-    try:
-        print(redact_text(text), flush=True)
-    except OSError:  # the reader is gone (`| head`): the exit code still counts
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

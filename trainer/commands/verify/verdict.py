@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from trainer.commands.verify.recorded import Part, Recorded
 from trainer.observe.checksums import ChecksumRow, Difference
 from trainer.train.manifest import file_hash
-from trainer.train.recorded import Part, Recorded
 
 _SHOWN = 3
 _LINES = 5
@@ -28,7 +28,7 @@ def differing_weights(run: Recorded, folder: Path) -> list[str]:
     """What of the final weights differs from the replay's, as lines; nothing where the run has none."""
     lines = []
     for name, digest in run.manifest.weights.items():
-        ours, theirs = run.folder / name, folder / name
+        ours, theirs = run.path / name, folder / name
         if not theirs.exists() or file_hash(theirs) != digest:
             lines.append(f"{name}: {_tensors_that_differ(ours, theirs)}")
     return lines
@@ -77,7 +77,7 @@ def identical(
     tensors = sum(len(row.tensors) for row in rows)
     files = [*run.manifest.weights] if until == run.manifest.steps else []
     lines = [
-        f"{run.folder}: identical",
+        f"{run.path}: identical",
         f"  {until:,} of {run.manifest.steps:,} steps on {_who(parts)}: {len(rows)} rows with "
         f"{metrics} metrics, and {tensors:,} fingerprints of {max(len(row.tensors) for row in rows)} tensors",
     ]
@@ -96,7 +96,7 @@ def different(
     odd: Sequence[str] = (),
 ) -> str:
     """What to say of a run that was not, or (`odd`) that contradicts itself."""
-    lines = [f"{run.folder}: differs", *(f"  {line}" for line in odd[:_LINES])]
+    lines = [f"{run.path}: differs", *(f"  {line}" for line in odd[:_LINES])]
     if len(odd) > _LINES:
         lines.append(f"  and {len(odd) - _LINES} more of that kind")
     if found is not None:

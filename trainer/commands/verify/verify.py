@@ -1,41 +1,43 @@
 """`trainer verify RUN`: trains a run again from its manifest, elsewhere, and compares the bits."""
 
 import argparse
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config, say
+from trainer.commands.verify.contradictions import contradictions
+from trainer.commands.verify.recorded import Recorded, had_checksums, last_step, parts_of, read_recorded
+from trainer.commands.verify.replay import begin, ranks_wanted, replay, replay_config
 from trainer.commands.verify.verdict import differences_here, different, differing_weights, identical
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.observe.checksums import first_difference, read_checksums
+from trainer.observe.console import say
 from trainer.train.anomalies import read_anomalies
-from trainer.train.recorded import Recorded, contradictions, last_step, parts_of, read_run, was_traced
+from trainer.train.run_folder import read_facts
 
 
 def verify(options: argparse.Namespace) -> int:
     """Does what `trainer verify` was asked for; returns the exit code: 0 identical, 1 not."""
-    run = read_run(options.folder)
-    anomalies = read_anomalies(run.folder)
+    run = read_recorded(options.folder)
+    anomalies = read_anomalies(run.path)
     odd = contradictions(run)
     run = before_its_stop(run, anomalies)
     until = last_step(run, options.steps)
     config = replay_config(run, options.set)
-    parts = parts_of(run.folder, run.manifest, until, ranks_wanted(options))
+    parts = parts_of(run, until, ranks_wanted(options))
     refused = [one for one in anomalies if one["policy"] == "rollback"]
     with tempfile.TemporaryDirectory(prefix="trainer-verify-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "run"
         begin(run, folder, refused)
-        say(f"{run.folder}: training steps 1 to {until} of {run.manifest.steps} again, in {temporary}")
+        say(f"{run.path}: training steps 1 to {until} of {run.manifest.steps} again, in {temporary}")
         code = replay(config, parts, run.manifest.steps, folder, options.gpus)
         if code != EXIT_DONE:
             return code
-        again = json.loads((folder / "manifest.json").read_bytes())
+        again = read_facts(folder)
         rows, _, _ = read_checksums(folder / "checksums.jsonl")
         compared = [row for row in run.rows if row.step <= until]
-        again_due = [row for row in rows if row.step <= until and was_traced(run, row.step)]
+        again_due = [row for row in rows if row.step <= until and had_checksums(run, row.step)]
         found = first_difference(compared, again_due)
         weights = differing_weights(run, folder) if until == run.manifest.steps else []
     here = differences_here(run.facts, again)
@@ -59,7 +61,7 @@ def before_its_stop(run: Recorded, anomalies: list[dict[str, Any]]) -> Recorded:
             rows = [row for row in run.rows if row.step < anomaly["step"]]
             if not rows:
                 raise BadInputError(
-                    f"{run.folder}: nothing was recorded before the step {anomaly['step']} that stopped "
+                    f"{run.path}: nothing was recorded before the step {anomaly['step']} that stopped "
                     f"it; look at that with --anomaly {number}"
                 )
             return replace(run, rows=rows)

@@ -36,12 +36,10 @@ class DigitsCanvas:
     classes: Sequence[str] = tuple("0123456789")
 
     def __init__(self, part: int, count: int) -> None:
-        """Draws them all."""
         image, label = digits()[part]
         self._pictures = [_draw(key(Purpose.DATA, part, number), image, label) for number in range(count)]
 
     def __len__(self) -> int:
-        """Number of canvases."""
         return len(self._pictures)
 
     def fingerprint(self) -> str:

@@ -36,7 +36,6 @@ class SyntheticPictures:
         self._counts = random.integers(1, self.most + 1, count)
 
     def __len__(self) -> int:
-        """Number of images."""
         return self._count
 
     def fingerprint(self) -> str:

@@ -1,18 +1,16 @@
 """A folder of recordings by class, wav or flac: `root/<class>/**/<file>`; int16 crops for the device."""
 
 import os
-import stat
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.config.data import OnCorrupt
-from trainer.data.corrupt import Bad, Corrupt, fill_rows
+from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field
-from trainer.data.formats.files import Files, in_folder, readable
+from trainer.data.formats.files import Files, NotAFileError, open_regular, readable
+from trainer.data.formats.records import RecordsDataset
 from trainer.errors import BadInputError
 from trainer.host.files import read_at
 from trainer.rng import Float32, Ints
@@ -27,7 +25,7 @@ _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFFFFE, 0xFFFFFFFE, 0xFFFFFFFF)  # of who w
 _BLOCK = 1 << 20
 
 
-class AudioFolder:
+class AudioFolder(RecordsDataset):
     """Recordings below one folder for each class, cut to one length and mixed to one channel.
 
     A cut of training starts at random (one random number, keyed by sample and epoch), one of evaluation
@@ -36,27 +34,16 @@ class AudioFolder:
     The field `audio` is int16 (round(seconds * sample_rate),), `label` int64 ().
 
     Args:
-        root: The folder.
+        files: The recordings.
         seconds: Length of a cut.
         sample_rate: In Hz; a file with another one is an error, not resampled and not corrupt.
         random_crop: True for training.
         on_corrupt: What to do about a file that can't be decoded.
-        files: Those below the root that are wanted (default: all).
-
-    Raises:
-        BadInputError: If the folder is missing or holds no recordings.
     """
 
     def __init__(
-        self,
-        root: Path,
-        seconds: float,
-        sample_rate: int,
-        random_crop: bool,
-        on_corrupt: OnCorrupt,
-        files: Files | None = None,
+        self, files: Files, seconds: float, sample_rate: int, random_crop: bool, on_corrupt: OnCorrupt
     ) -> None:
-        """Lists the files."""
         length = round(seconds * sample_rate)
         if length < 1:
             raise BadInputError(f"{seconds} s at {sample_rate} Hz hold no sample; raise one of them")
@@ -64,30 +51,9 @@ class AudioFolder:
             import soundfile  # noqa: F401  (so that workers that are forked have it)
         except (ImportError, OSError) as error:
             raise BadInputError(f"audio needs the library soundfile ({error}); run make venv") from error
-        self._root = os.fsencode(root)
-        self.records = in_folder(root, SUFFIXES) if files is None else files
-        self._length, self._rate, self._on_corrupt = length, sample_rate, on_corrupt
-        self.num_items = 1
+        super().__init__(files, {AUDIO: Field((length,), np.dtype(np.int16))}, on_corrupt)
+        self._files, self._length, self._rate = files, length, sample_rate
         self.uniforms = 1 if random_crop else 0
-        self.arrays: Arrays | None = None
-        self.in_process = False
-        self.fields: Mapping[str, Field] = {
-            AUDIO: Field((length,), np.dtype(np.int16)),
-            LABEL: Field((), np.dtype(np.int64)),
-        }
-
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes."""
-        return self.records.classes
-
-    def __len__(self) -> int:
-        """Number of recordings."""
-        return len(self.records)
-
-    def fingerprint(self) -> str:
-        """That of the files."""
-        return self.records.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:
         """Decodes cuts straight into the batch; see `Dataset.read`.
@@ -95,26 +61,20 @@ class AudioFolder:
         Raises:
             BadInputError: If a file can't be read, has another sample rate, or is corrupt and not replaced.
         """
-        audio, label, stored = out[AUDIO], out[LABEL], self.records.labels
+        audio = out[AUDIO]
         where = random[:, 0].tolist() if random is not None and self.uniforms else None
 
         def fill(row: int, sample: int) -> None:
-            path = os.path.join(self._root, self.records.file_name(sample))  # noqa: PTH118  (bytes)
-            self._cut(path, None if where is None else where[row], audio[row])
-            label[row] = stored[sample]
+            self._cut(self._files.path(sample), None if where is None else where[row], audio[row])
 
-        return fill_rows(samples, fill, self.records.name, self._on_corrupt, len(self))
+        return self._filled(samples, fill, out)
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
         """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""
         try:
-            # Opened here: soundfile doesn't tell a missing file from a corrupt one. O_NONBLOCK: a FIFO
-            # that nobody writes to must not hold up the run.
-            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # Opened here: soundfile doesn't tell a missing file from a corrupt one.
+            file, facts = open_regular(path)
             try:
-                facts = os.fstat(file)
-                if not stat.S_ISREG(facts.st_mode):
-                    raise Corrupt("isn't a file")
                 try:
                     self._decode(path, file, facts.st_size, random, out)
                 except Corrupt:
@@ -122,6 +82,8 @@ class AudioFolder:
                     raise
             finally:
                 os.close(file)
+        except NotAFileError as error:
+            raise Corrupt("isn't a file") from error
         except OSError as error:
             raise BadInputError(
                 f"{readable(path)}: can't be read ({error.strerror}); was it moved while the run goes on?"

@@ -114,7 +114,6 @@ class BoxedImages:
         augment: BoxAugment | None,
         on_corrupt: OnCorrupt = "fail",
     ) -> None:
-        """Reads nothing yet."""
         from trainer.data.formats import decode  # noqa: F401  (three seconds, before workers are forked)
 
         self.pictures, self._size, self._most, self._augment = pictures, size, most, augment
@@ -132,7 +131,6 @@ class BoxedImages:
         }
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.pictures)
 
     @property

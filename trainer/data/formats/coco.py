@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config.data import OnCorrupt
-from trainer.config.redact import redact
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.boxes import Picture
-from trainer.data.formats.crop import Box
 from trainer.data.formats.files import Files, Listed
 from trainer.errors import BadInputError
 
@@ -45,7 +43,7 @@ class CocoPictures:
         """Reads the whole file of instances; `check.check_data` looks whether all images are there."""
         from trainer.data.formats import decode
 
-        self._cut_out = decode.cut_out
+        self._decode = decode.whole
         file, folder = _places(root, part)
         told = _load(file)
         self.categories = _categories(file, told)
@@ -71,7 +69,6 @@ class CocoPictures:
         )
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.records)
 
     def fingerprint(self) -> str:
@@ -91,8 +88,7 @@ class CocoPictures:
         Raises:
             Corrupt: If it can't be, or hasn't the size that the annotations say.
         """
-        cut = self._cut_out(self.records.read(sample), lambda height, width: Box(0, 0, height, width))
-        image = cut[0].permute(1, 2, 0).numpy()
+        image = self._decode(self.records.read(sample))[0].permute(1, 2, 0).numpy()
         height, width = self._sizes[sample].tolist()
         if image.shape[:2] != (height, width):
             raise Corrupt(
@@ -184,7 +180,7 @@ def _instances(
     for entry in told["annotations"]:
         number, where = entry.get("image_id"), f"{file}: annotation {entry['id']}"
         if not _is_id(number) or number not in images:
-            raise BadInputError(f"{where}: there is no image {redact(repr(number))}")
+            raise BadInputError(f"{where}: there is no image {number!r}")
         category, crowd = entry.get("category_id"), entry.get("iscrowd", 0)
         if not _is_id(category) or category not in class_of:
             raise BadInputError(f"{where} of image {number}: there is no category {category!r}")

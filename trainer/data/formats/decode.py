@@ -120,6 +120,11 @@ def cut_out(
     return image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
 
 
+def whole(data: bytearray) -> torch.Tensor:
+    """Decodes an image; see `cut_out`."""
+    return cut_out(data, lambda height, width: Box(0, 0, height, width))
+
+
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing, as PIL does it: uint8 (1, 3, h, w) to uint8 (1, 3, height, width)."""
     # Contiguous first: a view of part of an image takes a path that is half as fast.

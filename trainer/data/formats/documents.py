@@ -61,7 +61,6 @@ class StreamDataset:
         self._tokens, self._targets, self._length, self._step = tokens, targets, length, step
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self._samples
 
     def fingerprint(self) -> str:

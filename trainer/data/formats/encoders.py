@@ -8,7 +8,7 @@ import codecs
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,20 +164,14 @@ def _harmless_cut(text: str, tokenizer: "Tokenizer") -> int:
 
 def _text(chunks: Iterator[bytes], file: Path) -> Iterator[str]:
     """Decodes UTF-8 that comes in chunks."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    seen = 0
-    for chunk in chunks:
-        yield _decoded(decoder, chunk, False, seen, file)
+    decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
+    for chunk in chain(chunks, [b""]):
+        held = len(decoder.getstate()[0])  # of a character that the last chunk ended in
+        try:
+            yield decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            raise BadInputError(
+                f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {seen - held + error.start}); "
+                "convert it (iconv -t UTF-8), leave it out with --files, or use --tokenizer bytes"
+            ) from error
         seen += len(chunk)
-    yield _decoded(decoder, b"", True, seen, file)
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, chunk: bytes, final: bool, seen: int, file: Path) -> str:
-    held = len(decoder.getstate()[0])  # of a character that the last chunk ended in
-    try:
-        return decoder.decode(chunk, final)
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {seen - held + error.start}); "
-            "convert it (iconv -t UTF-8), leave it out with --files, or use --tokenizer bytes"
-        ) from error

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.check import counted, unreadable
 from trainer.data.dataset import spread
-from trainer.data.shared import Columns, joined, name_at
+from trainer.data.formats.records import Records
+from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
-from trainer.rng import Ints
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -40,8 +39,8 @@ class Listed(NamedTuple):
     numbers: Sequence[int]
 
 
-class Files:
-    """Files below a root, each a sample; see `records.Records`.
+class Files(Records):
+    """Files below a root, each a sample.
 
     Args:
         root: A folder.
@@ -51,8 +50,6 @@ class Files:
         listed: Where the names are written down, if they aren't those that the folder holds.
     """
 
-    raw = False
-
     def __init__(
         self,
         root: Path,
@@ -61,7 +58,6 @@ class Files:
         classes: Sequence[str],
         listed: Listed | None = None,
     ) -> None:
-        """Takes the files in their order."""
         self._root = os.fsencode(root)
         self.classes: Sequence[str] = tuple(classes)
         columns = {**joined(names), "label": np.asarray(labels, dtype=np.int64)}
@@ -69,16 +65,6 @@ class Files:
         if listed is not None:
             columns["number"] = np.asarray(listed.numbers, dtype=np.int64)
         self._columns = Columns.hold(columns)
-
-    @property
-    def labels(self) -> Ints:
-        """Of all samples."""
-        labels: Ints = self._columns["label"]
-        return labels
-
-    def __len__(self) -> int:
-        """Number of files."""
-        return len(self.labels)
 
     def fingerprint(self) -> str:
         """Of all names and labels, the sizes of some files and the content of a few.
@@ -111,10 +97,6 @@ class Files:
         remedy = f"add it, or take its {unit} out (paths are relative to {readable(self._root)})"
         return counted(wrong, len(self), f"files named in {table}", place, remedy)
 
-    def file_name(self, sample: int) -> bytes:
-        """Path below the root."""
-        return name_at(self._columns, sample)
-
     def name(self, sample: int) -> str:
         """Path, readable."""
         return readable(self.path(sample))
@@ -128,17 +110,29 @@ class Files:
                 f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved meanwhile?"
             ) from error
 
-    def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
-        """No pixels here."""
-        return (0, 0)
-
-    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
-        """No pixels here."""
-        raise NotImplementedError
-
     def path(self, sample: int) -> bytes:
         """Path of a sample."""
-        return os.path.join(self._root, name_at(self._columns, sample))  # noqa: PTH118  (bytes)
+        return os.path.join(self._root, self.file_name(sample))  # noqa: PTH118  (bytes)
+
+
+class NotAFileError(OSError):
+    """What was opened is a folder, a pipe or a device."""
+
+
+def open_regular(path: bytes | Path) -> tuple[int, os.stat_result]:
+    """Opens a regular file for reading.
+
+    Raises:
+        NotAFileError: If it is something else.
+        OSError: If it can't be opened.
+    """
+    # O_NONBLOCK: a pipe that nobody writes to would keep its reader waiting.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    facts = os.fstat(file)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(file)
+        raise NotAFileError(0, "isn't a file")
+    return file, facts
 
 
 def read_exactly(file: int, start: int, count: int) -> bytearray:
@@ -327,16 +321,8 @@ def _size(path: bytes) -> int:
 
 
 def _content(path: bytes) -> bytearray:
-    """Of a regular file: a pipe would keep its reader waiting.
-
-    Raises:
-        OSError: If it isn't one or can't be read.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    file, facts = open_regular(path)
     try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
-            raise OSError(0, "isn't a file")
         return read_exactly(file, 0, facts.st_size)
     finally:
         os.close(file)

@@ -1,20 +1,20 @@
 """Images as a data set: decoded, cut and resized to uint8, channels last, straight into the batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
 from trainer.config.data import OnCorrupt
-from trainer.data.corrupt import Bad, Corrupt, fill_rows
+from trainer.data.corrupt import Bad, Corrupt
 from trainer.data.dataset import Arrays, Field
 from trainer.data.formats.crop import Box, central_cut, random_cut
-from trainer.data.formats.records import Records
+from trainer.data.formats.records import Records, RecordsDataset
 from trainer.rng import Float32, Ints
 
 
-class ImageDataset:
+class ImageDataset(RecordsDataset):
     """Images of one size from records of any size.
 
     Training images are cut by a random area and aspect ratio, evaluation images at the centre, and both
@@ -31,48 +31,26 @@ class ImageDataset:
     def __init__(
         self, records: Records, size: int, random_crop: bool, on_corrupt: OnCorrupt = "fail"
     ) -> None:
-        """Reads nothing yet."""
         # Here: torchvision takes three seconds, and not every run needs it; but before workers are forked,
         # of which each would take 150 MB for it.
         from trainer.data.formats import decode
 
         self._decode = decode.cut_out, decode.resize
-        self.records, self._size, self._on_corrupt = records, size, on_corrupt
+        super().__init__(records, {"image": Field((size, size, 3), np.dtype(np.uint8))}, on_corrupt)
+        self._size = size
         self.uniforms = 4 if random_crop else 0
-        self.num_items = 1
-        self.arrays: Arrays | None = None
-        self.in_process = False
-        self.fields: Mapping[str, Field] = {
-            "image": Field((size, size, 3), np.dtype(np.uint8)),
-            "label": Field((), np.dtype(np.int64)),
-        }
-
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes."""
-        return self.records.classes
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.records)
-
-    def fingerprint(self) -> str:
-        """That of the records."""
-        return self.records.fingerprint()
 
     def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
         """See `Dataset.read`."""
         rows = torch.from_numpy(out["image"]).permute(0, 3, 1, 2).unsqueeze(1).unbind(0)
         numbers = None if random is None else random[:, : self.uniforms].tolist()
-        labels, stored = out["label"], self.records.labels
 
         def fill(row: int, sample: int) -> None:
             choose = central_cut if numbers is None else partial(_by_numbers, numbers[row])
             with torch.inference_mode():
                 rows[row].copy_(self._image(sample, choose, scaled=numbers is not None))
-            labels[row] = stored[sample]
 
-        return fill_rows(samples, fill, self.records.name, self._on_corrupt, len(self))
+        return self._filled(samples, fill, out)
 
     def _image(self, sample: int, choose: Callable[[int, int], Box], scaled: bool) -> torch.Tensor:
         """uint8 (1, 3, size, size)."""

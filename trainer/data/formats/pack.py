@@ -1,6 +1,6 @@
 """Packs: samples decoded, shrunk and encoded again once, so that every epoch costs less; several to a file.
 
-The samples keep their numbers, so a pack is read in the same order as what it was made from. Each piece is
+The samples keep their numbers, so a pack is read in the same order as what it was made from. Each shard is
 made by one process, whatever their number, and is kept when the work is cut off: the next call goes on.
 """
 
@@ -11,8 +11,8 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,8 @@ import torch
 
 from trainer.checkpoint.tensor_file import encode
 from trainer.data.corrupt import Corrupt
-from trainer.data.formats.crop import Box
-from trainer.data.formats.pieces import INDEX, About, Piece, hash_of, write_index
 from trainer.data.formats.records import Records
+from trainer.data.formats.sharded import INDEX, About, Shard, hash_of, write_index
 from trainer.data.shared import Columns, joined
 from trainer.errors import BadInputError
 from trainer.host import files as disk
@@ -35,7 +34,6 @@ from trainer.host import files as disk
 Advance = Callable[[int], object]
 
 UNFINISHED = ".unfinished"
-_LOOK_SECONDS = 0.5  # how often it is told what the processes have done
 _LONGEST_JPEG = 65_500  # pixels, of either side
 
 
@@ -74,7 +72,7 @@ def pack(
         target: A folder that doesn't exist yet, or holds an unfinished pack of the same.
         settings: How samples are stored.
         processes: How many work at once; they don't change the result.
-        advance: Told of samples that have been packed.
+        advance: Told of samples that have been packed, shard by shard.
 
     Returns:
         What was made. What can't be decoded is stored as it was, and training treats it as it would have.
@@ -95,13 +93,13 @@ def pack(
 def _packed(
     records: Records, target: Path, settings: PackSettings, processes: int, advance: Advance
 ) -> About:
-    size = samples_per_piece(len(records))
+    size = samples_per_shard(len(records))
     ranges = [range(at, min(at + size, len(records))) for at in range(0, len(records), size)]
-    _work_off(partial(_pack_piece, records, target, settings), list(enumerate(ranges)), processes, advance)
-    pieces, columns = [], list[dict[str, npt.NDArray[Any]]]()
+    _work_off(partial(_pack_shard, records, target, settings), ranges, processes, advance)
+    shards, columns = [], list[dict[str, npt.NDArray[Any]]]()
     for number in range(len(ranges)):
-        piece, part = _finished(target, number)
-        pieces.append(piece)
+        shard, part = _finished(target, number)
+        shards.append(shard)
         columns.append(part)
     merged = {
         name: np.concatenate([part[name] for part in columns])
@@ -111,7 +109,7 @@ def _packed(
     merged |= joined([records.file_name(sample) for sample in range(len(records))])
     return write_index(
         target,
-        pieces,
+        shards,
         merged,
         records.classes,
         "pixels" if settings.raw else "files",
@@ -120,8 +118,8 @@ def _packed(
     )
 
 
-def samples_per_piece(samples: int) -> int:
-    """Enough pieces to share out the work, and at most 256 of more than 2048, so that all can stay open."""
+def samples_per_shard(samples: int) -> int:
+    """Enough shards to share out the work, and at most 256 of more than 2048, so that all can stay open."""
     return max(64, min(2048, -(-samples // 16)), -(-samples // 256))
 
 
@@ -163,28 +161,22 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _work_off(
-    work: Callable[[int, range, Advance], None],
-    pieces: list[tuple[int, range]],
-    processes: int,
-    advance: Advance,
+    work: Callable[[int, range], object], shards: Sequence[range], processes: int, advance: Advance
 ) -> None:
+    """Does the work of each shard, given its number and samples; `advance` is told of those that are done."""
     if processes < 2:
-        for piece in pieces:
-            work(*piece, advance)
+        for number, samples in enumerate(shards):
+            work(number, samples)
+            advance(len(samples))
         return
-    context = multiprocessing.get_context("forkserver")
-    packed, others = context.Value("q", 0), {*multiprocessing.active_children()}
+    context, others = multiprocessing.get_context("forkserver"), {*multiprocessing.active_children()}
     try:
-        with ProcessPoolExecutor(min(processes, len(pieces)), context, _begin, (packed,)) as pool:
+        with ProcessPoolExecutor(min(processes, len(shards)), context, _begin) as pool:
             try:
-                told, left = 0, {pool.submit(_in_process, work, piece) for piece in pieces}
-                while left:
-                    done, left = wait(left, _LOOK_SECONDS, FIRST_EXCEPTION)
-                    now = packed.value
-                    advance(now - told)
-                    told = now
-                    for one in done:
-                        one.result()
+                under_way = {pool.submit(work, n, samples): len(samples) for n, samples in enumerate(shards)}
+                for done in as_completed(under_way):
+                    done.result()
+                    advance(under_way[done])
             except BaseException:  # else the pool would first finish what it has begun, also after a signal
                 for process in {*multiprocessing.active_children()} - others:
                     process.terminate()
@@ -196,42 +188,24 @@ def _work_off(
         ) from error
 
 
-# Samples that all processes of a pool have packed, in each of them.
-_count: Any = None
-
-
-def _begin(packed: Any) -> None:
-    global _count  # noqa: PLW0603  (what a pool's initializer is for)
-    _count = packed
+def _begin() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends this one
 
 
-def _in_process(work: Callable[[int, range, Advance], None], piece: tuple[int, range]) -> None:
-    work(*piece, _counted)
-
-
-def _counted(samples: int) -> None:
-    with _count.get_lock():
-        _count.value += samples
-
-
-def _pack_piece(
-    records: Records, target: Path, settings: PackSettings, number: int, samples: range, advance: Advance
-) -> None:
-    """Writes a piece and its part of the index, unless that has been done."""
+def _pack_shard(records: Records, target: Path, settings: PackSettings, number: int, samples: range) -> None:
+    """Writes a shard and its part of the index, unless that has been done."""
     part = target / UNFINISHED / f"{number:05d}.safetensors"
     if part.exists():
-        advance(len(samples))
         return
     name = f"{number:05d}.bin"
     for left in (target / name, part.with_suffix(".tmp")):
         disk.remove(left)
     rows = list[tuple[int, int, int, int]]()
-    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows, advance))
+    digest = disk.write_file(target / name, _stored_one_by_one(records, settings, samples, rows))
     sizes, hashes, heights, widths = zip(*rows, strict=True)
     columns = {
-        "piece": np.full(len(rows), number, np.int32),
+        "shard": np.full(len(rows), number, np.int32),
         "offset": np.cumsum(sizes, dtype=np.int64) - np.array(sizes, np.int64),
         "bytes": np.array(sizes, np.int64),
         "label": records.labels[samples.start : samples.stop].copy(),
@@ -247,18 +221,18 @@ def _pack_piece(
     disk.sync_folder(part.parent)
 
 
-def _finished(target: Path, number: int) -> tuple[Piece, dict[str, npt.NDArray[Any]]]:
+def _finished(target: Path, number: int) -> tuple[Shard, dict[str, npt.NDArray[Any]]]:
     columns = Columns.copy((target / UNFINISHED / f"{number:05d}.safetensors").read_bytes())
-    wanted = ("piece", "offset", "bytes", "label", "hash", "height", "width")
+    wanted = ("shard", "offset", "bytes", "label", "hash", "height", "width")
     arrays = {name: columns[name] for name in wanted if name in columns}
-    piece = Piece(
+    shard = Shard(
         name=f"{number:05d}.bin",
         bytes=os.stat(target / f"{number:05d}.bin").st_size,  # noqa: PTH116
         sha256=columns["sha256"].tobytes().hex(),
     )
-    if piece.bytes != int(arrays["bytes"].sum()):
-        raise BadInputError(f"{target / piece.name}: changed since it was written; remove the folder")
-    return piece, arrays
+    if shard.bytes != int(arrays["bytes"].sum()):
+        raise BadInputError(f"{target / shard.name}: changed since it was written; remove the folder")
+    return shard, arrays
 
 
 def _stored_one_by_one(
@@ -266,14 +240,12 @@ def _stored_one_by_one(
     settings: PackSettings,
     samples: Iterable[int],
     rows: list[tuple[int, int, int, int]],
-    advance: Advance,
 ) -> Iterator[bytes]:
-    """The content of a piece; notes size, hash, height and width of each sample."""
+    """The content of a shard; notes size, hash, height and width of each sample."""
     for sample in samples:
         stored = _stored(records.read(sample), settings)
         rows.append((len(stored.data), hash_of(stored.data), stored.height, stored.width))
         yield bytes(stored.data)
-        advance(1)
 
 
 def _stored(data: bytearray, settings: PackSettings) -> _Stored:
@@ -282,7 +254,7 @@ def _stored(data: bytearray, settings: PackSettings) -> _Stored:
     if settings.short_side is None and not settings.raw:
         return _Stored(data)
     try:
-        image = decode.cut_out(data, lambda height, width: Box(0, 0, height, width))
+        image = decode.whole(data)
     except Corrupt:
         return _Stored(data)
     height, width = image.shape[2:]

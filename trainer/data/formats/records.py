@@ -1,64 +1,48 @@
 """Stored samples with labels, read at random: what folders, tables, shards and packs have in common."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.config.data import OnCorrupt
+from trainer.data.corrupt import Bad, fill_rows
+from trainer.data.dataset import Arrays, Field
+from trainer.data.shared import Columns, name_at
 from trainer.rng import Ints
 
+LABEL = "label"
 
-class Records(Protocol):
-    """Samples as they are stored.
+
+class Records(ABC):
+    """Samples as they are stored, with what is known of each in columns.
 
     Attributes:
         raw: True where what is stored are pixels: uint8 (height, width, 3).
+        classes: Their names.
     """
 
-    raw: bool
+    raw = False
+    classes: Sequence[str]
+    _columns: Columns
 
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes."""
-        ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
     @property
     def labels(self) -> Ints:
         """The class of each sample: int64 (n,)."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
-
-    def fingerprint(self) -> str:
-        """See `Dataset.fingerprint`."""
-        ...
-
-    def absent(self) -> str:
-        """Which of its files can't be read: how many, and the first; "" if all are there."""
-        ...
-
-    def name(self, sample: int) -> str:
-        """Where a sample lies, for people."""
-        ...
+        labels: Ints = self._columns["label"]
+        return labels
 
     def file_name(self, sample: int) -> bytes:
         """The name of a sample below its root, the same in each format that it is brought to."""
-        ...
+        return name_at(self._columns, sample)
 
-    def read(self, sample: int) -> bytearray:
-        """Bytes of a sample.
-
-        Raises:
-            BadInputError: If they can't be read.
-        """
-        ...
-
-    def shape(self, sample: int) -> tuple[int, int]:
+    def shape(self, sample: int) -> tuple[int, int]:  # noqa: ARG002
         """Height and width where pixels are stored; (0, 0) for one that is stored as the file it was."""
-        ...
+        return (0, 0)
 
     def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
         """Some rows of stored pixels: (height, width, 3).
@@ -66,4 +50,53 @@ class Records(Protocol):
         Raises:
             BadInputError: If they can't be read.
         """
-        ...
+        raise NotImplementedError
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """See `Dataset.fingerprint`."""
+
+    @abstractmethod
+    def absent(self) -> str:
+        """Which of its files can't be read: how many, and the first; "" if all are there."""
+
+    @abstractmethod
+    def name(self, sample: int) -> str:
+        """Where a sample lies, for people."""
+
+    @abstractmethod
+    def read(self, sample: int) -> bytearray:
+        """Bytes of a sample.
+
+        Raises:
+            BadInputError: If they can't be read.
+        """
+
+
+class RecordsDataset:
+    """What data sets of records have in common: workers read them, and each has a label, int64 ()."""
+
+    num_items = 1
+    arrays: Arrays | None = None
+    in_process = False
+
+    def __init__(self, records: Records, fields: Mapping[str, Field], on_corrupt: OnCorrupt) -> None:
+        self.records, self._on_corrupt = records, on_corrupt
+        self.fields: Mapping[str, Field] = {**fields, LABEL: Field((), np.dtype(np.int64))}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def fingerprint(self) -> str:
+        """That of the records."""
+        return self.records.fingerprint()
+
+    def _filled(self, samples: Ints, fill: Callable[[int, int], None], out: Arrays) -> list[Bad]:
+        """Fills the rows of a batch with samples and their labels; see `fill_rows`."""
+        label, stored = out[LABEL], self.records.labels
+
+        def both(row: int, sample: int) -> None:
+            fill(row, sample)
+            label[row] = stored[sample]
+
+        return fill_rows(samples, both, self.records.name, self._on_corrupt, len(self))

@@ -8,28 +8,27 @@ import numpy as np
 
 from trainer.data.corrupt import Corrupt
 from trainer.data.dataset import spread
-from trainer.data.formats.crop import Box
-from trainer.data.formats.pieces import Pieces, hash_of
 from trainer.data.formats.records import Records
+from trainer.data.formats.sharded import ShardedRecords, hash_of
 from trainer.errors import BadInputError
 
 LOOKED_AT = 1000
 
 
-def damaged(pieces: Pieces, advance: Callable[[int], object] = lambda _: None) -> Iterator[str]:
+def damaged(records: ShardedRecords, advance: Callable[[int], object] = lambda _: None) -> Iterator[str]:
     """Reads every sample and compares it with its hash.
 
     Yields:
         A line for each sample that isn't what was indexed.
     """
-    for sample in range(len(pieces)):
+    for sample in range(len(records)):
         try:
-            data = pieces.read(sample)
+            data = records.read(sample)
         except BadInputError as error:
             yield str(error)
         else:
-            if hash_of(data) != pieces.digest(sample):
-                yield f"{pieces.name(sample)}: its content has changed"
+            if hash_of(data) != records.digest(sample):
+                yield f"{records.name(sample)}: its content has changed"
         advance(1)
 
 
@@ -120,8 +119,7 @@ def _decoded(records: Records, sample: int) -> tuple[int, np.ndarray[Any, Any]]:
 
     data = records.read(sample)
     if not records.raw:
-        image = decode.cut_out(data, lambda height, width: Box(0, 0, height, width))
-        return len(data), image[0].permute(1, 2, 0).numpy()
+        return len(data), decode.whole(data)[0].permute(1, 2, 0).numpy()
     height, width = records.shape(sample)
     if not height:
         raise Corrupt("was not a readable image when it was packed")

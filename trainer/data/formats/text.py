@@ -47,11 +47,15 @@ def smallest_type(vocabulary: int) -> npt.DTypeLike:
     return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
-def character_text(path: Path) -> tuple[Text, Text]:
+def character_text(path: Path, known: str | None = None) -> tuple[Text, Text]:
     """A text file by characters: the first nine tenths to learn from, the rest to measure on.
 
+    Args:
+        path: The file.
+        known: The model's characters, in their order; None: those of the text.
+
     Raises:
-        BadInputError: If it can't be read, or is too short to be shared.
+        BadInputError: If it can't be read, is too short to be shared, or holds a character that isn't known.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise BadInputError(
@@ -63,7 +67,9 @@ def character_text(path: Path) -> tuple[Text, Text]:
         raise BadInputError(f"{path}: can't be read ({error.strerror}); give a text file") from error
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path}: not UTF-8 (byte {error.start}); convert it (iconv -t UTF-8)") from error
-    characters = "".join(sorted(set(text)))
+    characters = "".join(sorted(set(text))) if known is None else known
+    if odd := sorted(set(text) - set(characters)):
+        raise BadInputError(f"{path}: holds {odd[0]!r}, which is none of the model's characters")
     first = int(len(text) * _SHARE)
     if first < 2 or len(text) - first < 2:
         raise BadInputError(f"{path}: {len(text)} characters are no text to learn from; give a longer one")

@@ -1,61 +1,23 @@
-"""`trainer data tokenize`: text to a token file. Each file is a document; none is held as a whole."""
+"""Text to a token file. Each file is a document; none is held as a whole."""
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from trainer.errors import EXIT_DONE, BadInputError
+from trainer.data.formats.encoders import encoded, read_tokenizer
+from trainer.data.formats.tokens import TokenFile, about_path
+from trainer.errors import BadInputError
+from trainer.host import strict_json
 from trainer.host.files import rename, sync_folder
-
-# numpy, pydantic and the tokenizers are imported where they are used: the parser is built for every command.
+from trainer.observe.console import counted
 
 Advance = Callable[[int], object]
 
 _CHUNK = 1 << 20
-_LINE_SECONDS = 5.0
-
-
-def add_parser(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `tokenize` to the commands of `trainer data`."""
-    parser = subcommands.add_parser("tokenize", help="text to a token file (.bin)", allow_abbrev=False)
-    parser.add_argument(
-        "source", type=Path, metavar="SRC", help="text file, or folder of them (sorted by name)"
-    )
-    parser.add_argument("target", type=Path, metavar="DST", help="token file to write, such as train.bin")
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="bytes|bpe:FILE",
-        help="bytes: each byte is a token, 256 ends a document; bpe:FILE: a tokenizer.json on this machine",
-    )
-    parser.add_argument(
-        "--end",
-        metavar="TOKEN",
-        help="with bpe:FILE, the token that ends a document (default: <|endoftext|> or the like)",
-    )
-    parser.add_argument(
-        "--files",
-        default="**/*",
-        metavar="PATTERN",
-        help="which files below SRC, such as '**/*.txt' (default: all that aren't hidden)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace DST if it is there")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    start = time.monotonic()
-    tokenize(
-        options.source, options.target, options.tokenizer, options.end, options.files, options.force, print
-    )
-    print(f"  {time.monotonic() - start:.1f} s")
-    return EXIT_DONE
 
 
 def tokenize(
@@ -65,9 +27,8 @@ def tokenize(
     end: str | None = None,
     pattern: str = "**/*",
     force: bool = False,
-    say: Callable[[str], object] | None = None,
-) -> None:
-    """Writes a token file and the JSON file beside it.
+) -> TokenFile:
+    """Writes a token file and the JSON file beside it, and tells what this says.
 
     A process that is killed leaves what was there before, or at worst a whole token file without its JSON
     file, which is refused for want of a dtype.
@@ -79,16 +40,11 @@ def tokenize(
         end: The token that ends a document, for "bpe:"; None for the usual ones.
         pattern: Which files of the folder (see `Path.glob`); hidden ones are left out.
         force: Replace what is there.
-        say: Told how it goes, in lines or by a bar; None for nothing.
 
     Raises:
         BadInputError: If anything can't be read or written, isn't UTF-8 (except for "bytes"), or the target
             exists.
     """
-    from trainer.data.formats.encoders import encoded, read_tokenizer
-    from trainer.data.formats.tokens import TokenFile, about_path
-    from trainer.host import strict_json
-
     encoder = read_tokenizer(tokenizer, end)
     about = about_path(target)
     for path in (target, about):
@@ -104,7 +60,7 @@ def tokenize(
         # Without its JSON file a token file is refused, with the wrong one it would be misread: that goes
         # first, and comes last.
         with _replacing(about) as beside, _replacing(target, about) as file:
-            with _progress(sum(map(_size, files)), say) as advance:
+            with counted(f"tokenizing {source}", sum(map(_size, files))) as advance:
                 documents = ((path, _chunks(path, source, read, advance)) for path in files)
                 for part in encoded(documents, encoder, dtype):
                     written.update(part)
@@ -125,11 +81,7 @@ def tokenize(
         sync_folder(target.parent)
     except OSError as error:
         raise BadInputError(f"{target}: can't be written ({error.strerror}); give another place") from error
-    if say is not None:
-        say(
-            f"{target}: {facts.tokens:,} tokens ({dtype}) of {len(files):,} files, "
-            f"vocabulary {facts.vocabulary:,}"
-        )
+    return facts
 
 
 def list_files(source: Path, pattern: str) -> Sequence[Path]:
@@ -208,31 +160,3 @@ def _replacing(target: Path, gone: Path | None = None) -> Iterator[BinaryIO]:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-
-
-@contextlib.contextmanager
-def _progress(total: int, say: Callable[[str], object] | None) -> Iterator[Advance]:
-    """A bar on a terminal, a line every few seconds elsewhere; yields what is told of bytes done."""
-    if say is None:
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console()
-    if console.is_terminal:
-        columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("tokenizing", total=total)
-            yield lambda count: bar.advance(task, count)
-        return
-    done, shown = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        if time.monotonic() - shown > _LINE_SECONDS:
-            shown = time.monotonic()
-            say(f"  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-
-    yield advance

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field as Key, ValidationError
 
 from trainer.data.dataset import Arrays, Field, spread
+from trainer.data.formats.files import fill_exactly, open_regular
 from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.host.files import read_at, read_hashed
@@ -108,7 +108,6 @@ class TokenDataset:
         self.fields: Mapping[str, Field] = {TOKENS: Field((length + 1,), self._dtype)}
 
     def __len__(self) -> int:
-        """Number of samples."""
         return self._samples
 
     def fingerprint(self) -> str:
@@ -134,21 +133,13 @@ class TokenDataset:
         row = 0
         try:
             for sample in samples.tolist():
-                if (read := os.preadv(file, (rows[row : row + size],), sample * step)) != size:
-                    self._read_rest(rows[row + read : row + size], sample * step + read)
+                fill_exactly(file, sample * step, rows[row : row + size])
                 row += size
         except OSError as error:
             raise self._unreadable(error) from error
         if self.vocabulary is not None and (largest := int(np.max(out[TOKENS]))) >= self.vocabulary:
             sample = int(samples[int(np.argmax(np.max(out[TOKENS], axis=1)))])
             raise unknown_token(self._path, sample, largest, self.vocabulary)
-
-    def _read_rest(self, into: memoryview, start: int) -> None:
-        """Goes on where a network file system gave less than it was asked for."""
-        while into:
-            if (read := os.preadv(self._descriptor(), (into,), start)) == 0:
-                raise BadInputError(f"{self._path}: ends at byte {start}: it got shorter while it was in use")
-            into, start = into[read:], start + read
 
     def _descriptor(self) -> int:
         """The open file; in a worker that wasn't forked it is opened when first read from."""
@@ -160,7 +151,9 @@ class TokenDataset:
         return self._file
 
     def _unreadable(self, error: OSError) -> BadInputError:
-        return BadInputError(f"{self._path}: can't be read ({error.strerror}); check the disk and try again")
+        return BadInputError(
+            f"{self._path}: can't be read ({error.strerror}); check the disk, and that nobody changes it"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Called when a worker is started without fork: sends the name, not the content."""
@@ -252,15 +245,11 @@ def read_about(path: Path) -> TokenFile | None:
 
 def _opened(path: Path) -> tuple[int, os.stat_result]:
     try:
-        # O_NONBLOCK: a FIFO that nobody writes to must not hold up the start.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
-        raise BadInputError(f"{path}: can't be opened ({error.strerror}); give a token file") from error
-    facts = os.fstat(file)
-    if not stat.S_ISREG(facts.st_mode):
-        os.close(file)
-        raise BadInputError(f"{path}: isn't a file; give a token file, such as train.bin")
-    return file, facts
+        raise BadInputError(
+            f"{path}: can't be opened ({error.strerror}); give a token file, such as train.bin"
+        ) from error
 
 
 def _identity(facts: os.stat_result) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from trainer.errors import BadInputError
 _WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 # Seconds without a byte, and bytes per second at least: whoever is slower has failed.
 _SILENCE, _SLOWEST = 30.0, 64 << 10
+# Seconds for a connection where somebody waits for the answer.
+_CONNECT = 5.0
 _UNKNOWN = 256 << 20
 # S3 gives one connection some 80 MB/s: so several, and a part that fails is fetched again alone.
 _PART, _PARTS_AT_ONCE = 8 << 20, 8
@@ -37,6 +39,10 @@ class WrongContentError(Exception):
     """More came than there should be."""
 
 
+class NotThereError(BadInputError):
+    """The server has nothing of this name."""
+
+
 class Sink(io.RawIOBase):
     """Writes a download to a file and hashes it.
 
@@ -46,7 +52,6 @@ class Sink(io.RawIOBase):
     """
 
     def __init__(self, file: int, size: int | None = None) -> None:
-        """Nothing has come yet."""
         self._file, self.size = file, size
         self.restart()
 
@@ -83,15 +88,18 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name if url.startswith('s3:') else quote(name)}"
 
 
-def fetch(url: str, sink: Sink) -> None:
+def fetch(url: str, sink: Sink, at_once: bool = False) -> None:
     """Copies a file.
 
+    Args:
+        at_once: Whether a server that can't be connected to is given up at once, and not tried again.
+
     Raises:
-        BadInputError: If it can't be had.
+        BadInputError: If it can't be had; NotThereError if there is none.
         DiskError: If it can't be written.
         WrongContentError: If there is more of it than the sink expects.
     """
-    _run(_fetch(url, sink))
+    _run(_fetch(url, sink, at_once))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -103,27 +111,27 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _fetch(url: str, sink: Sink) -> None:
-    files = _file_system(url)
+async def _fetch(url: str, sink: Sink, at_once: bool = False) -> None:
+    files = _file_system(url, _CONNECT if at_once else _SILENCE)
     session = await _tried(url, _SILENCE, files.set_session)
     try:
         if not url.startswith("s3:"):
-            await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink))
+            await _tried(url, _seconds(sink.size), lambda: _whole(files, url, sink), at_once)
         elif sink.size is None:
-            sink.write(await _tried(url, _seconds(None), lambda: files._cat_file(url)))
+            sink.write(await _tried(url, _seconds(None), lambda: files._cat_file(url), at_once))
         else:
             await _in_parts(files, url, sink, sink.size)
     finally:
         await session.close()
 
 
-def _file_system(url: str) -> Any:
+def _file_system(url: str, connect: float) -> Any:
     """One that tries nothing again by itself: botocore and s3fs would, each in its own way."""
     import fsspec
 
     common: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if url.startswith("s3:"):
-        config = {"connect_timeout": _SILENCE, "read_timeout": _SILENCE}
+        config = {"connect_timeout": connect, "read_timeout": _SILENCE}
         retries = {"total_max_attempts": 1, "mode": "standard"}
         config_kwargs = {**config, "retries": retries}
         files = fsspec.filesystem("s3", **common, session=_session(), config_kwargs=config_kwargs)
@@ -131,7 +139,7 @@ def _file_system(url: str) -> Any:
         return files
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
+    timeout = aiohttp.ClientTimeout(total=None, connect=connect, sock_connect=connect, sock_read=_SILENCE)
     # trust_env: proxies and ~/.netrc.
     return fsspec.filesystem("http", **common, client_kwargs={"timeout": timeout, "trust_env": True})
 
@@ -146,7 +154,7 @@ def _session() -> Any:
 
 @lru_cache(maxsize=1)
 def _descriptions(path: str | None) -> Any:
-    """botocore's descriptions of services, which take longer to parse than a piece to fetch."""
+    """botocore's descriptions of services, which take longer to parse than a shard to fetch."""
     from botocore.loaders import create_loader
 
     return create_loader(path)
@@ -190,7 +198,7 @@ def _seconds(size: int | None) -> float:
     return _SILENCE + (_UNKNOWN if size is None else size) / _SLOWEST
 
 
-async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]]) -> T:
+async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]], at_once: bool = False) -> T:
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -203,8 +211,14 @@ async def _tried(url: str, seconds: float, attempt: Callable[[], Awaitable[T]]) 
         except (BotoCoreError, ClientError) as error:
             found = error
         status, code = _answer(found)
+        if at_once and _is_unconnected(found):
+            raise BadInputError(
+                f"{url}: {_what(found, status, code)}; check the address, and that the server can be reached "
+                "from here"
+            ) from None
         if not _may_pass(found, status):
-            raise BadInputError(f"{url}: {_what(found, status, code)}; {_remedy(found, status)}") from None
+            kind = NotThereError if status == 404 else BadInputError
+            raise kind(f"{url}: {_what(found, status, code)}; {_remedy(found, status)}") from None
         if wait is None:
             break
         await asyncio.sleep(wait)
@@ -224,6 +238,14 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
         if isinstance(status := getattr(each, "status", None), int) and status >= 300:
             return status, ""
     return (404, "") if isinstance(error, FileNotFoundError) else (None, "")
+
+
+def _is_unconnected(error: BaseException) -> bool:
+    import aiohttp
+    from botocore import exceptions
+
+    kinds = aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError
+    return isinstance(error, kinds | exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError)
 
 
 def _may_pass(error: BaseException, status: int | None) -> bool:

@@ -1,11 +1,11 @@
-"""A folder with copies of remote pieces, for all ranks, workers and jobs of a machine.
+"""A folder with copies of remote shards, for all ranks, workers and jobs of a machine.
 
-DIR/<sha256>.piece          a piece, named by its content: whole and right, or not there
-DIR/<sha256>.piece.part     one that is being fetched, by whoever has the lock on it
+DIR/<sha256>.shard          a shard, named by its content: whole and right, or not there
+DIR/<sha256>.shard.part     one that is being fetched, by whoever has the lock on it
 DIR/<sha256>.index/         the index of a data set, named by the content of its index.json; never evicted
-DIR/trainer-cache.lock      held for the moments in which room is made or a piece gets its name
+DIR/trainer-cache.lock      held for the moments in which room is made or a shard gets its name
 
-Nothing else in the folder is touched. A piece that is evicted stays readable for whoever has it open.
+Nothing else in the folder is touched. A shard that is evicted stays readable for whoever has it open.
 """
 
 import contextlib
@@ -23,72 +23,71 @@ import numpy as np
 
 from trainer.config.sizes import size_text
 from trainer.data.formats.files import readable
-from trainer.data.formats.pieces import COLUMNS, INDEX, About, Piece, Pieces, read_index
+from trainer.data.formats.sharded import COLUMNS, INDEX, About, Shard, ShardedRecords, read_index
 from trainer.data.remote.access import DiskError, Sink, WrongContentError, fetch, join
-from trainer.data.shared import Columns, anonymous_file
+from trainer.data.shared import anonymous_file
 from trainer.errors import BadInputError
 from trainer.host import files as disk
 
-_OURS = re.compile(r"[0-9a-f]{64}\.piece(\.part)?")
+_OURS = re.compile(r"[0-9a-f]{64}\.shard(\.part)?")
 _LOCK = "trainer-cache.lock"
 _PATIENCE = 0.05
 
 
 class Cached:
-    """Pieces below a URL, copied once; see `pieces.Place`.
+    """Shards below a URL, copied once; see `sharded.Place`.
 
     Args:
-        url: Folder of the pieces.
+        url: Folder of the shards.
         folder: The cache, which exists.
-        limit: Bytes that all pieces in it may take, those of other data sets too; None: as many as there are.
+        limit: Bytes that all shards in it may take, those of other data sets too; None: as many as there are.
     """
 
     def __init__(self, url: str, folder: Path, limit: int | None) -> None:
-        """Opens nothing yet."""
         self.url, self.folder, self.limit = url, folder, limit
 
-    def open(self, piece: Piece) -> int:
+    def open(self, shard: Shard) -> int:
         """See `Place.open`.
 
         Raises:
-            BadInputError: If the piece can't be had, is another than the index says, or can't be stored.
+            BadInputError: If the shard can't be had, is another than the index says, or can't be stored.
         """
 
         def make(file: int) -> None:
-            self._reserve(piece, file)
-            self._download(piece, file)
+            self._reserve(shard, file)
+            self._download(shard, file)
 
         with _told(self.folder):
-            return _made_once(self.folder / f"{piece.sha256}.piece", piece.bytes, make, self.folder / _LOCK)
+            return _made_once(self.folder / f"{shard.sha256}.shard", shard.bytes, make, self.folder / _LOCK)
 
     def __str__(self) -> str:
         return self.url
 
-    def _download(self, piece: Piece, file: int) -> None:
-        url = join(self.url, piece.name)
+    def _download(self, shard: Shard, file: int) -> None:
+        url = join(self.url, shard.name)
         for _ in range(2):
-            sink = Sink(file, piece.bytes)
+            sink = Sink(file, shard.bytes)
             with contextlib.suppress(WrongContentError):
                 fetch(url, sink)
-                if sink.sha256() == piece.sha256:
+                if sink.sha256() == shard.sha256:
                     return
         raise BadInputError(
             f"{url}: isn't what its index says (SHA-256, fetched twice); put the right file there, or make "
             "the index again"
         )
 
-    def _reserve(self, piece: Piece, file: int) -> None:
+    def _reserve(self, shard: Shard, file: int) -> None:
         """Gives a file the size that it will have, once there is room for it."""
-        if self.limit is not None and piece.bytes > self.limit:
+        if self.limit is not None and shard.bytes > self.limit:
             raise BadInputError(
-                f"data.cache_limit={size_text(self.limit)}: {join(self.url, piece.name)} alone has "
-                f"{size_text(piece.bytes)}; raise it"
+                f"data.cache_limit={size_text(self.limit)}: {join(self.url, shard.name)} alone has "
+                f"{size_text(shard.bytes)}; raise it"
             )
         os.ftruncate(file, 0)  # what a killed process left
         while True:
-            with _locked(self.folder / _LOCK):
-                if self.limit is None or _evict(self.folder, self.limit - piece.bytes):
-                    os.ftruncate(file, piece.bytes)
+            with disk.locked(self.folder / _LOCK):
+                if self.limit is None or _evict(self.folder, self.limit - shard.bytes):
+                    os.ftruncate(file, shard.bytes)
                     return
             # The rest is being fetched by others; then it may go.
             time.sleep(_PATIENCE)
@@ -101,7 +100,7 @@ class _Entry(NamedTuple):
 
 
 def _evict(folder: Path, room: int) -> bool:
-    """Removes the pieces that were not used for longest until the rest fits; False if it doesn't."""
+    """Removes the shards that were not used for longest until the rest fits; False if it doesn't."""
     entries = list[_Entry]()
     with os.scandir(folder) as listed:
         for file in listed:
@@ -164,7 +163,7 @@ def _finish(file: int, part: Path, path: Path, make: Callable[[int], None], lock
         make(file)
         os.fsync(file)
         _touch(file)
-        with _locked(lock):  # else who makes room might list it twice or not at all
+        with disk.locked(lock):  # else who makes room might list it twice or not at all
             part.rename(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -205,16 +204,6 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
 def _told(folder: Path) -> Iterator[None]:
     """Says what is wrong with the folder where a system error would be shown."""
     try:
@@ -232,10 +221,10 @@ def _told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class CachedPieces(Pieces):
-    """Pieces behind a cache; `together` of them are shuffled together, or all (0)."""
+class CachedShards(ShardedRecords):
+    """Shards behind a cache; `shards_per_block` of them are shuffled together, or all (0)."""
 
-    together = 0
+    shards_per_block = 0
 
     def _file(self, number: int) -> int:
         if number not in self._files:
@@ -245,19 +234,19 @@ class CachedPieces(Pieces):
         return super()._file(number)
 
     def check_order(self) -> None:
-        """Makes sure that the samples of a piece have consecutive numbers.
+        """Makes sure that the samples of a shard have consecutive numbers.
 
         Raises:
             BadInputError: If they don't.
         """
-        if bool((np.diff(self._columns["piece"]) < 0).any()):
+        if bool((np.diff(self._columns["shard"]) < 0).any()):
             raise BadInputError(
-                f"{self._place}: its samples are numbered across its pieces, so data.cache_limit must hold "
+                f"{self._place}: its samples are numbered across its shards, so data.cache_limit must hold "
                 f"all of them ({size_text(_total([self.about]))}); raise it, or make the pack or index again"
             )
 
 
-def open_cached(url: str, folder: Path, limit: int | None) -> CachedPieces:
+def open_cached(url: str, folder: Path, limit: int | None) -> CachedShards:
     """Opens shards or a pack behind a URL.
 
     Args:
@@ -270,21 +259,20 @@ def open_cached(url: str, folder: Path, limit: int | None) -> CachedPieces:
     """
     with _told(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            about, columns = _indexed(url, folder)
-        except _DamagedError:  # or replaced between its two files
+        for last in (False, True):  # once more where it is damaged, or was replaced between its two files
+            index = _index(url, folder)
             try:
-                about, columns = _indexed(url, folder)
-            except _DamagedError as error:
-                raise BadInputError(f"{url}: {error}") from error
-    return CachedPieces(about, columns, Cached(url, folder, limit))
+                about, columns = read_index(index)
+                break
+            except BadInputError as error:
+                disk.remove(index)
+                if last:
+                    raise BadInputError(f"{url}: {error}") from error
+    return CachedShards(about, columns, Cached(url, folder, limit))
 
 
-class _DamagedError(Exception):
-    pass
-
-
-def _indexed(url: str, folder: Path) -> tuple[About, Columns]:
+def _index(url: str, folder: Path) -> Path:
+    """The folder with the two files of an index, each fetched if it isn't there."""
     about = _bytes_of(join(url, INDEX))
     index = folder / f"{hashlib.sha256(about).hexdigest()}.index"
     index.mkdir(exist_ok=True)
@@ -296,11 +284,7 @@ def _indexed(url: str, folder: Path) -> tuple[About, Columns]:
 
     os.close(_made_once(index / INDEX, len(about), lambda file: _write(file, about), folder / _LOCK))
     os.close(_made_once(index / COLUMNS, None, columns, folder / _LOCK))
-    try:
-        return read_index(index)
-    except BadInputError as error:
-        disk.remove(index)
-        raise _DamagedError(str(error)) from error
+    return index
 
 
 def _bytes_of(url: str) -> bytes:
@@ -318,25 +302,25 @@ def _write(file: int, data: bytes) -> None:
     os.ftruncate(file, len(data))
 
 
-def pieces_together(limit: int | None, parts: Sequence[CachedPieces]) -> int:
-    """Of how many pieces the samples are shuffled together, so that two such blocks fit: workers overlap.
+def fitting_shards_per_block(limit: int | None, parts: Sequence[CachedShards]) -> int:
+    """Of how many shards the samples are shuffled together, so that two such blocks fit: workers overlap.
 
     Args:
-        limit: Bytes that all pieces may take, or None.
+        limit: Bytes that all shards may take, or None.
         parts: The parts of a data set, which share the cache.
 
     Returns:
-        A number of pieces, or 0 where all parts fit.
+        A number of shards, or 0 where all parts fit.
 
     Raises:
-        BadInputError: If not even two pieces fit, or the samples don't lie in the order of the pieces.
+        BadInputError: If not even two shards fit, or the samples don't lie in the order of the shards.
     """
     if limit is None or _total([part.about for part in parts]) <= limit:
         return 0
-    largest = max(piece.bytes for part in parts for piece in part.about.pieces)
+    largest = max(shard.bytes for part in parts for shard in part.about.shards)
     if 2 * largest > limit:
         raise BadInputError(
-            f"data.cache_limit={size_text(limit)} is too low: at least two pieces must fit, and the largest "
+            f"data.cache_limit={size_text(limit)} is too low: at least two shards must fit, and the largest "
             f"has {size_text(largest)}; set {size_text(2 * largest)} or more"
         )
     for part in parts:
@@ -345,4 +329,4 @@ def pieces_together(limit: int | None, parts: Sequence[CachedPieces]) -> int:
 
 
 def _total(abouts: Sequence[About]) -> int:
-    return sum(piece.bytes for about in abouts for piece in about.pieces)
+    return sum(shard.bytes for about in abouts for shard in about.shards)

@@ -43,7 +43,7 @@ def in_buckets(
     inside = place < all_micro_batches * micro_batch_size
     number, offset = np.divmod(place, micro_batch_size)
     if all_micro_batches:
-        each = key(seed, Purpose.PIECES)
+        each = key(seed, Purpose.SHARDS)
         number = np.where(inside, permuted(each, epoch, np.where(inside, number, 0), all_micro_batches), 0)
     micro_batch_ends, rest_ends = (
         np.cumsum(micro_batches),

@@ -1,21 +1,24 @@
 """Which samples are in which batch: the sample order and the steps, as arithmetic.
 
 The words used everywhere:
-  micro-batch    a micro-batch, and the unit of randomness; micro-batches are numbered through the whole run
-  step     the micro-batches of one optimiser step, over all ranks: `global_batch_size` samples
-  epoch    once through the data
+  micro-batch  the samples of one forward and backward pass on a rank, and the unit of randomness; numbered
+               through the whole run
+  step         the micro-batches of one update, over all ranks: `global_batch_size` samples
+  epoch        once through the data
+  shard        a file with many samples; a shuffle block is so many shards whose samples are shuffled together
 Nothing here depends on the world size except which of a step's micro-batches a rank takes, so the samples
 of a step are the same on any number of ranks. Resuming is starting at another step.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from trainer.config.data import Last
+from trainer.data.sampling.block_order import in_blocks
 from trainer.data.sampling.bucket_order import in_buckets
-from trainer.data.sampling.piece_order import in_blocks
 from trainer.errors import BadInputError
 from trainer.rng import Float32, Ints, permuted
 
@@ -45,8 +48,8 @@ class Plan:
         seed: Keys the order.
         max_steps: Ends the run earlier.
         shuffle: False leaves the samples in their order (evaluation).
-        pieces: Samples of each piece, where the data lies in pieces that aren't all on this machine at once.
-        together: Of how many pieces the samples are shuffled together (see `piece_order`); 0: of all.
+        shards: Samples of each shard, where the data lies in shards that aren't all on this machine at once.
+        shards_per_block: Of how many shards the samples are shuffled together (see `block_order`); 0: of all.
         buckets: Samples of each bucket, where a micro-batch's are to be of one bucket (see `bucket_order`).
 
     Raises:
@@ -61,8 +64,8 @@ class Plan:
     seed: int
     max_steps: int | None = None
     shuffle: bool = True
-    pieces: tuple[int, ...] = ()
-    together: int = 0
+    shards: tuple[int, ...] = ()
+    shards_per_block: int = 0
     buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,6 +107,11 @@ class Plan:
         whole, rest = divmod(self.samples, self.global_batch_size)
         return whole + (rest > 0 and self.last == "weighted")
 
+    @property
+    def epoch_length(self) -> float:
+        """Steps of an epoch, with the part of one that it shares with the next."""
+        return self.samples / self.global_batch_size if self.last == "cross" else self.steps_per_epoch
+
     def samples_seen(self, steps: int) -> int:
         """Samples of weight 1 in so many steps from the start."""
         if self.last != "weighted":
@@ -122,6 +130,12 @@ class Plan:
         if self.last == "cross":
             return min(steps * self.global_batch_size // self.samples, self.epochs)
         return steps // self.steps_per_epoch
+
+    def next_epoch_end(self, done: int, epochs: int = 1) -> int:
+        """The first step after `done` at which another so many epochs are through; beyond the run if none."""
+        later = range(done + 1, self.steps + 1)
+        whole = self.epochs_done(done) // epochs
+        return done + 1 + bisect_right(later, whole, key=lambda step: self.epochs_done(step) // epochs)
 
     def step_samples(self, step: int) -> int:
         """Samples of weight 1 in a step, over all ranks."""
@@ -157,8 +171,8 @@ class Plan:
     def _sample(self, epoch: Ints, position: Ints) -> Ints:
         if not self.shuffle:
             return position
-        if self.together:
-            return in_blocks(self.seed, epoch, position, self.pieces, self.together)
+        if self.shards_per_block:
+            return in_blocks(self.seed, epoch, position, self.shards, self.shards_per_block)
         if self.buckets:
             cross = self.last == "cross"
             return in_buckets(self.seed, epoch, position, self.buckets, self.micro_batch_size, cross)

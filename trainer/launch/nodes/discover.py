@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer.errors import BadInputError
+from trainer.host.environment import RANK_MARK
 
 PORT = 29500
 # Two jobs can share a node: on Slurm each has ports of its own, the launchers' and, next to it, the ranks'.
 _SLURM_PORTS = 500
-# What a rank of our launcher has, and a rank of torchrun's doesn't need: it has torchrun's own.
-LAUNCHED = "TRAINER_IS_RANK"
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 
 
 class Nodes(NamedTuple):
@@ -51,24 +51,32 @@ class Nodes(NamedTuple):
 
 
 def find_nodes(
-    environ: Mapping[str, str], nodes: str | None, node_rank: int | None, master: str | None
+    environ: Mapping[str, str],
+    nnodes: str | None,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
 ) -> Nodes | None:
     """What this launcher is part of; None for a single node.
 
     Args:
         environ: The process's environment.
-        nodes: As --nodes: `4`, or `2:4` for at least 2 and at most 4.
+        nnodes: As --nnodes: `4`, or `2:4` for at least 2 and at most 4.
         node_rank: As --node-rank.
-        master: As --master: `host:port`, or `host`.
+        master_addr: As --master-addr.
+        master_port: As --master-port.
 
     Raises:
         BadInputError: If something is missing, or says something impossible.
     """
-    told = _slurm(environ) | _kubeflow(environ) | _plain(environ)
-    if nodes is not None:
-        told |= {"nodes": nodes, "source": "--nodes"}
+    told = {} if started_by_rank(environ) else _slurm(environ) | _kubeflow(environ) | _plain(environ)
+    if nnodes is not None:
+        told |= {"nodes": nnodes, "source": "--nnodes"}
     if "nodes" not in told:
         _not_by_srun(environ)
+        given = {"--node-rank": node_rank, "--master-addr": master_addr, "--master-port": master_port}
+        if flags := [flag for flag, value in given.items() if value is not None]:
+            raise BadInputError(f"{flags[0]} is for several nodes: say how many by --nnodes, or leave it out")
         return None
     source = told["source"]
     least, most = _count(told["nodes"], source)
@@ -81,7 +89,8 @@ def find_nodes(
             f"{source} says {most} nodes, and {said} which one this is: give --node-rank (or NODE_RANK), "
             f"from 0 to {most - 1}, another on each"
         )
-    host, port = _meeting_point(master or told.get("master", ""), told.get("port"), source)
+    said_port = told.get("port", str(PORT)) if master_port is None else str(master_port)
+    host, port = _meeting_point(master_addr or told.get("master", ""), said_port, source)
     return Nodes(least, most, int(number), host, port, tuple(told.get("names", "").split()), source)
 
 
@@ -104,6 +113,25 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process is one of the ranks that torchrun or Slurm started. (Ours don't ask.)"""
+    ranked = all(name in environ for name in _RANK) and not started_by_rank(environ)
+    return ranked and not is_launcher_task(environ)
+
+
+def mark_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a rank adds to its environment, by which a process that it starts knows itself for none.
+
+    It holds the launch's variables, so that a torchrun that a rank starts has ranks of its own.
+    """
+    return {RANK_MARK: " ".join(environ.get(name, "-") for name in (*_RANK, *_LAUNCH))}
+
+
+def started_by_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process has its rank's variables from the rank that started it: it is none itself."""
+    return mark_of_rank(environ).items() <= environ.items()
+
+
 def is_launcher_task(environ: Mapping[str, str]) -> bool:
     """Whether this is a Slurm node's only task, which starts the ranks though enroot's hook calls it one."""
     tasks, nodes = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_STEP_NUM_NODES")
@@ -111,7 +139,7 @@ def is_launcher_task(environ: Mapping[str, str]) -> bool:
         0 < tasks == nodes
         and environ.get("RANK") == environ.get("SLURM_PROCID")
         and environ.get("WORLD_SIZE") == str(tasks)
-        and not any(name in environ for name in ("TORCHELASTIC_RUN_ID", LAUNCHED))
+        and "TORCHELASTIC_RUN_ID" not in environ
     )
 
 
@@ -197,7 +225,7 @@ def _not_by_srun(environ: Mapping[str, str]) -> None:
     if nodes > 1 and "SLURM_STEP_ID" not in environ:
         raise BadInputError(
             f"this Slurm job has {nodes} nodes, and this is its script on the first of them: start it by "
-            "`srun --ntasks-per-node=1 trainer train …`, or give --nodes 1 to use this node alone"
+            "`srun --ntasks-per-node=1 trainer train …`, or give --nnodes 1 to use this node alone"
         )
 
 
@@ -209,21 +237,17 @@ def _count(text: str, source: str) -> tuple[int, int]:
     return least, most
 
 
-def _meeting_point(master: str, port: str | None, source: str) -> tuple[str, int]:
+def _meeting_point(address: str, port: str, source: str) -> tuple[str, int]:
     """Host and port of node 0."""
-    if found := re.fullmatch(r"\[(.+)\](?::(\d+))?", master):  # an IPv6 address
-        host, given = found[1], found[2]
-    elif master.count(":") > 1:
-        host, given = master, None
-    else:
-        host, _, given = master.partition(":")
-    number = given or port or str(PORT)
-    if not host or not number.isdecimal() or not 0 < int(number) < (1 << 16) - 1:
+    bracketed = re.fullmatch(r"\[(.+)\]", address)  # as an IPv6 address can be written
+    host = bracketed[1] if bracketed else address
+    # The next port is needed, too; one colon is a host with a port, more are an IPv6 address.
+    if not host or host.count(":") == 1 or not port.isdecimal() or not 0 < int(port) < (1 << 16) - 1:
         raise BadInputError(
-            f"{source} says several nodes, and {master or 'nothing'} isn't where they meet: give --master "
-            "HOST:PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
+            f"{source} says several nodes, and host '{address}', port '{port}' isn't where they meet: give "
+            "--master-addr HOST and --master-port PORT (or MASTER_ADDR and MASTER_PORT) of node 0"
         )
-    return host, int(number)
+    return host, int(port)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -1,11 +1,8 @@
 """The network interface that ranks meet at."""
 
-import fcntl
 import os
-import socket
-import struct
 
-_SIOCGIFADDR = 0x8915
+from trainer.host.interfaces import interface_of
 
 
 def gloo_interface(address: str) -> dict[str, str]:
@@ -18,16 +15,3 @@ def gloo_interface(address: str) -> dict[str, str]:
         return {}
     name = interface_of(address.removeprefix("::ffff:"))
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address (Linux), or nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""

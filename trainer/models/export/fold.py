@@ -1,7 +1,7 @@
-"""BatchNorm folded into the layer before it: in evaluation both are one affine map.
+"""BatchNorm folded into the layer before it: in evaluation both are one affine map (Jacob et al., 2018).
 
-With scale g / sqrt(v + eps) the layer's weight becomes weight * scale, its bias (bias - m) * scale + b, for
-running mean m and variance v, gain g and offset b of BatchNorm (Jacob et al., 2018, section 3.2).
+torch does the arithmetic. Which layers may be folded is found here: torch.fx.experimental.optimization.fuse
+knows convolutions alone, and raises where a model can't be traced.
 """
 
 import copy
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 # Exactly these classes: another may compute something else with the same tensors. Dimensions of the output.
 _LAYERS = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
@@ -64,7 +65,7 @@ def fold_batchnorm(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Folded:
         alone = uses[id(modules[layer])] == uses[id(modules[norm])] == 1
         if not alone or any(name.startswith((f"{layer}.", f"{norm}.")) for name in read):
             continue
-        _replace(model, layer, folded(modules[layer], modules[norm]))
+        _replace(model, layer, _folded(modules[layer], modules[norm]))
         _replace(model, norm, nn.Identity())
         names.append(norm)
     return Folded(model, tuple(names), _norms_in(model))
@@ -89,23 +90,15 @@ def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | Non
     return (str(before.target), str(node.target)) if len(shape) == _LAYERS[type(layer)] else None
 
 
-def folded(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
-    """One layer that does what the two did; any convolution or linear layer. In float64, rounded once."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double()
-    if layer.bias is not None:
-        shift = shift + layer.bias.double()
-    shift = shift * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    weight = layer.weight.double() * scale.view(-1, *[1] * (layer.weight.ndim - 1))
-    made = copy.deepcopy(layer)
-    made.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
-    made.bias = nn.Parameter(shift.to(layer.weight.dtype), requires_grad=False)
-    return made
+def _folded(layer: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:
+    """One layer that does what the two did, of any number of dimensions; in float64, rounded once."""
+    exact = copy.deepcopy(norm).double()
+    if not exact.affine:  # which torch can't fold into a linear layer
+        like = exact.get_buffer("running_var")
+        exact.weight, exact.bias = nn.Parameter(torch.ones_like(like)), nn.Parameter(torch.zeros_like(like))
+    fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
+    made: nn.Module = fuse(copy.deepcopy(layer).double(), exact)
+    return made.to(layer.weight.dtype).requires_grad_(False)
 
 
 def _replace(model: nn.Module, name: str, module: Any) -> None:

@@ -3,6 +3,7 @@
 import math
 from typing import Literal, NamedTuple
 
+from trainer.config.sizes import GIB, KIB, MIB, TIB
 from trainer.observe.text import number
 
 Kind = Literal["number", "count", "si", "share", "bytes"]
@@ -10,7 +11,7 @@ Kind = Literal["number", "count", "si", "share", "bytes"]
 _WIDE = 20.0
 # What is nearer to 0 is shown there: no arithmetic here loses itself among subnormal numbers.
 _LEAST = 1e-100
-_BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_BYTES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
@@ -72,8 +73,10 @@ def make_axis(
     if zero:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        margin = abs(high) / 2 or 1.0
+        margin, largest_share = abs(high) / 2 or 1.0, high
         low, high = (low if zero and high >= 0 else low - margin), high + margin
+        if kind == "share" and 0 <= largest_share <= 1:  # none is more than all
+            low, high = max(low, 0.0), min(high, 1.0)
     largest = max(abs(low), abs(high))
     factor, prefix = _unit(kind, largest)
     step = _round_step((high - low) / factor / 4)

@@ -40,12 +40,7 @@ class Rows:
     """Takes rows one by one and remembers at most so many points of them."""
 
     def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:
-        """Starts empty.
-
-        Args:
-            most: Points.
-            wanted: Whether a figure of this name is kept.
-        """
+        """Starts empty."""
         self._most, self._wanted = most, wanted
         self._keep: dict[str, bool] = {}
         self._points: list[Point] = []

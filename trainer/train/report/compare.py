@@ -11,8 +11,9 @@ from trainer.train.report.figures import Figure, joined, kinds, last_step, metri
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar
 from trainer.train.report.read import Run
-from trainer.train.report.record import flat, gpus_of, hash_of, verdict
+from trainer.train.report.record import gpus_of, hash_of, verdict
 from trainer.train.report.sections import scale_of, title_of
+from trainer.train.resume import flat
 
 _POINTS = 1600  # of a chart, over all runs
 _DIFFERENCES = 200
@@ -107,13 +108,14 @@ def differences(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    versions, device = manifest.get("versions"), manifest.get("device")
+    config, device, versions = (
+        found if isinstance(found := manifest.get(name), dict) else {}
+        for name in ("config", "device", "versions")
+    )
     return {
-        **dict(flat(manifest.get("config"))),
+        **flat(config),
         **{name: manifest[name] for name in _FACTS if name in manifest},
-        **dict(flat(device, "device")),
-        **({"device.gpus": gpus_of(device)} if isinstance(device, dict) else {}),
-        **dict(flat(versions, "versions")),
+        **flat({"device": {**device, "gpus": gpus_of(device)}, "versions": versions}),
     }
 
 

@@ -10,6 +10,7 @@ from trainer.observe.text import count, duration, escaped, number, scaled, share
 from trainer.train.report.phases import PHASES
 from trainer.train.report.read import Run
 
+_SET_PARTS = 3  # eval/NAME/metric
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
 
 
@@ -63,6 +64,12 @@ def metrics(run: Run) -> list[str]:
     return [name for name in names if name != "loss" and "/" not in name]
 
 
+def sets(run: Run) -> list[str]:
+    """Names of the evaluation sets besides the main one."""
+    parts = (name.split("/") for point in run.evaluation for name in point.cells)
+    return list(dict.fromkeys(part[1] for part in parts if len(part) == _SET_PARTS and part[0] == "eval"))
+
+
 def more_is_better(metric: str) -> bool:
     """By its name: losses and errors are better the less they are."""
     return not any(word in metric.lower() for word in _WORSE)
@@ -110,24 +117,16 @@ def _wall(run: Run) -> Figure | None:
     return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
 
 
-def _end_or_mean(name: str) -> Callable[[Run], float | None]:
-    def of(run: Run) -> float | None:
-        if is_number(run.end.get(name)):
-            return float(run.end[name])
-        cell = joined(run.train, name)
-        return cell.mean if cell else None
-
-    return of
-
-
 def _rate(name: str, unit: str) -> Callable[[Run], Figure | None]:
+    """Of the whole run, or, where it didn't come to its end, the mean of its rows."""
+
     def of(run: Run) -> Figure | None:
-        value = _end_or_mean(name)(run)
-        return (
-            None
-            if value is None
-            else Figure(value, count(value) if 100 <= value < 1e7 else scaled(value), unit)
-        )
+        cell, value = joined(run.train, name), run.end.get(name)
+        if not is_number(value):
+            if cell is None:
+                return None
+            value = cell.mean
+        return Figure(float(value), count(value) if 100 <= value < 1e7 else scaled(value), unit)
 
     return of
 
@@ -200,19 +199,17 @@ def energy(run: Run) -> Figure | None:
     return Figure(float(joules), scaled(float(joules), "J"), f"{number(kwh, 3)}\u00a0kWh")
 
 
-def money(run: Run) -> Figure | None:
-    """What the run cost, in the currency of its prices."""
-    cost = run.end.get("cost/money")
-    return (
-        Figure(float(cost), number(float(cost)), "in the currency of its price") if is_number(cost) else None
-    )
+def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[Run], Figure | None]:
+    def of(run: Run) -> Figure | None:
+        cost = run.end.get(name)
+        return Figure(float(cost), text(float(cost)), note) if is_number(cost) else None
+
+    return of
 
 
-def money_per_thousand(run: Run) -> Figure | None:
-    """What a thousand samples cost."""
-    cost = run.end.get("cost/per_thousand_samples")
-    return Figure(float(cost), number(float(cost), 3), "in the same currency") if is_number(cost) else None
-
+# In the currency of the run's price.
+money = _cost("cost/money", number, "in the currency of its price")
+money_per_thousand = _cost("cost/per_thousand_samples", lambda cost: number(cost, 3), "in the same currency")
 
 _COMPUTE = ("forward", "backward", "update")
 

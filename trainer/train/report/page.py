@@ -30,7 +30,9 @@ def _one(run: Run) -> str:
     name = escaped(run.manifest.get("recipe") or run.name, 80)
     parts = [
         record.what(run),
+        record.model(run),
         sections.curves(run),
+        sections.layers(run),
         sections.time(run),
         sections.throughput(run),
         sections.memory(run),
@@ -72,6 +74,6 @@ def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequenc
         f'<link rel="icon" href="data:,"><title>{title}</title><style>\n{style}</style></head>\n'
         f"<body>{_HATCH}<main><header>{MARK} {over}</p>{head}</header>\n"
         f"{chr(10).join(part for part in parts if part)}\n"
-        f"<footer>Written {now} from {rows} of metrics.jsonl{odd}. Colours after Okabe and Ito, "
+        f"<footer>Written {now} from {rows} of metrics{odd}. Colours after Okabe and Ito, "
         "for all kinds of colour vision.</footer></main></body></html>\n"
     )

@@ -29,8 +29,6 @@ def table(
     """A table of HTML cells.
 
     Args:
-        head: Names of the columns.
-        rows: The cells.
         right: Columns of figures.
         wide: The column of sentences.
         kind: What the style calls it.

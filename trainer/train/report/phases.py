@@ -21,7 +21,7 @@ PHASES = {
     "host": "Python between the others",
     "evaluation": "evaluating the model",
     "checkpoint": "training stood still for a checkpoint",
-    "logging": "figures read and written",
+    "logging": "metrics read and written",
     "start": "until the first step: late imports, loader workers, a rollback",
     "end": "after the last step",
     "unexplained": "what no timer covers",
@@ -70,7 +70,6 @@ def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) ->
     """One bar over all: seconds by phase, in the order of `PHASES`.
 
     Args:
-        totals: Phases and their seconds.
         what: What it is, for those who don't see it.
         labelled: Whether large parts are named above it.
     """

@@ -5,26 +5,32 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import FOLDER
 from trainer.config.redact import redact
-from trainer.errors import BadInputError
 from trainer.host import strict_json
 from trainer.observe.charts.thin import Point, Rows
-from trainer.train.resume import check_format
+from trainer.observe.rows import FILES
+from trainer.train.run_folder import read_facts
 
 _POINTS = 400
+_LAYER_POINTS = 100  # each has hundreds of figures
 _LINE = 1 << 20  # bytes of a row; a longer line is none
 _LATEST = 10**15  # steps
 _TEXTS = 100  # verdicts, anomalies: so many of the first and of the last are kept
+_OF_SETS = 96  # figures of further evaluation sets
 _FIGURES = 12  # of those that this module doesn't know, such as a task's own metrics
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
-_TRAIN = {"loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "data_wait", "slow_excess"}
-_TRAIN |= {"samples_per_s", "tokens_per_s", "flops_per_s", "mfu"}
+KNOWN = {
+    *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "slow_excess"),
+    *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu"),
+}
 _SECTIONS = ("time/", "cpu/", "disk/", "network/", "gpu/", "energy/", "memory/", "loader/")
+LAYERS = ("grad_rms/", "act_rms/", "act_zeros/")  # of rows of kind "layers": what is shown of them
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
@@ -80,9 +86,10 @@ class Run:
         name: What tells it from others.
         manifest: The manifest, without secrets.
         train: Rows of kind "train", thinned.
-        evaluation: Rows of kind "evaluation", thinned.
+        evaluation: Rows of kind "eval", thinned.
         epoch_start: Rows of kind "memory" at the start of an epoch, thinned.
         epoch_end: The same at its end.
+        layers: Rows of kind "layers", thinned.
         freed: The same after an evaluation, where the allocator gave memory back.
         end: The last row of kind "end", or {}.
         verdicts: Rows of kind "verdict" but the last word.
@@ -91,7 +98,7 @@ class Run:
         throttled: Rows by reason for which the GPU was throttled.
         anomalies: Of anomalies.jsonl.
         checkpoints: Newest first.
-        rows: Lines of metrics.jsonl that were rows.
+        rows: Lines of metrics.jsonl, and of the files beside it, that were rows.
         unreadable: Those that weren't.
     """
 
@@ -103,6 +110,7 @@ class Run:
     epoch_start: list[Point] = field(default_factory=list)
     epoch_end: list[Point] = field(default_factory=list)
     freed: list[Point] = field(default_factory=list)
+    layers: list[Point] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     verdicts: Some = field(default_factory=Some)
     verdict: dict[str, Any] | None = None
@@ -120,22 +128,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         BadInputError: If there is no manifest in it that can be read.
     """
-    path = folder / "manifest.json"
-    try:
-        with path.open("rb") as file:
-            manifest = redact(strict_json.parse(file.read(strict_json.LARGEST + 1)))
-        if not isinstance(manifest, dict):
-            raise ValueError("not a JSON object")
-        check_format(folder, manifest)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise BadInputError(
-            f"{folder}: not a run folder (it holds no manifest.json); give one that trainer train made"
-        ) from error
-    except OSError as error:
-        raise BadInputError(f"{path}: can't be read ({error.strerror}); mend that") from error
-    except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise BadInputError(f"{path}: can't be read as a manifest ({why}); bring it back") from error
+    manifest = redact(read_facts(folder))
     run = Run(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
     for line in _lines(folder / "anomalies.jsonl"):
@@ -150,13 +143,14 @@ def read_run(folder: Path) -> Run:
 
 def _read_rows(run: Run) -> None:
     rows = {
-        "train": Rows(_POINTS, _known(_TRAIN)),
-        "evaluation": Rows(_POINTS, _known(set())),
+        "train": Rows(_POINTS, _known(KNOWN)),
+        "eval": Rows(_POINTS, _known(set(), "eval/")),
         "memory start": Rows(_POINTS, _known(set())),
         "memory end": Rows(_POINTS, _known(set())),
         "memory evaluation": Rows(_POINTS, _known(set())),
+        "layers": Rows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
     }
-    for line in _lines(run.folder / "metrics.jsonl"):
+    for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
         row = _parsed(line)
         step = row.get("step") if row else None
         if row is None or type(step) is not int or not 0 <= step <= _LATEST:
@@ -176,9 +170,9 @@ def _read_rows(run: Run) -> None:
                 run.verdict = row
         elif kind == "end":
             run.end = row
-    run.train, run.evaluation = rows["train"].points(), rows["evaluation"].points()
+    run.train, run.evaluation = rows["train"].points(), rows["eval"].points()
     run.epoch_start, run.epoch_end = rows["memory start"].points(), rows["memory end"].points()
-    run.freed = rows["memory evaluation"].points()
+    run.freed, run.layers = rows["memory evaluation"].points(), rows["layers"].points()
 
 
 def _tally(run: Run, step: int, row: Mapping[str, Any]) -> None:
@@ -195,15 +189,19 @@ def _tally(run: Run, step: int, row: Mapping[str, Any]) -> None:
         run.throttled[reason[:200]] += 1
 
 
-def _known(names: set[str]) -> Callable[[str], bool]:
-    """Whether a figure is kept: a known one, or one of the first few that a task adds."""
-    others = 0
+def _known(names: set[str], more: str = "\0") -> Callable[[str], bool]:
+    """Whether a figure is kept: a known one, or one of the first few that a task adds, or that begin so."""
+    others, further = 0, set[str]()
 
     def wanted(name: str) -> bool:
         nonlocal others
         if name in names or name.startswith(_SECTIONS):
             return True
-        if "/" in name or name in _NO_FIGURE or others >= _FIGURES:
+        if name.startswith(more) and len(further) < _OF_SETS:
+            further.add(name)
+        if name in further:
+            return True
+        if ("/" in name and not name.startswith("loss/")) or name in _NO_FIGURE or others >= _FIGURES:
             return False
         others += 1
         return True

@@ -1,17 +1,19 @@
 """The parts of the page that say what a run was and what was found. Each takes the run and gives HTML."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.observe.text import DASH, count, escaped, number, plain, share, size
+from trainer.observe.text import DASH, count, escaped, number, plain, scaled, share, size
 from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
 from trainer.train.report.parts import section, table
 from trainer.train.report.read import Run, Some
+from trainer.train.resume import flat
 
 _ATTEMPTS = 20
 _KEYS = 400
 _VERDICTS = 6
+_PARTS = 40
 _GOOD = {"finished", "running", "stopped"}
 
 
@@ -74,7 +76,11 @@ def what(run: Run) -> str:
     device = dict(_items(m.get("device")))
     ranks = m.get("world_size")
     configuration = f"configuration {hash_of(m.get('config_hash'))}, seed {escaped(m.get('seed'), 40)}"
-    each = f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of {escaped(m.get('threads'), 20)} threads"
+    threads = m.get("threads")
+    each = (
+        f"{escaped(ranks, 20)} rank{'s' * (ranks != 1)} of "
+        f"{escaped(threads, 20)} thread{'s' * (threads != 1)}"
+    )
     on = "; ".join(
         escaped(one, 120) for one in (gpus_of(device), device.get("cpu") or device.get("name")) if one
     )
@@ -92,10 +98,41 @@ def what(run: Run) -> str:
         ("Data", "; ".join(f"{escaped(k, 60)}: {escaped(v, 120)}" for k, v in _items(m.get("fingerprint")))),
         ("Time", f"{_moment(m.get('started'))} to {_moment(m.get('ended'))}"),
         ("Restarts", _attempts(m)),
+        ("Began from", _beginning(m)),
         ("Notes", "<br>".join(escaped(note, 400) for note in _list(m.get("notes"))[:20])),
     ]
     rows = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in pairs if text)
     return section("What was run", f'<dl class="facts">{rows}</dl>')
+
+
+def _beginning(manifest: Mapping[str, Any]) -> str:
+    """The other run's checkpoint that it began from, and what differs; nothing if it began anew."""
+    there = dict(_items(manifest.get("from")))
+    if not there:
+        return ""
+    differs = "".join(f"<br>{escaped(line, 400)}" for line in _list(there.get("differs"))[:20])
+    return f"{escaped(there.get('folder'), 400)}, step {escaped(there.get('step'), 20)}{differs}"
+
+
+def model(run: Run) -> str:
+    """The model by its parts, as the start of the run showed it."""
+    told = run.manifest.get("model")
+    told = told if isinstance(told, dict) else {}
+    total = [told["total"]] if isinstance(told.get("total"), dict) else []
+    listed = [row for row in _list(told.get("rows"))[:_PARTS] if isinstance(row, dict)]
+    rows = [
+        [
+            f"<code>{escaped(row.get('block'), 80)}</code>",
+            escaped(row.get("kind"), 60),
+            *(_figure(row, name) for name in ("parameters", "trainable")),
+            scaled(flops) if is_number(flops := row.get("flops")) else DASH,
+            size(held) if is_number(held := row.get("bytes")) else DASH,
+        ]
+        for row in (*listed, *total)
+    ]
+    heads = ["part", "", "parameters", "trainable", "FLOPs a step", "memory"]
+    note = f"Memory of each rank: {escaped(told.get('memory'), 120)}; activations come on top."
+    return section("Model", table(heads, rows, right=(2, 3, 4, 5)) if rows else "", note)
 
 
 def gpus_of(device: dict[str, Any]) -> str:
@@ -251,7 +288,8 @@ def cost(run: Run) -> str:
 
 def configuration(run: Run) -> str:
     """Every key."""
-    keys = list(flat(run.manifest.get("config")))
+    config = run.manifest.get("config")
+    keys = list(flat(config).items()) if isinstance(config, dict) else []
     rows = "".join(
         f"<div><dt>{escaped(key, 80)}</dt><dd>{escaped(value, 200)}</dd></div>" for key, value in keys[:_KEYS]
     )
@@ -261,12 +299,3 @@ def configuration(run: Run) -> str:
         else ""
     )
     return section("Configuration", body)
-
-
-def flat(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys with dots, and their values."""
-    if isinstance(config, dict) and config:
-        for key, value in config.items():
-            yield from flat(value, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, config

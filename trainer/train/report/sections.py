@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 
 from trainer.observe.charts.axis import Kind
+from trainer.observe.charts.heat import heat_map
 from trainer.observe.charts.lines import Line, Mark, line, line_chart
 from trainer.observe.charts.thin import Cell
 from trainer.observe.text import DASH, count, duration, escaped, share, size
-from trainer.train.report.figures import joined, last_step, metrics, totals
+from trainer.train.report.figures import joined, last_step, metrics, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
-from trainer.train.report.read import Run
+from trainer.train.report.read import KNOWN, LAYERS, Run
 
 _MARKS = 30
+_LAYERS = 64
 
 # Charts: title, how values are written, unit, and curves by name; what comes after "limit:" isn't passed.
 _Chart = tuple[str, Kind, str, dict[str, str]]
@@ -70,10 +72,6 @@ _MACHINE: tuple[_Chart, ...] = (
 )
 # Of these no chart is shown if they were always 0.
 _RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
-_CURVES = {
-    *("loss", "lr", "grad_norm", "loss_scale", "memory_bytes", "data_wait"),
-    *("samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "slow_excess"),
-}
 
 
 def marks_of(run: Run) -> list[Mark]:
@@ -115,23 +113,47 @@ def curves(run: Run) -> str:
         curve = [line(title, run.train, name)]
         return line_chart(title, curve, last, unit=unit, zero=zero, may_log=may_log)
 
-    losses = [line("training", run.train, "loss"), line("evaluation", run.evaluation, "loss", 1)]
+    others = list(enumerate(sets(run), 2))
+
+    def evaluated(main: str, name: str) -> list[Line]:
+        """A metric's curves, one for each evaluation set."""
+        more = (line(f"{one}", run.evaluation, f"eval/{one}/{name}", look) for look, one in others)
+        return [line(main, run.evaluation, name, 1), *more]
+
+    losses = [line("training", run.train, "loss"), *evaluated("evaluation", "loss")]
     shown = [line_chart("Loss", losses, last, unit="loss", may_log=True, marks=marks)]
     for name in metrics(run):
         cell = joined(run.evaluation, name)
         kind, unit = scale_of(name, [cell] if cell else [])
-        shown.append(line_chart(title_of(name), [line(name, run.evaluation, name, 1)], last, kind, unit))
+        lines = evaluated("evaluation" if others else name, name)
+        shown.append(line_chart(title_of(name), lines, last, kind, unit))
     shown += [
         chart("Learning rate", "lr", "per update", zero=True),
         chart("Gradient norm", "grad_norm", "global norm", zero=True, may_log=True),
         chart("Loss scale", "loss_scale", "factor", may_log=True),
     ]
     names = dict.fromkeys(name for point in run.train for name in point.cells if "/" not in name)
-    shown += [chart(title_of(name), name, name) for name in names if name not in _CURVES]
+    shown += [chart(title_of(name), name, name) for name in names if name not in KNOWN]
     notes = ["Dashed verticals mark anomalies by their number, and restarts (↻)."] if marks else []
     if any(point.rows > 1 for point in run.train):
         notes.append("Rows are joined here: lines are their means, the pale band is their range.")
     return section("Curves", grid(*shown), " ".join(notes))
+
+
+def layers(run: Run) -> str:
+    """Gradients and activations of each part of the model over the steps."""
+    titles = ("Gradients, root mean square", "Activations, root mean square", "Zeros among the activations")
+    names = dict.fromkeys(name for point in run.layers for name in point.cells)
+    maps = list[str]()
+    for title, prefix in zip(titles, LAYERS, strict=True):
+        figures = [(name.removeprefix(prefix), name) for name in names if name.startswith(prefix)]
+        kind: Kind = "share" if prefix == "act_zeros/" else "number"
+        maps.append(heat_map(title, run.layers, figures[:_LAYERS], last_step(run), kind))
+    note = (
+        "Every log.layers_every steps. Gradients: of all ranks, before clipping. Activations: what each part "
+        "gave, on rank 0. Hatched: not finite."
+    )
+    return section("Layers", "".join(maps), note)
 
 
 def title_of(name: str) -> str:
@@ -151,9 +173,7 @@ def time(run: Run) -> str:
     """Where the wall time went."""
     timed = totals(run)
     if not timed:
-        wait = [line("waiting for data", run.train, "data_wait")]
-        chart = line_chart("Waiting for data", wait, last_step(run), "share", " of the time", zero=True)
-        return section("Time", grid(chart), "The rows of this run have no timings by phase.")
+        return ""
     wall = sum(seconds for _, seconds in timed)
     rows = [
         [f'<i class="p-{phase}"></i>{phase}', share(seconds / wall), duration(seconds), PHASES[phase]]

@@ -1,12 +1,11 @@
 """Writes the page: when it is asked for, and at the end of a training."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config.redact import redact_text
 from trainer.errors import BadInputError
+from trainer.observe.console import warn
 from trainer.observe.text import plain
 from trainer.train.report.page import page
 from trainer.train.report.read import read_run
@@ -19,10 +18,6 @@ _QUICK = 256 << 20
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
     """Writes the report of a run, or of several side by side, in one move.
-
-    Args:
-        folders: Run folders.
-        out: The file; replaced if there is one.
 
     Raises:
         BadInputError: If a folder holds no run, there are too many, or the file can't be written.
@@ -47,10 +42,9 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 def leave_report(folder: Path) -> None:
     """Writes RUN/report.html at the end of a training; what goes wrong is told, not raised."""
     try:
-        rows = folder / "metrics.jsonl"
-        if rows.exists() and rows.stat().st_size > _QUICK:
-            raise BadInputError(f"metrics.jsonl is large: trainer report {folder} takes its time")
+        for name in ("metrics.jsonl", "layers.jsonl"):
+            if (rows := folder / name).exists() and rows.stat().st_size > _QUICK:
+                raise BadInputError(f"{name} is large: trainer report {folder} takes its time")
         write_report([folder], folder / NAME)
     except Exception as error:  # whatever it is, the training is done and worth more
-        line = redact_text(" ".join(f"{error or type(error).__name__}".split()))
-        print(f"trainer: no report was written ({plain(line)})", file=sys.stderr, flush=True)
+        warn(f"no report was written ({plain(' '.join(f'{error or type(error).__name__}'.split()))})")

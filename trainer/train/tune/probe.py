@@ -1,4 +1,4 @@
-"""A rank of a probe, `python -m trainer.train.tune.probe FOLDER`: it leaves its result there."""
+"""A rank of a probe, `trainer.train.tune.probe FOLDER-OF-THE-LAUNCH`: it leaves its result in the probe's."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.errors import EXIT_FAILED, OutOfMemory
 from trainer.host.files import write_whole
-from trainer.launch.rank import run_rank
+from trainer.launch.worker import Worker
 
 # What a failed allocation in native code says, besides torch's own words.
 _NATIVE = (
@@ -23,9 +23,9 @@ _NATIVE = (
 )
 
 
-def main(folder: Path) -> int:
+def main(request: dict[str, Any]) -> int:
     """Does a rank's part; also when it fails or is killed, what it told before is there."""
-    rank = int(os.environ["RANK"])
+    rank, folder = int(os.environ["RANK"]), Path(request["folder"])
     os.dup2(os.open(folder / f"rank-{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     write_whole(folder / f"rank-{rank}.pid", str(os.getpid()))
     told: dict[str, Any] = {"ran_out": ""}
@@ -34,7 +34,6 @@ def main(folder: Path) -> int:
         told.update(metrics)
         write_whole(folder / f"rank-{rank}.json", json.dumps(told))
 
-    request = json.loads((folder / "request.json").read_bytes())
     from trainer.train.tune.trial import train_some  # after the signals have a handler: it imports torch
 
     with contextlib.suppress(ImportError):
@@ -63,4 +62,6 @@ def _ran_out(error: BaseException) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda: main(Path(sys.argv[1]))))
+    with Worker(sys.argv[1]) as worker:
+        worker.code = main(worker.request)
+    sys.exit(worker.exit_code)

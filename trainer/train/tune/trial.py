@@ -4,32 +4,37 @@ The real model, data and loader, optimiser state, average, compiled code, the co
 written from, and batches of evaluation.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from typing import Any
 
 import torch
 
-import trainer.train.attempt  # noqa: F401  (a run has its modules in memory, too)
+import trainer.train.trainer  # noqa: F401  (a run has its modules in memory, too)
 from trainer.checkpoint.background import stage
 from trainer.config.recipe import Recipe
+from trainer.data.fit import Loading
+from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import evaluation_share
 from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
-from trainer.host.affinity import shares_of, unpin_main_thread, within
+from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.limits import read_limits
-from trainer.host.memory import cap_own, own_peak
-from trainer.launch.signals import requested
+from trainer.host.memory import cap_own
+from trainer.host.processes import peak_bytes, status_of
+from trainer.launch.worker import cpu_shares, requested
+from trainer.observe.memory import tells_figures
 from trainer.observe.oom import held_by
-from trainer.observe.peak import tells_figures
 from trainer.train.allocator import set_up_allocator
+from trainer.train.build import build
 from trainer.train.evaluate import evaluate
-from trainer.train.explain import memory_explained
-from trainer.train.loading import settle
-from trainer.train.run import Parts, assemble, device_kind, make_task
-from trainer.train.state import tensors_of
+from trainer.train.loading import choose_loading
+from trainer.train.outputs import memory_explained
+from trainer.train.run import device_kind, make_task
+from trainer.train.state import Run, tensors_of
 from trainer.train.step import train_step
 
 Tell = Callable[[dict[str, Any]], None]
@@ -37,6 +42,8 @@ Tell = Callable[[dict[str, Any]], None]
 _EVALUATED = 2  # batches on each rank
 _TIMED = 10  # steps at most, if they take less than:
 _TIMED_SECONDS = 0.5
+_TURNS = 3  # of each setting of the loader, of about so many seconds:
+_TURN_SECONDS = 1.0
 
 
 def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str, Any]:
@@ -55,7 +62,7 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
         "last_batch": "weighted" if recipe.data.last_batch == "weighted" else "cross",
     }
     steps = recipe.compile.warm_up + 1 + _TIMED
-    values |= {"epochs": 10**9, "max_steps": steps, "evaluate_every": 0}
+    values |= {"epochs": 10**9, "max_steps": steps, "evaluation": {"every": "end"}}
     return values
 
 
@@ -63,12 +70,13 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
     """Trains a rank's part of a probe; returns its exit code.
 
     Args:
-        request: `recipe`, `threads`, and `room`: bytes that the job may have, or 0.
-        tell: Takes metrics: `held` by name, `samples_per_s` of the job, and the peaks.
+        request: `recipe`, `threads`, `room`: bytes that the job may have, or 0; and `settings` of the loader
+            to be timed in turn: then nothing else is.
+        tell: Takes metrics: `held` by name, `samples_per_s` of the job, and the peaks; or `speeds`.
     """
     recipe = Recipe.model_validate(request["recipe"])
     kind = device_kind(recipe)
-    unpin_main_thread()
+    unpin_main_thread(cpu_shares())
     torch.set_num_threads(request["threads"])
     if kind == "cpu" and request["room"]:
         cap_own(request["room"])
@@ -79,67 +87,111 @@ def train_some(request: dict[str, Any], tell: Tell) -> int:
     task = make_task(recipe)
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(kind, recipe.parallel.timeout_s))
-        limits, local = within(read_limits(), shares_of(os.environ)), int(os.environ["LOCAL_WORLD_SIZE"])
-        settled, workers, _ = settle(recipe, task, limits, local, os.environ)
-        parts = assemble(settled, task, world, workers)
-        stack.callback(parts.loader.close)
-        stack.callback(parts.evaluation_loader.close)
-        tell({"held": _holders(parts)})
-        with memory_explained(recipe, parts, world, None):
-            if not _steps(recipe, parts, world, tell):
+        limits, local = within(read_limits(), cpu_shares()), int(os.environ["LOCAL_WORLD_SIZE"])
+        settings = [Loading(*setting) for setting in request["settings"]]
+        # Where settings take turns, each brings its own workers.
+        setting = Loading(0, 1) if settings else choose_loading(recipe, task, limits, local).setting
+        run = build(recipe, task, world, setting.workers, prefetch=setting.prefetch)
+        stack.callback(run.close)
+        tell({"held": _holders(run)})
+        with memory_explained(run, None):
+            if settings:
+                return EXIT_DONE if _turns(settings, run, world, tell) else EXIT_REQUEUE
+            if not _steps(recipe, run, world, tell):
                 return EXIT_REQUEUE
-            _evaluate(recipe, parts, world)
+            _evaluate(recipe, run, world)
         tell(_peaks(world.device))
     return EXIT_DONE
 
 
-def _steps(recipe: Recipe, parts: Parts, world: World, tell: Tell) -> bool:
+def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
     """False: a signal ended them."""
-    t = parts.training
-    t.replica.train()
-    batches = parts.loader(t.share.batches())
+    run.replica.train()
+    batches = run.loader(run.share.batches())
     staged: Any = None
     timed, end, began = recipe.compile.warm_up, recipe.compile.warm_up + 1, 0.0
-    for step in range(t.share.plan.steps):
+    for step in range(run.plan.steps):
         if requested():
             return False
         if step == timed:
             began = _now(world.device)
-        train_step(t, batches, step)
+        train_step(run, batches, step)
         if step == 0:
-            tell({"held": _holders(parts)})
+            tell({"held": _holders(run)})
             # Of the rank that writes checkpoints; it is there while the next steps are trained.
-            staged = stage(tensors_of(t)) if world.rank == 0 else None
+            staged = stage(tensors_of(run.state)) if world.rank == 0 else None
         if step == timed:
             # As many more on every rank as the mean of their times allows.
-            took = torch.tensor(_now(world.device) - began, device=world.device)
-            mean = float(sum_over_ranks(took, world.group)) / world.size
+            mean = _mean(_now(world.device) - began, world)
             end += min(_TIMED, int(_TIMED_SECONDS / max(mean, 1e-3)))
         if step + 1 == end:
             break
     seconds = (_now(world.device) - began) / (end - timed)
-    tell({"samples_per_s": t.share.plan.global_batch_size / seconds})
+    tell({"samples_per_s": run.plan.global_batch_size / seconds})
     del staged
     return True
 
 
-def _evaluate(recipe: Recipe, parts: Parts, world: World) -> None:
-    t, whole = parts.training, parts.evaluation_share.plan
+def _turns(settings: Sequence[Loading], run: Run, world: World, tell: Tell) -> bool:
+    """Times steps with each setting in turn, so that whatever else the machine does falls on all.
+
+    The first turn of each is to size the others. False: a signal ended them.
+    """
+    run.replica.train()
+    task, config = run.task, run.recipe.data
+    source = Source(task.train_data, run.share, task.train_data.uniforms + task.uniforms)
+    speeds: list[list[float]] = [[] for _ in settings]
+    steps, done = [0] * len(settings), run.recipe.compile.warm_up + 2
+    batches = run.loader(run.share.batches())
+    for step in range(done):
+        train_step(run, batches, step)
+    for turn in range(_TURNS + 1):
+        for offset in range(len(settings)):
+            which = (turn + offset) % len(settings)
+            workers, prefetch = settings[which]
+            # Batches come in bursts, one of each worker; while the ring fills, more is done than delivered.
+            filled = 1 + math.ceil(workers * prefetch / run.share.gradient_accumulation_steps)
+            burst = max(2, math.ceil(workers / run.share.gradient_accumulation_steps))
+            timed = steps[which] or burst
+            loading = config.model_copy(update={"prefetch": prefetch})
+            with closing(RingLoader(source, world.device, workers, loading)) as loader:
+                batches, began = loader(run.share.batches(done)), 0.0
+                for step in range(filled + timed):
+                    if requested():
+                        return False
+                    if step == filled:
+                        began = _now(world.device)
+                    train_step(run, batches, done)
+                    done += 1
+                mean = _mean((_now(world.device) - began) / timed, world)
+            steps[which] = burst * max(1, round(_TURN_SECONDS / mean / burst))
+            if turn:
+                speeds[which].append(1 / mean)
+        tell({"speeds": speeds})  # whole rounds only
+    return True
+
+
+def _mean(seconds: float, world: World) -> float:
+    """Over the ranks."""
+    return float(sum_over_ranks(torch.tensor(seconds, device=world.device), world.group)) / world.size
+
+
+def _evaluate(recipe: Recipe, run: Run, world: World) -> None:
+    whole = run.evaluation_share.plan
     few = min(whole.samples, _EVALUATED * whole.micro_batch_size * world.size)
     share = evaluation_share(few, whole.micro_batch_size, world.rank, world.size)
-    with nullcontext() if t.average is None else t.average.in_place():
-        evaluate(t.task, t.model, parts.evaluation_loader, share, world, recipe.precision)
+    with nullcontext() if run.state.average is None else run.state.average.in_place():
+        evaluate(run.task, run.state.model, run.evaluation_loader, share, world, recipe.precision)
 
 
-def _holders(parts: Parts) -> dict[str, int]:
-    t = parts.training
-    average = t.average.tensors.values() if t.average is not None else ()
-    return held_by(t.model, t.optimizer, average=average)
+def _holders(run: Run) -> dict[str, int]:
+    average = run.state.average.tensors.values() if run.state.average is not None else ()
+    return held_by(run.state.model, run.state.optimizer, average=average)
 
 
 def _peaks(device: torch.device) -> dict[str, int]:
     """The most that was in use: of the host by this process, of a GPU by all."""
-    resident, files = own_peak()
+    resident, files = peak_bytes(), status_of().get("RssFile", 0)
     metrics = {"resident": resident, "files": files}
     if device.type == "cuda" and tells_figures():  # managed memory isn't bounded by the device
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """tuned.yaml: what `trainer tune` chose for a recipe on a machine, and why."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
-from trainer.config.section import Section, hash_of, validated
+from trainer.config.section import Section, validated
 from trainer.config.yaml_text import parse_yaml
 from trainer.errors import BadInputError
 from trainer.host.files import written_whole
@@ -26,12 +26,16 @@ _FREE = (
     "seed",
     "epochs",
     "max_steps",
-    "evaluate_every",
+    "evaluation.*",
+    "hooks.*",
     "data.on_corrupt",
     "data.corrupt_budget",
     "model.pretrained",
     "model.reinit",
-    *(f"optim.{key}" for key in ("lr", "schedule", "warmup", "final_lr", "milestones", "gamma", "decay")),
+    *(
+        f"optim.{key}"
+        for key in ("lr", "schedule", "warmup_steps", "final_lr", "milestones", "gamma", "decay")
+    ),
     *(f"optim.{key}" for key in ("weight_decay", "layer_decay", "betas", "eps")),
     "regularization.label_smoothing",
 )
@@ -55,8 +59,9 @@ class Tuned(Section):
     """The file."""
 
     recipe: str = Field(..., description="name of the recipe")
-    recipe_hash: str = Field(..., description="SHA-256 of what of it decides memory and speed")
-    differs: dict[str, Any] = Field(..., description="where that is not the default")
+    differs: dict[str, Any] = Field(
+        ..., description="what of it decides memory and speed, where that is not the default"
+    )
     ranks: int = Field(..., ge=1, description="ranks that it was tuned for")
     device: Literal["cpu", "cuda"] = Field(..., description="kind of device that it was tuned on")
     settings: TunedSettings
@@ -78,11 +83,9 @@ def make_tuned(
     recipe: Recipe, name: str, ranks: int, device: Literal["cpu", "cuda"], data: TunedData, evidence: Any
 ) -> Tuned:
     """Puts a file's contents together."""
-    matters = what_matters(recipe)
     return Tuned(
         recipe=name,
-        recipe_hash=hash_of(matters),
-        differs=matters,
+        differs=what_matters(recipe),
         ranks=ranks,
         device=device,
         settings=TunedSettings(data=data),
@@ -123,10 +126,7 @@ def read_tuned(path: Path) -> Tuned:
     values = parse_yaml(text, f"--tuned {path}")
     if not isinstance(values, dict):
         raise BadInputError(f"--tuned {path}: isn't from `trainer tune`, which writes a mapping")
-    tuned = validated(Tuned, values, f"--tuned {path}")
-    if hash_of(tuned.differs) != tuned.recipe_hash:
-        raise BadInputError(f"--tuned {path}: 'differs' was changed by hand; run trainer tune again")
-    return tuned
+    return validated(Tuned, values, f"--tuned {path}")
 
 
 def with_tuned(path: Path | None, settings: Sequence[str]) -> list[str]:
@@ -151,18 +151,18 @@ def check_tuned(tuned: Tuned, path: Path, recipe: Recipe, ranks: int, device: st
         BadInputError: If it isn't.
     """
     again = "tune it again with trainer tune"
-    matters: Mapping[str, Any] = what_matters(recipe)
-    odd = sorted(
-        key
-        for key in matters.keys() | tuned.differs.keys()
-        if matters.get(key, "default") != tuned.differs.get(key, "default")
+    there, here = (
+        {key: json.dumps(value) for key, value in side.items()}
+        for side in (tuned.differs, what_matters(recipe))
     )
+    default = "the default"
+    odd = [
+        f"{key}: {there.get(key, default)}, now {here.get(key, default)}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
     if odd:
-        there, here = (
-            [json.dumps(side[key]) if key in side else "the default" for key in odd]
-            for side in (tuned.differs, matters)
-        )
-        what = [f"{key}: {a}, now {b}" for key, a, b in zip(odd, there, here, strict=True)][:_SHOWN]
+        what = odd[:_SHOWN]
         more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
         raise BadInputError(
             f"--tuned {path}: was made for another recipe, {tuned.recipe} ({'; '.join(what)}{more}); {again}"

@@ -1,0 +1,368 @@
+"""Promise: whatever stopped a run, the next attempt goes on to the same bits; a later end extends it."""
+
+import argparse
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer.train.trainer
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import changed, rewrite, same, with_state
+from trainer.checkpoint import store
+from trainer.commands.train import find_run
+from trainer.config.recipe import Recipe
+from trainer.errors import BadInputError
+from trainer.host import files
+from trainer.train import start, summary
+from trainer.train.run_folder import (
+    write_json,
+)
+from trainer.train.trainer import words_to_resume
+
+# What a stop leaves is what is on the disk.
+
+
+def failing(*steps: int, remove: int | None = None) -> Callable[[], None]:
+    """Refuses to write the checkpoints of some steps; removes that of another before."""
+
+    def put_in() -> None:
+        commit = store.commit
+
+        def faulty(folder: Path, step: int, *rest: Any) -> Any:
+            if step in steps:
+                if remove is not None:
+                    shutil.rmtree(folder / f"step-{remove:08d}")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return commit(folder, step, *rest)
+
+        replace(store, "commit", faulty)
+
+    return put_in
+
+
+def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: Path) -> None:
+    """The last write fails; the one before is named, and used."""
+    folder = tmp_path / "run"
+    ended = attempt(folder, stop_at=8, before=failing(8))
+    assert ended.code == 75
+    assert "stopped by SIGTERM after step 8; the same command goes on after step 5" in ended.said
+    done = attempt(folder)
+    assert done.code == 0 and "goes on after step 5" in done.said
+    assert same(folder, whole)
+
+
+def test_what_a_command_needs_to_go_on_depends_on_what_was_typed() -> None:
+    assert words_to_resume("trainer train digits --set seed=1") == " (with --resume newest)"
+    assert words_to_resume("trainer train digits --resume auto") == " (with --resume newest)"
+    for typed in (
+        "--name a",
+        "--resume latest",
+        "--out runs/a",
+        "--out=runs/a",
+        "--resume newest",
+        "--resume=newest",
+        "--resume runs/a",
+    ):
+        assert words_to_resume(f"trainer train digits {typed}") == ""
+
+
+def test_a_run_to_resume_may_be_named(stopped: Path, tmp_path: Path) -> None:
+    options = argparse.Namespace(resume=str(stopped), out=None, begin_from=None)
+    find_run(options)
+    assert (options.out, options.resume) == (stopped, "auto")
+    find_run(options)  # a mode stays as it is
+    assert (options.out, options.resume) == (stopped, "auto")
+    with pytest.raises(BadInputError, match="goes on in its own folder"):
+        find_run(argparse.Namespace(resume=str(stopped), out=tmp_path, begin_from=None))
+
+
+def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) -> None:
+    """Neither where nothing could be written, nor where what was there at the start is gone."""
+    ended = attempt(tmp_path / "gone", stop_at=8, before=failing(8, remove=5))
+    assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
+    ended = attempt(tmp_path / "new", stop_at=8, before=failing(5, 8))
+    assert ended.code == 1 and "no checkpoint could be written to go on from" in ended.line
+    folder = changed(tmp_path / "run", stopped)
+    shutil.rmtree(folder / "checkpoints" / "step-00000005")
+    ended = attempt(folder, stop_at=9, before=failing(9, remove=8))
+    assert ended.code == 1 and "no checkpoint" in ended.line
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_what_an_earlier_attempt_left_counts_while_it_is_there(tmp_path: Path, stopped: Path) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    ended = attempt(folder, stop_at=9, before=failing(9))
+    assert ended.code == 75 and "goes on after step 8" in ended.said.splitlines()[-1]
+    # And a damaged one doesn't: nobody has read it in this attempt.
+    (folder / "checkpoints" / "step-00000005" / "model.safetensors").unlink()
+    ended = attempt(folder, stop_at=9, before=failing(9, remove=8))
+    assert ended.code == 1
+
+
+def test_a_checkpoint_by_time(tmp_path: Path) -> None:
+    """Every step takes longer than the time between two."""
+    folder = tmp_path / "run"
+    recipe = small(checkpoint={"every": 0, "minutes": 1e-9, "keep": 9}, max_steps=4)
+    assert attempt(folder, recipe).code == 0
+    assert [path.name[-1] for path in sorted((folder / "checkpoints").iterdir())] == ["1", "2", "3", "4"]
+    for minutes in (60, 0):
+        never = tmp_path / f"never-{minutes}"
+        assert attempt(never, small(checkpoint={"every": 0, "minutes": minutes}, max_steps=4)).code == 0
+        left = [path.name[-1] for path in (never / "checkpoints").glob("step-*")]
+        assert left == ["4"] * (minutes > 0), "the one at the end"
+
+
+def test_threads_are_those_that_the_run_was_begun_with(tmp_path: Path, stopped: Path) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["config"]["parallel"]["threads"] = "auto"
+    write_json(folder / "manifest.json", {**manifest, "threads": 1})
+
+    def on_a_larger_machine() -> None:
+        # Not the other way round: OpenMP's threads don't survive a fork, and more of them can crash it.
+        replace(trainer.train.trainer, "threads_per_rank", lambda *_: 3)
+
+    asked = small(parallel={"threads": "auto"})
+    assert attempt(folder, asked, stop_at=9, before=on_a_larger_machine).code == 75
+    assert json.loads((folder / "manifest.json").read_text())["threads"] == 1
+    state = json.loads((folder / "checkpoints" / "step-00000009" / "state.json").read_text())["state"]
+    assert state["threads"] == 1
+
+
+# A disk that fails for a moment is no reason to give up what it holds.
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_now_is_kept(
+    tmp_path: Path, stopped: Path, whole: Path, number: int
+) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    rows = (folder / "metrics.jsonl").read_text()
+
+    def blind() -> None:
+        def broken(*_: Any) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        replace(files, "read_hashed", broken)
+
+    refused = attempt(folder, before=blind)
+    assert refused.code == 2
+    assert re.search(r"step-00000008: \S+ can't be read now \(.*mend that, or move it away", refused.line)
+    assert (folder / "metrics.jsonl").read_text() == rows
+    assert attempt(folder).code == 0
+    assert same(folder, whole)
+
+
+# A rank started by torchrun itself.
+
+
+def test_a_finished_run_is_not_trained_again(whole: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
+    again = attempt(whole)
+    assert again.code == 0 and "is finished already; nothing to do" in again.said
+    assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir() if path.name != ".lock"} == {
+        name: at for name, at in before.items() if name != ".lock"
+    }
+
+
+def copy_checkpoint(of: Path, to: Path, name: str = "") -> None:
+    shutil.copytree(of, to / "checkpoints" / (name or of.name), dirs_exist_ok=True)
+
+
+def test_a_checkpoint_of_another_run_is_named_and_put_aside(
+    tmp_path: Path, stopped: Path, whole: Path
+) -> None:
+    """Of the same shapes, and newer than all of the run's own."""
+    other, folder = tmp_path / "other", changed(tmp_path / "run", stopped)
+    assert attempt(other, small(seed=3), stop_at=12).code == 75
+    newest = other / "checkpoints" / "step-00000012"
+    copy_checkpoint(newest, folder)
+    done = attempt(folder, small(checkpoint={"keep": 1}))
+    assert done.code == 0, done.said
+    assert re.search(r"left out: step-00000012: it is of another run \(\w{8}; this one is \w{8}\)", done.said)
+    assert "goes on after step 8" in done.said
+    assert same(folder, whole)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
+
+
+def test_a_foreign_checkpoint_costs_no_own_one_however_often_it_comes(tmp_path: Path, stopped: Path) -> None:
+    """Neither by counting among those that are kept, nor because its new name is taken."""
+    other, folder = tmp_path / "other", changed(tmp_path / "run", stopped)
+    assert attempt(other, small(seed=3), stop_after=12).code == 75
+    for after, names in ((9, {"foreign-step-00000012"}), (10, {"foreign-step-00000012-1"})):
+        copy_checkpoint(other / "checkpoints" / "step-00000012", folder)
+        done = attempt(folder, small(checkpoint={"keep": 1}), stop_after=after)
+        assert done.code == 75 and "without --stop-after it goes on from there" in done.said
+        assert f"checkpoints of other runs were renamed: {', '.join(names)}" in done.said
+        there = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert there >= {f"step-{after:08d}", *names}
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_begun_again(tmp_path: Path) -> None:
+    """By the words that extend it its weights would be lost."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(max_steps=3, checkpoint={"every": 0})).code == 0
+    before = (folder / "manifest.json").read_bytes()
+    refused = attempt(folder, small(max_steps=6))
+    assert (refused.code, refused.said) == (2, "")
+    assert "the finished run has no checkpoint to be extended from; give another --out" in refused.line
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"run_id": "00ff"}, "step-00000008: it is of another run \\(00ff; this one is "),
+        ({"config_hash": "00ff"}, "step-00000008: its configuration is none that this run was trained with"),
+    ],
+)
+def test_checkpoints_that_are_all_foreign_are_one_line(
+    tmp_path: Path, stopped: Path, values: dict[str, str], said: str
+) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    rewrite(folder, with_state(**values))
+    refused = attempt(folder)
+    assert (refused.code, refused.said) == (2, "")
+    assert re.search(f"none of its checkpoints can be trusted \\({said}", refused.line)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000005",
+        "step-00000008",
+    ]
+
+
+def test_a_forced_change_keeps_the_checkpoints_of_before(tmp_path: Path, stopped: Path) -> None:
+    folder, faster = changed(tmp_path / "run", stopped), small(optim={"lr": 0.002})
+    assert attempt(folder, faster, "force", stop_at=9).code == 75
+    shutil.rmtree(folder / "checkpoints" / "step-00000009")
+    assert "goes on after step 8" in attempt(folder, faster, stop_at=10).said
+
+
+def test_a_finished_run_is_extended_from_its_end(tmp_path: Path) -> None:
+    """Without a checkpoint of that, what came after the newest one would be trained again."""
+    folder = tmp_path / "run"
+    assert attempt(folder, small(max_steps=6)).code == 0
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    assert attempt(folder, small(max_steps=6)).code == 0  # nothing to do
+    refused = attempt(folder, small(max_steps=9))
+    assert refused.code == 2
+    assert "it ended at step 6, and its newest good checkpoint is of step 5" in refused.line
+    assert "goes on after step 5" in attempt(folder, small(max_steps=9), "force").said
+
+
+def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
+    """By a later end alone; the schedule is constant, so that its length changes nothing."""
+    constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
+    short, long = (small(max_steps=steps, **constant) for steps in (6, 12))
+    folder = tmp_path / "run"
+    assert attempt(folder, short).code == 0
+    refused = attempt(folder, small(max_steps=12, **constant, seed=1))
+    assert refused.code == 2 and "(max_steps: 6" not in refused.line and "seed: 0, now 1" in refused.line
+    assert "is finished already; nothing to do" in attempt(folder, short).said
+    earlier = attempt(folder, small(max_steps=3, **constant))
+    assert earlier.code == 2 and "(max_steps: 6, now 3)" in earlier.line
+    done = attempt(folder, long)
+    assert done.code == 0, done.said
+    assert "goes on after step 6: the run ended at step 6 and is extended" in done.said
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["steps"], manifest["status"]) == (12, "finished")
+    assert attempt(tmp_path / "long", long).code == 0
+    assert same(folder, tmp_path / "long")
+    assert "is finished already; nothing to do" in attempt(folder, long, "force").said
+
+
+def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_path: Path) -> None:
+    """Without force: its end was given to be moved. One that never had reached an end is refused as ever."""
+    constant: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
+
+    def to(steps: int) -> Recipe:
+        return small(max_steps=steps, **constant)
+
+    folder = tmp_path / "run"
+    assert attempt(folder, to(6), stop_after=3).code == 75
+    assert "(max_steps: 6, now 9)" in attempt(folder, to(9)).line
+    assert attempt(folder, to(6)).code == 0
+    assert attempt(folder, to(9), stop_after=7).code == 75
+    assert "(max_steps: 9, now 8)" in attempt(folder, to(8)).line, "an earlier end"
+    assert attempt(folder, to(9), stop_after=8).code == 75
+    done = attempt(folder, to(12))
+    assert done.code == 0, done.line
+    assert "goes on after step 8: its end moves from step 9 to 12" in done.said
+    assert attempt(tmp_path / "long", to(12)).code == 0
+    assert same(folder, tmp_path / "long")
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_training(tmp_path: Path, whole: Path) -> None:
+    """One line; then the same command writes the weights from the last checkpoint."""
+
+    def full() -> None:
+        from trainer.train import recording
+
+        def refuse(path: Path, _: Any) -> None:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        replace(recording, "write_file", refuse)
+
+    folder = tmp_path / "run"
+    ended = attempt(folder, before=full)
+    assert ended.code == 2 and "Traceback" not in ended.said
+    assert "the final weights can't be written (No space left on device)" in ended.line
+    assert "the checkpoint of step 16 is kept: mend that, and the same command ends from there" in ended.line
+    assert not list(folder.glob("*.safetensors")) and not list(folder.glob("*.tmp"))
+    done = attempt(folder)
+    assert done.code == 0, done.said
+    assert same(folder, whole)
+
+
+def test_a_disk_that_is_full_at_the_last_line_is_one_line(tmp_path: Path) -> None:
+    """The weights are written and the manifest isn't; then the end is repeated, with one row of it."""
+
+    def full() -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        replace(summary, "write_json", refuse)
+
+    folder = tmp_path / "run"
+    ended = attempt(folder, small(max_steps=4), before=full)
+    assert ended.code == 2 and "Traceback" not in ended.said
+    assert "manifest.json can't be written (No space left on device); the checkpoint of step 4" in ended.line
+    assert attempt(folder, small(max_steps=4)).code == 0
+    assert [row["step"] for row in read_rows(folder, ("end",))] == [4]
+
+
+def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Path) -> None:
+    folder = changed(tmp_path / "run", stopped)
+    (folder / "checkpoints" / "step-00000008" / "SHA256SUMS").unlink()
+    said = attempt(folder, stop_at=9).said
+    assert "left out: step-00000008: SHA256SUMS is missing" in said and "goes on after step 5" in said
+
+
+def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank finds the folder of the newest run, or that of the attempt before."""
+    monkeypatch.chdir(tmp_path)
+    recipe = small()
+    options: Any = argparse.Namespace(out=None, resume="newest", recipe="small", set=[])
+    run = Path("runs", "small-00000000-1")
+    run.mkdir(parents=True)
+    (run / "manifest.json").write_text('{"recipe": "small"}')
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert start._folder_of_rank(options, recipe) == run
+    options.resume = "auto"
+    monkeypatch.setenv("RANK", "0")
+    made = start._folder_of_rank(options, recipe)
+    assert made != run and made.is_dir()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert start._folder_of_rank(options, recipe) == made

@@ -1,0 +1,247 @@
+"""Promise: `trainer evaluate` gives the very numbers that training measured, and what lies behind them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from tests.helpers import preloaded
+from tests.helpers.rows import read_rows
+from tests.helpers.trained import train_digits
+from trainer.cli import main
+from trainer.commands.evaluate.details import OfClasses, with_details
+from trainer.commands.evaluate.show import chart, per_class
+from trainer.config.recipe_file import load_recipe
+from trainer.data.loader import Batch
+from trainer.tasks.average_precision import average_precision, coco_figures
+from trainer.tasks.sums import classified
+from trainer.train.model_of_run import open_run
+from trainer.train.run import make_task
+
+
+def last_row(run: Path) -> dict[str, Any]:
+    return read_rows(run, ("eval",))[-1]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["evaluate", *map(str, words), "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_the_numbers_are_those_of_training(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told, row = asked(capsys, digits_run), last_row(digits_run)
+    assert told["metrics"] == {name: row[name] for name in ("loss", "accuracy", "top5")}
+    assert told["weights"] == "ema.safetensors"
+    assert told["samples"] == 360 == sum(count for _, _, count in told["confusion"])
+    right = sum(count for true, taken_for, count in told["confusion"] if true == taken_for)
+    assert right / 360 == told["metrics"]["accuracy"]
+
+
+def test_several_ranks_give_the_same_numbers(digits_run: Path) -> None:
+    words: list[str | Path] = [sys.executable, "-m", "trainer", "evaluate", digits_run, "--json"]
+    one, two = (preloaded.run([*words, *more]) for more in ((), ("--nproc-per-node", "2")))
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert json.loads(one.stdout) == json.loads(two.stdout)
+
+
+def test_somebody_elses_ranks_are_not_waited_for(digits_run: Path) -> None:
+    """A hook of a run of several ranks, or a pod of Kubeflow, has these in its environment."""
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    words: list[str | Path] = [sys.executable, "-m", "trainer", "evaluate", digits_run, "--json"]
+    done = preloaded.run(words, env={**os.environ, **ranks})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["loss"] == last_row(digits_run)["loss"]
+
+
+def test_people_see_a_table_and_a_picture(
+    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "matrix.svg"
+    assert main(["evaluate", str(digits_run), "--plot", str(plot)]) == 0
+    said = capsys.readouterr().out
+    assert f"accuracy {last_row(digits_run)['accuracy']:.4f}" in said
+    assert "precision" in said
+    assert plot.read_text().count("<title>") == 100
+
+
+def test_the_weights_that_are_asked_for(digits_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked(capsys, digits_run / "ema.safetensors")
+    plain = asked(capsys, digits_run / "model.safetensors")
+    assert plain["weights"] == "model.safetensors"
+    assert plain["metrics"]["loss"] != last_row(digits_run)["loss"]
+
+
+def test_a_checkpoint_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    train_digits(run, stop_after=30)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+    assert steps
+    newest = asked(capsys, run, "--checkpoint", "last")
+    assert newest["weights"] == f"checkpoints/step-{steps[-1]:08d}/ema.safetensors"
+    assert asked(capsys, run, "--checkpoint", steps[-1]) == newest == asked(capsys, run)
+    assert main(["evaluate", str(run), "--checkpoint", "7"]) == 2
+    assert (
+        f"no checkpoint of step 7; there are those of step {', '.join(map(str, reversed(steps)))}"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "not a run folder"),
+        (["{run}", "--checkpoint", "first"], "give best, last or a step"),
+        (["{run}", "--plot", "matrix.png"], "give a file name that ends in .svg"),
+        (["{run}", "--plot", "nowhere/matrix.svg"], "can't be written"),
+        (["{run}", "--set", "optim.lr=1"], "only what says where the data"),
+        (["{run}", "--nproc-per-node", "0"], "--nproc-per-node"),
+        (["{weights}"], "isn't in a run folder"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], said: str, digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    assert main(["evaluate", *(word.format(run=digits_run, weights=weights) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert said in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_the_matrix_and_the_table_are_scikit_learns() -> None:
+    random = np.random.default_rng(0)
+    label, predicted = random.integers(0, 4, 200), random.integers(0, 3, 200)  # nobody says 3
+    matrix = confusion_matrix(label, predicted)
+    rows = per_class([(*cell, matrix[cell]) for cell in zip(*matrix.nonzero(), strict=True)], "abcd")
+    for name, column in zip(
+        ("precision", "recall", "f1"),
+        precision_recall_fscore_support(label, predicted, zero_division=np.nan)[:3],
+        strict=True,
+    ):
+        ours = [np.nan if row[name] is None else row[name] for row in rows]
+        np.testing.assert_allclose(ours, column, rtol=1e-12)
+    assert rows[0]["confused_with"] == "abcd"[max((1, 2, 3), key=lambda n: (matrix[0][n], -n))]
+
+
+def test_a_class_that_never_comes_divides_by_nothing() -> None:
+    (_, row) = per_class([(0, 0, 2)], ("a", "<b>"))
+    assert row == dict.fromkeys(("precision", "recall", "f1", "confused_with")) | {
+        "class": "<b>",
+        "samples": 0,
+    }
+    assert "<b>" not in chart([(0, 0, 2)], ("a", "<b>"))
+
+
+def test_many_classes_need_no_matrix_of_all() -> None:
+    """That of so many classes has 160 GB."""
+    task = OfClasses(SimpleNamespace(describe=lambda: {"classes": [str(n) for n in range(200_000)]}))  # type: ignore[arg-type]
+    task.summarise({"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])})
+    assert task.details["confusion"] == [[7, 7, 1], [7, 9, 1], [199_999, 0, 1]]
+    assert per_class(task.details["confusion"], task.classes)[7]["confused_with"] == "9"
+
+
+def test_the_top_five_are_counted_where_there_are_more_classes() -> None:
+    logits = torch.tensor([[6.0, 5, 4, 3, 2, 1]]).expand(3, -1)
+    label = torch.tensor([0, 4, 5])
+    batch = Batch({}, None, None, 3)
+    assert {
+        name: int(count) for name, count in classified(logits, label, batch).items() if name != "loss"
+    } == {
+        "accuracy": 1,
+        "top5": 2,
+    }
+    padded = Batch({}, torch.tensor([1.0, 0.0, 1.0]), None, 2)  # padding counts for nothing
+    assert int(classified(logits, label, padded)["top5"]) == 1
+    assert set(classified(logits[:, :5], label % 5, batch)) == {"loss", "accuracy"}
+
+
+def found_and_there(seed: int) -> dict[str, Any]:
+    """Rows of six images with five boxes each, found nearly where they are."""
+    random = np.random.default_rng(seed)
+    corner = random.uniform(0, 80, (6, 5, 2))
+    boxes = np.concatenate([corner, corner + random.uniform(5, 120, (6, 5, 2))], 2)
+    return {
+        "boxes": boxes + random.normal(0, 2, boxes.shape),
+        "scores": random.uniform(0.1, 1, (6, 5)),
+        "labels": random.integers(0, 2, (6, 5)),
+        "true_boxes": boxes,
+        "true_labels": random.integers(0, 2, (6, 5)),
+        "true_crowd": np.zeros((6, 5), np.int64),
+        "true_count": np.full(6, 5),
+    }
+
+
+def test_a_detector_has_the_twelve_beside_its_own_metric() -> None:
+    details = with_details(make_task(load_recipe("digits-detection", [])))
+    rows = {name: torch.from_numpy(array) for name, array in found_and_there(1).items()}
+    rows["true_count"] = rows["true_count"][:, None]
+    metrics = details.summarise(rows)
+    assert metrics["map"] > 0
+    assert details.details["coco"]["AP"] == pytest.approx(metrics["map"], abs=1e-12)
+
+
+def test_cocos_twelve_agree_with_the_metric_of_training() -> None:
+    rows = found_and_there(1)
+    ours, coco = average_precision(rows, 2), coco_figures(rows, 2)
+    assert len(coco) == 12
+    assert coco["AP"] == pytest.approx(ours["map"], abs=1e-12)
+    assert coco["AP50"] == pytest.approx(ours["map_50"], abs=1e-12)
+    assert coco["AR1"] <= coco["AR10"] <= coco["AR100"]  # type: ignore[operator]
+    few = {**rows, "true_boxes": np.tile([0.0, 0, 10, 10], (6, 5, 1))}
+    assert coco_figures(few, 2)["APlarge"] is None
+
+
+def test_other_data_must_have_the_same_classes(
+    digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for file in ("manifest.json", "config.yaml", "ema.safetensors", "model.safetensors"):
+        (copy / file).write_bytes((digits_run / file).read_bytes())
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["data"]["classes"][0] = "zero"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["evaluate", str(copy)]) == 2
+    assert "other classes than the run was trained with" in capsys.readouterr().err
+
+
+def test_a_run_without_classes_has_metrics_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = [
+        "data.samples=8",
+        "max_steps=2",
+        "parallel.threads=1",
+        "data.global_batch_size=4",
+        "data.micro_batch_size=4",
+        "data.name=synthetic",
+    ]
+    words += ["language.sequence_length=32", "language.layers=1", "language.width=32", "language.heads=2"]
+    settings = [word for setting in words for word in ("--set", setting)]
+    assert (
+        preloaded.run(
+            [sys.executable, "-m", "trainer", "train", "gpt-stdlib", "--out", run, *settings]
+        ).returncode
+        == 0
+    )
+    capsys.readouterr()
+    told = asked(capsys, run)
+    assert told["metrics"]["loss"] == last_row(run)["loss"]
+    assert "confusion" not in told
+    assert open_run(run).recipe.task == "language"
+    assert main(["evaluate", str(run), "--plot", "matrix.svg"]) == 2

@@ -1,0 +1,437 @@
+"""Promise: any data set of torch's kind is read in the plan's order, to the same bits however it is read."""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+from tests.helpers import forked, preloaded
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe
+from trainer.config.section import validated
+from trainer.config.task_file import MODULE
+from trainer.data.items import ItemDataset
+from trainer.data.workers import check_known_there
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.tasks.custom import CustomTask
+from trainer.train.build import build
+from trainer.train.evaluate import evaluate
+from trainer.train.run import check_request
+from trainer.train.step import train_step
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Points that are moved by what each of the three generators gives."""
+
+    def __init__(self, count: int = 21) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, sample: int) -> Any:
+        noise = torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))])
+        return {"x": torch.full((3,), float(sample)) + noise, "y": sample % 2, "number": sample}
+
+
+class Task:
+    """Two classes of points."""
+
+    def data(self) -> Any:
+        return Points(), Points(10)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+
+
+def task_of(**methods: Any) -> CustomTask:
+    return CustomTask(type("Mine", (Task,), methods)(), "mine")
+
+
+def recipe_of(**data: Any) -> Recipe:
+    sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 4}
+    sizes |= {"start_method": "fork"}  # other tests may have left threads, and these classes can't be sent
+    return make_recipe(
+        epochs=3, task="own", data={**sizes, **data}, parallel={"threads": 1, "reduction": "tree"}
+    )
+
+
+def batches_of(workers: int, first: int = 0, **methods: Any) -> list[dict[str, torch.Tensor]]:
+    run = build_alone(recipe_of(workers=workers), task_of(**methods))
+    try:
+        numbers = run.share.batches()[first:]
+        batches = [{n: t.clone() for n, t in b.fields.items()} for b in run.loader(numbers)]
+        held = run.evaluation_share.batches()
+        return batches + [{n: t.clone() for n, t in b.fields.items()} for b in run.evaluation_loader(held)]
+    finally:
+        run.close()
+
+
+def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def flip(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "x": sample["x"] * (1 if random.random() < 0.5 else -1)}
+
+
+def widened(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "wide": np.tile(sample["x"], 2) + np.random.normal()}
+
+
+ARRAYS = {"x": np.arange(63, dtype=np.float32).reshape(21, 3), "y": np.arange(21) % 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "items": {},
+    "collate": {"collate": lambda _, items: default_collate(items)},
+    "transforms": {"transforms": lambda _: flip},
+    "arrays": {"data": lambda _: (ARRAYS, ARRAYS), "transforms": lambda _: [flip, widened]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_and_the_place_to_begin_change_no_bit(kind: str) -> None:
+    task = KINDS[kind]
+    whole = batches_of(0, **task)
+    assert same(batches_of(2, **task), whole)
+    assert same(batches_of(1, 5, **task), whole[5:])
+    torch.manual_seed(5)
+    random.seed(1)
+    np.random.seed(2)
+    assert same(batches_of(0, **task), whole), "whatever was drawn before"
+
+
+def test_reading_without_workers_leaves_the_generators_as_they_are() -> None:
+    run = build_alone(recipe_of(workers=0), task_of())
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    list(run.loader(run.share.batches()))
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+
+
+def test_each_sample_and_each_epoch_draws_otherwise_and_the_evaluation_alike() -> None:
+    run = build_alone(recipe_of(workers=0), task_of())
+    drawn: dict[int, set[tuple[float, ...]]] = {}
+    for batch in run.loader(run.share.batches()):
+        for x, number in zip(batch.fields["x"], batch.fields["number"], strict=True):
+            drawn.setdefault(int(number), set()).add(tuple((x - number).tolist()))
+    assert sorted(drawn) == list(range(21))
+    assert all(len(noises) >= 2 for noises in drawn.values())
+    assert all(len({round(v, 4) for v in noise}) == 3 for noises in drawn.values() for noise in noises)
+    assert len({noise for noises in drawn.values() for noise in noises}) == sum(map(len, drawn.values()))
+    held = run.evaluation_share.batches()
+    once, again = ([b.fields["x"].clone() for b in run.evaluation_loader(held)] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def trained_on(world: World, workers: int) -> tuple[list[float], dict[str, float]]:
+    recipe = recipe_of(workers=workers, last_batch="weighted")
+    task = task_of()
+    run = build(recipe, task, world, workers)
+    run.replica.train()
+    losses, batches = [], run.loader(run.share.batches())
+    for step in range(run.steps):
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss))
+    metrics = evaluate(
+        task, run.state.model, run.evaluation_loader, run.evaluation_share, world, recipe.precision
+    )
+    run.close()
+    return losses, metrics
+
+
+def test_ranks_and_workers_change_no_bit(ranks: Ranks) -> None:
+    alone = ranks.run(1, trained_on, 0)[0]
+    assert len(alone[0]) == 9, "the last step of each of three epochs has 5 of 8 samples"
+    assert ranks.run(2, trained_on, 0) == [alone] * 2
+    assert ranks.run(4, trained_on, 1) == [alone] * 4
+
+
+def padded(_: Any, items: list[Any]) -> dict[str, torch.Tensor]:
+    """Words of unlike lengths, to the longest that there may be."""
+    lengths = torch.tensor([len(item) for item in items])
+    tokens = torch.zeros(len(items), 6, dtype=torch.int64)
+    for row, item in zip(tokens, items, strict=True):
+        row[: len(item)] = torch.tensor(item)
+    return {"tokens": tokens, "num_items": lengths}
+
+
+class Words:
+    """A data set without torch: lists of unlike lengths."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, sample: int) -> list[int]:
+        return [sample + 1] * (1 + sample % 6)
+
+
+def token_loss(_: Any, model: nn.Module, batch: Any) -> Any:
+    tokens = batch.fields["tokens"]
+    each = model(tokens.float()[..., None]).squeeze(-1).square()
+    return torch.where(tokens > 0, each, 0.0).sum()
+
+
+def test_items_of_unlike_sizes_come_through_collate() -> None:
+    task = task_of(
+        data=lambda _: (Words(), Words()),
+        collate=padded,
+        model=lambda _: nn.Linear(1, 1),
+        loss=token_loss,
+        measure=lambda s, m, b: {"loss": token_loss(s, m, b)},
+    )
+    check_request(recipe_of(), task, 1)
+    run = build_alone(recipe_of(workers=0), task)
+    batch = next(run.loader(run.share.batches()))
+    lengths = (batch.fields["tokens"] > 0).sum(1)
+    assert torch.equal(lengths, batch.fields["num_items"]) and batch.num_items == int(lengths.sum())
+
+
+def test_tuples_are_fields_by_number_and_a_fingerprint_tells_data_apart() -> None:
+    x = torch.arange(8.0).reshape(4, 2)
+    one = ItemDataset(TensorDataset(x, torch.arange(4)), "training")
+    assert {n: (f.shape, str(f.dtype)) for n, f in one.fields.items()} == {
+        "0": ((2,), "float32"),
+        "1": ((), "int64"),
+    }
+    other = ItemDataset(TensorDataset(x + 1, torch.arange(4)), "training")
+    assert one.fingerprint() != other.fingerprint()
+    assert (
+        one.fingerprint()
+        == ItemDataset(Subset(TensorDataset(x, torch.arange(4)), range(4)), "training").fingerprint()
+    )
+
+
+class Bad:
+    def __init__(self, item: Callable[[int], Any], length: Any = 5) -> None:
+        self.item, self.length = item, length
+
+    def __getitem__(self, sample: int) -> Any:
+        return self.item(sample)
+
+    def __len__(self) -> int:
+        return int(self.length)
+
+
+class NoLength(torch.utils.data.Dataset[Any]):
+    def __getitem__(self, sample: int) -> Any:
+        return {"x": np.zeros(3)}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from ()
+
+
+def broken(sample: int) -> Any:
+    raise OSError(f"no file {sample}.png")
+
+
+PLACE = f"tests/data/test_items.py:{broken.__code__.co_firstlineno + 1}"
+FRESH = np.random.default_rng(0)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"data": lambda _: (NoLength(), Points())},
+        "training data: NoLength has no length; a data set needs __len__",
+    ),
+    ({"data": lambda _: (Points(), Stream())}, "evaluation data: Stream is an IterableDataset"),
+    ({"data": lambda _: (Bad(lambda i: {"x": i}, 0), Points())}, "training data: Bad has no samples"),
+    (
+        {"data": lambda _: (Bad(broken), Points())},
+        f"training data: Bad[0]: in {PLACE} (__getitem__): OSError: no file 0.png",
+    ),
+    (
+        {"data": lambda _: (Bad(lambda i: {"x": np.float32(i) if i else i}), Points())},
+        "training data: Bad gave 'x' as float32 of the samples 4, and int64 of the first: give one type",
+    ),
+    (
+        {"data": lambda _: (Bad(lambda i: {"x": np.zeros(3 + i)}), Points())},
+        "Bad gave 'x' of shape (1, 7) of the samples 4, and (n, 3) of the first: pad to one size",
+    ),
+    ({"data": lambda _: (Bad(lambda i: {"x": i, **({"z": 1} if i else {})}), Points())}, "Bad gave x, z"),
+    ({"data": lambda _: (Bad(lambda _: {"x": "a"}), Points())}, "'x' of dtype <U1, which is no number"),
+    ({"data": lambda _: (Bad(lambda _: "a"), Points())}, "an item, or what collate makes, is a str"),
+    ({"data": lambda _: (Bad(lambda _: {"x": FRESH.random()}), Points())}, "another 'x' the second time"),
+    ({"collate": lambda *_: "a"}, "what collate makes, is a str"),
+    ({"collate": lambda *_: {"x": torch.zeros(3)}}, "collate gave 'x' of shape (3,) for 1 samples"),
+    ({"collate": lambda *_: {}}, "collate gave nothing"),
+    ({"transforms": lambda _: 3}, "transforms gave a int; it gives a function"),
+    ({"transforms": lambda _: [lambda _: 1 / 0]}, "(transforms): ZeroDivisionError"),
+    ({"collate": lambda *_: 1 / 0}, "(collate): ZeroDivisionError: division by zero"),
+    ({"transforms": lambda _: [lambda _: torch.zeros(2) @ torch.zeros(3)]}, "test_items.py:"),
+]
+
+
+@pytest.mark.parametrize(("methods", "message"), WRONG)
+def test_what_is_wrong_is_said(methods: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        task_of(**methods)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_another_type_in_the_middle_is_one_line(workers: int) -> None:
+    items = Bad(lambda i: {"x": np.zeros(3, np.float64 if i == 3 else np.float32), "y": 0}, 8)
+    run = build_alone(recipe_of(workers=workers), task_of(data=lambda _: (items, items)))
+    with pytest.raises(BadInputError, match=r"training data: Bad gave 'x' (as|of)"):
+        list(run.loader(run.share.batches()))
+    run.close()
+
+
+OWN = """
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 4, "resident": False},
+          "log": {"to": ["jsonl"]}, "parallel": {"threads": 1}}
+
+def opened(sample):
+    if sample == 3:
+        raise OSError("no file 3.png")
+    return np.full(2, float(sample), np.float32)
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, sample):
+        return {"x": opened(sample), "y": sample % 2}
+
+class Fine(Points):
+    def __getitem__(self, sample):
+        return {"x": np.zeros(2, np.float32), "y": sample % 2}
+
+class Mine:
+    def data(self):
+        return Points(), Fine()
+
+    def model(self):
+        return nn.Linear(2, 2)
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_data_set_raises_in_the_middle_is_one_line_with_its_place(
+    tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN.replace("sample == 3", "sample == 9"))
+
+    def train(*words: str) -> Any:
+        program = [sys.executable, "-m", "trainer", "train", "mine.py", f"data.workers={workers}"]
+        return preloaded.run([*program, "--out", "run", *words], cwd=tmp_path)
+
+    done = train("--nproc-per-node", "2")
+    assert done.returncode == 1
+    line = "trainer: training data: Points[9]: in mine.py:12 (__getitem__): OSError: no file 3.png"
+    first, *rest = done.stderr.splitlines()
+    assert first == line
+    assert rest[0] == "Traceback (most recent call last):" and "mine.py" in rest[1], done.stderr
+    frames = [one for one in rest if one.startswith("  File ")]
+    assert [one.rpartition(" in ")[2] for one in frames] == ["__getitem__", "opened"]
+    facts = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert facts["status"] == "failed"
+
+
+def test_what_a_data_set_raises_at_its_first_sample_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN.replace("sample == 3", "sample == 0"))
+    program = [sys.executable, "-m", "trainer", "train", "mine.py", "--out", "run"]
+    done = preloaded.run(program, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "training data: Points[0]: in mine.py:12 (__getitem__): OSError: no file 3.png" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_functions_of_the_file_go_only_to_forked_workers() -> None:
+    def mine(sample: Any) -> Any:
+        return sample
+
+    mine.__module__ = MODULE
+    dataset: Any = task_of(transforms=lambda _: mine).train_data
+    check_known_there(dataset, "fork")
+    with pytest.raises(BadInputError, match="can't import mine from a task's file"):
+        check_known_there(dataset, "spawn")
+
+
+FILE = """
+import random
+import numpy as np, torch
+from torch import nn
+from torch.nn import functional as F
+
+RECIPE = {"epochs": 3, "data": {"global_batch_size": 8, "micro_batch_size": 4, "workers": 1},
+          "log": {"every": 3, "to": ["jsonl"]}, "parallel": {"threads": 1}}
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, sample):
+        return torch.full((2,), float(sample % 5)) + torch.randn(2), sample % 2
+
+def moved(item):
+    point, label = item
+    return point + random.random() * np.random.rand(), label
+
+class Mine:
+    def data(self):
+        return Points(), Points()
+
+    def transforms(self):
+        return moved
+
+    def model(self):
+        return nn.Linear(2, 2)
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch.fields["0"]), batch.fields["1"], reduction="sum")
+
+    def measure(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+
+def test_a_stopped_run_of_a_file_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    values = read_recipe(str(tmp_path / "mine.py"))
+    recipe = validated(Recipe, values, "mine")
+    whole = forked.attempt(tmp_path / "whole", recipe)
+    assert whole.code == 0, whole.said
+    assert forked.attempt(tmp_path / "cut", recipe, stop_after=8).code == 75
+    none = validated(Recipe, {**values, "data": {**values["data"], "workers": 0}}, "mine")
+    again = forked.attempt(tmp_path / "cut", none)
+    assert again.code == 0, again.said
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert ends[0] == ends[1]

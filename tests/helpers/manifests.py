@@ -1,0 +1,25 @@
+"""The least that a run's manifest says."""
+
+from typing import Any
+
+from trainer.train.run_folder import FORMAT
+
+
+def least_manifest(**changes: Any) -> dict[str, Any]:
+    """Of a run that was stopped, on one rank of one thread."""
+    attempt = {"started": "", "step": 0, "ranks": 1, "threads": 1, "log_every": 1, "changed": []}
+    return {
+        "format": FORMAT,
+        "config": {},
+        "config_hash": "",
+        "threads": 1,
+        "device": {"kind": "cpu"},
+        "world_size": 1,
+        "status": "stopped",
+        "fingerprint": {},
+        "attempts": [{**attempt, "config_hash": "", "jsonl": True, "checksums": True, "job": {}}],
+        "run_id": "1",
+        "steps": 1,
+        "weights": {},
+        **changes,
+    }

@@ -1,0 +1,53 @@
+"""Run folders: copied, changed, and compared by their final weights."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The final weights and average."""
+    return {
+        f"{file.stem}/{name}": tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
+
+
+def same(folder: Path, other: Path) -> bool:
+    ours, theirs = weights(folder), weights(other)
+    return (
+        bool(ours)
+        and ours.keys() == theirs.keys()
+        and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    )
+
+
+def changed(folder: Path, stopped: Path) -> Path:
+    """A copy of the stopped run, to be changed."""
+    return Path(shutil.copytree(stopped, folder))
+
+
+def rewrite(folder: Path, change: Callable[[Path], object]) -> None:
+    """Changes every checkpoint, and its hashes with it."""
+    for path in (folder / "checkpoints").glob("step-*"):
+        change(path)
+        names = [line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()]
+        lines = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+        (path / "SHA256SUMS").write_text("".join(lines))
+
+
+def with_state(**values: Any) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        file = path / "state.json"
+        about = json.loads(file.read_text())
+        about["state"].update(values)
+        file.write_text(json.dumps(about))
+
+    return change

@@ -1,0 +1,124 @@
+"""Promise: `latest` is the newest run, by a link that is never half made and never in a run's way."""
+
+import argparse
+import os
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import make_parser
+from trainer.commands.train import find_recipe, find_run, name_folder
+from trainer.errors import BadInputError
+from trainer.host.latest import LATEST, RUNS, link_latest, nor_below_runs, run_path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(name: str, at: int = 0) -> Path:
+    folder = RUNS / name
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    if at:
+        os.utime(folder / "manifest.json", (at, at))
+    return folder
+
+
+def test_the_link_goes_to_the_newest_run() -> None:
+    with pytest.raises(ArgumentTypeError, match="latest: there is no run below runs"):
+        run_path("latest")
+    first, second = made("a", 2), made("b", 1)
+    link_latest(first.absolute())
+    link_latest(second.absolute())
+    assert os.readlink(RUNS / LATEST) == "b", "relative: the folder may be mounted elsewhere"  # noqa: PTH115
+    assert run_path("latest") == second, "by its own name, and not by its time"
+    assert run_path("a/latest") == Path("a/latest")
+    assert sorted(path.name for path in RUNS.iterdir()) == ["a", "b", LATEST], "nothing is left beside it"
+    (second / "manifest.json").unlink()
+    assert run_path("latest") == first, "a link to what is no run any more"
+
+
+def test_a_run_is_found_by_its_name_below_runs() -> None:
+    """As --name made it; a path that is there comes first."""
+    run = made("base")
+    assert run_path("base") == run
+    assert run_path("other") == Path("other") and run_path("x/base") == Path("x/base")
+    assert nor_below_runs(Path("other")) == ", and there is no runs/other"
+    assert nor_below_runs(Path("x/base")) == nor_below_runs(Path("runs")) == ""
+    options = make_parser().parse_args(["train", "--resume", "base"])
+    assert find_run(options) == run == options.out
+    Path("base").mkdir()
+    assert run_path("base") == Path("base")
+
+
+def test_where_no_link_can_be_made_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system without links; or where a folder of somebody's has that name."""
+    older, newer = made("a", 1), made("b", 2)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "symlink_to", refuse)
+        link_latest(older.absolute())
+    assert not (RUNS / LATEST).exists() and run_path("latest") == newer
+    made(LATEST)
+    link_latest(older.absolute())
+    assert not (RUNS / LATEST).is_symlink() and run_path("latest").samefile(RUNS / LATEST)
+
+
+def test_a_file_of_somebodys_that_is_named_latest_stays() -> None:
+    run = made("a")
+    (RUNS / LATEST).write_text("mine")
+    link_latest(run.absolute())
+    assert (RUNS / LATEST).read_text() == "mine" and not (RUNS / LATEST).is_symlink()
+
+
+def test_runs_elsewhere_have_no_link(tmp_path: Path) -> None:
+    made("a")
+    (tmp_path / "other" / "run").mkdir(parents=True)
+    link_latest(tmp_path / "other" / "run")
+    assert not (tmp_path / "other" / LATEST).exists() and not (RUNS / LATEST).exists()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    options = make_parser().parse_args(["train", *words])
+    name_folder(options)
+    find_recipe(options, find_run(options))
+    return options
+
+
+def test_a_name_is_a_folder_below_runs() -> None:
+    assert parsed("digits", "--name", "mine-1.b").out == RUNS / "mine-1.b"
+    for bad in ("", "a/b", "..", ".hidden", "-x", "a b", "latest", "newest", "a" * 101):
+        with pytest.raises(BadInputError, match=r"--name .*: give letters, digits"):
+            parsed("digits", f"--name={bad}")
+    with pytest.raises(BadInputError, match="give one of them"):
+        parsed("digits", "--name", "a", "--out", "b")
+
+
+def test_the_latest_is_resumed_and_begun_from() -> None:
+    with pytest.raises(BadInputError, match="--resume latest: there is no run below runs"):
+        parsed("digits", "--resume", "latest")
+    folder = made("a")
+    link_latest(folder.absolute())
+    assert parsed("digits", "--resume", "latest").out == folder
+    assert parsed("digits", "--from", "latest@7").source[:2] == (folder, "7")
+    for command in ("report", "verify", "checkpoints", "evaluate", "predict"):
+        options = vars(make_parser().parse_args([command, "latest"]))
+        assert folder in (options.get("folder"), options.get("run_or_weights"), *options.get("folders", ()))
+
+
+def test_a_run_links_itself(tmp_path: Path) -> None:
+    """When it begins; one that is resumed isn't the newest by that."""
+    from tests.helpers.forked import attempt, small
+
+    RUNS.mkdir()
+    runs = tmp_path / RUNS
+    assert attempt(runs / "a", small(max_steps=4), stop_after=2).code == 75
+    assert attempt(runs / "b", small(max_steps=2)).code == 0
+    assert attempt(runs / "a", small(max_steps=4)).code == 0
+    assert run_path("latest") == RUNS / "b"

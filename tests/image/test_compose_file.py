@@ -1,0 +1,81 @@
+"""The Compose file's services: images, ports, mounts and what they may do, as `docker compose` reads it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _compose(*words: str, **env: str) -> Any:
+    docker = shutil.which("docker")
+    if (
+        docker is None
+        or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("no docker compose here")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("STACK", "TRAINER_IMAGE", "JUPYTER_TOKEN")
+    }
+    done = subprocess.run(
+        [docker, "compose", *words, "config"],
+        cwd=ROOT,
+        env={**kept, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return yaml.safe_load(done.stdout)["services"]
+
+
+ALL = ("--profile", "train", "--profile", "ssh")
+
+
+def test_the_compose_file() -> None:
+    assert set(_compose()) == {"jupyter", "tensorboard"}
+    services = _compose(*ALL)
+    assert set(services) == {"jupyter", "tensorboard", "train", "ssh"}
+    for name, service in services.items():
+        stack = "trainer:torch2.9-cu128-" + ("train" if name == "train" else "dev")
+        assert service["image"] == stack
+        assert service["build"]["target"] == stack.rpartition("-")[2]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["stop_grace_period"] == "40s"
+        assert {port["host_ip"] for port in service.get("ports", [])} <= {"127.0.0.1"}
+        assert ("healthcheck" in service) == (name != "train")
+        mounts = {mount["target"]: mount["source"] for mount in service["volumes"]}
+        assert mounts["/workspace"] == str(ROOT)
+        assert mounts["/cache"] == "cache"
+        assert "init" not in service  # the image has its own
+        assert "deploy" not in service
+    # Passed on only where the caller sets it: an empty one would be refused.
+    assert services["jupyter"]["environment"]["JUPYTER_TOKEN"] is None
+
+
+def test_the_compose_files_variables() -> None:
+    env = {"STACK": "torch2.6-cu124", "JUPYTER_PORT": "9000", "TENSORBOARD_PORT": "9001", "SSH_PORT": "9002"}
+    services = _compose(*ALL, **env)
+    assert services["train"]["image"] == "trainer:torch2.6-cu124-train"
+    assert services["jupyter"]["build"]["args"]["STACK"] == "torch2.6-cu124"
+    published = {name: one["ports"][0]["published"] for name, one in services.items() if "ports" in one}
+    assert published == {"jupyter": "9000", "tensorboard": "9001", "ssh": "9002"}
+    assert {one["image"] for one in _compose(*ALL, TRAINER_IMAGE="there/x:1").values()} == {"there/x:1"}
+
+
+def test_the_gpu_file() -> None:
+    services = _compose("-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml", *ALL)
+    assert "deploy" not in services.pop("tensorboard")
+    for service in services.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+        assert service["environment"]["CUDA_VISIBLE_DEVICES"] is None

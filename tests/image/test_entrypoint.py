@@ -1,0 +1,73 @@
+"""The image's entrypoint starts what it is told, and JupyterLab only with a token.
+
+Without a container: as uid 1000, on programs that say what they were given.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def entrypoint(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    programs = {
+        "id": "echo 1000",
+        "jupyter-lab": 'echo jupyter-lab "$@"',
+        "tensorboard": 'echo tensorboard "$@"',
+    }
+    for name, text in {**programs, "jupyter": 'echo jupyter "$@"'}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+
+    def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [ROOT / "scripts/entrypoint", *words],
+            env={"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return start
+
+
+def test_the_entrypoints_words(entrypoint: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    assert entrypoint("sh", "-c", "echo $0 $1; exit 75", "a b", "c").returncode == 75
+    assert entrypoint("echo", "a  b").stdout == "a  b\n"
+    lab = entrypoint("jupyter", JUPYTER_PORT="9000").stdout
+    assert lab.startswith("jupyter-lab --no-browser --ip=0.0.0.0 --port=8888")
+    assert "http://127.0.0.1:9000/lab" in lab
+    assert "--allow-root" not in lab
+    assert "token" not in lab  # JupyterLab makes a random one
+    assert entrypoint("jupyter", "kernelspec").stdout == "jupyter kernelspec\n"
+    assert (
+        entrypoint("tensorboard").stdout
+        == "tensorboard --host 0.0.0.0 --port 6006 --logdir /workspace/runs\n"
+    )
+    assert entrypoint("tensorboard", "--version").stdout == "tensorboard --version\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        (["jupyter"], {"JUPYTER_TOKEN": ""}),
+        (["jupyter-lab"], {"JUPYTER_TOKEN": ""}),
+        (["jupyter", "lab", "--ServerApp.token="], {}),
+        (["jupyter", "lab", "--IdentityProvider.token=''"], {}),
+        (["jupyter", "lab", "--IdentityProvider.token", ""], {}),
+    ],
+)
+def test_jupyterlab_never_starts_without_a_token(
+    entrypoint: Callable[..., subprocess.CompletedProcess[str]], words: Sequence[str], env: dict[str, str]
+) -> None:
+    done = entrypoint(*words, **env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "JupyterLab needs a token: leave JUPYTER_TOKEN unset" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert entrypoint("jupyter", "lab", "--IdentityProvider.token=x").stdout.startswith("jupyter lab")

@@ -1,0 +1,113 @@
+"""Promise: with --log-format json every line of launcher and ranks is an object, and says whose it is; with
+--quiet there are only warnings and errors, with --verbose what a start does as well."""
+
+import json
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers import preloaded
+from tests.helpers.forked import small
+from trainer.observe import console
+
+JSON = ("--log-format", "json")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    values = small(max_steps=4).model_dump(mode="json", exclude_none=True)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    """Each line as an object, with the keys that all have."""
+    found = []
+    for line in text.splitlines():
+        one = json.loads(line)
+        assert one.keys() == {"time", "level", "rank", "message"}, line
+        assert datetime.fromisoformat(one["time"]).tzinfo is not None
+        assert one["message"] == one["message"].strip() != ""
+        found.append(one)
+    return found
+
+
+def train(folder: Path, *words: str) -> Any:
+    return preloaded.run([sys.executable, "-m", "trainer", "train", "mine.yaml", *words], cwd=folder)
+
+
+def test_a_run_on_two_ranks_is_told_in_objects(here: Path) -> None:
+    done = train(here, *JSON, "--nproc-per-node", "2", "data.micro_batch_size=4", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    said = lines(done.stdout)
+    assert {one["rank"] for one in said} == {0} and {one["level"] for one in said} == {"info"}
+    messages = [one["message"] for one in said]
+    assert messages[0].startswith("mine.yaml: ") and any(one.startswith("run folder") for one in messages)
+    assert any(one.startswith("epoch") for one in messages) and any(
+        one.startswith("next") for one in messages
+    )
+    lines(done.stderr)
+    again = train(here, *JSON, "--nproc-per-node", "2", "data.micro_batch_size=4", "--out", "run")
+    (only,) = lines(again.stdout)
+    assert only["rank"] is None and "is finished already" in only["message"], "the launcher's"
+
+
+def test_what_goes_wrong_is_an_object_too(here: Path) -> None:
+    """Bad input; and a rank that fails, with its traceback in one line."""
+    (only,) = lines(train(here, *JSON, "optim.lrr=1").stderr)
+    assert (only["level"], only["rank"]) == ("error", None)
+    assert only["message"].startswith("mine.yaml: unknown key 'optim.lrr'")
+    (here / "watch.py").write_text(
+        "class Watch:\n    def after_step(self, run):\n        raise RuntimeError('token=hunter2 is gone')\n"
+    )
+    failed = train(here, *JSON, "hooks.use=[watch.py:Watch]", "hooks.on_error=stop", "--out", "run")
+    assert failed.returncode == 1, failed.stderr
+    last = lines(failed.stderr)[-1]
+    assert (last["level"], last["rank"]) == ("error", None)
+    assert "RuntimeError" in last["message"] and "\n" in last["message"] and "hunter2" not in failed.stderr
+
+
+def test_text_stays_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    console.say("  a\n  b")
+    console.warn("c")
+    console.tell("trainer: d\n", "error")
+    assert capsys.readouterr() == ("  a\n  b\n", "trainer: c\ntrainer: d\n")
+    monkeypatch.setattr(console._Log, "as_json", True)
+    monkeypatch.setattr(console._Log, "rank", 3)
+    console.say("\n  a\n\n  b\n")
+    console.warn("c")
+    out, err = capsys.readouterr()
+    assert [(one["rank"], one["level"], one["message"]) for one in lines(out + err)] == [
+        (3, "info", "a"),
+        (3, "info", "b"),
+        (3, "warning", "c"),
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    bar = console.ProgressBar(3)
+    bar.say("d")
+    assert lines(capsys.readouterr().out)[0]["message"] == "d"
+
+
+RANKS = ("--nproc-per-node", "2", "data.micro_batch_size=4")
+
+
+@pytest.mark.parametrize("ranks", [(), RANKS])
+def test_quiet_leaves_warnings_and_errors(here: Path, ranks: tuple[str, ...]) -> None:
+    done = train(here, "--quiet", *ranks, "--out", "run")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert list((here / "run").glob("report.html"))
+    refused = train(here, "-q", "optim.lrr=1")
+    assert (refused.returncode, refused.stdout) == (2, "") and "did you mean 'optim.lr'?" in refused.stderr
+
+
+def test_verbose_adds_what_a_start_does_once_for_all_ranks(here: Path) -> None:
+    told = train(here, "-v", *RANKS, "--out", "run").stdout
+    assert len(re.findall(r"^ +\d+\.\d\d s  the launcher starts 2 ranks here$", told, re.MULTILINE)) == 1
+    assert len(re.findall(r"^ +\d+\.\d\d s  the loop begins with step 1$", told, re.MULTILINE)) == 1
+    plain = train(here, *RANKS, "--out", "other").stdout
+    assert "the loop begins" not in plain and "run folder" in plain

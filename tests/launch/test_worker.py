@@ -1,0 +1,214 @@
+"""A process is a rank from the opening of its Worker to the end of it, and tells its end once."""
+
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import preloaded
+from trainer.config.recipe_file import load_recipe, recipe_names
+from trainer.config.section import config_hash
+from trainer.errors import EXIT_HANG, EXIT_REQUEUE, BadInputError
+from trainer.host.affinity import CpuShares
+from trainer.launch import worker
+from trainer.launch.exit_record import ExitRecord, read_exit_record
+from trainer.launch.folder import Launch, take_request, write_launch, write_request
+from trainer.launch.nodes.discover import is_rank
+from trainer.launch.signals import SIGNALS
+from trainer.launch.worker import Worker, current, requested
+from trainer.train.request import Request, as_json, from_json
+from trainer.train.run_folder import BegunFrom, Pretrained
+
+
+def in_a_fork(check: Callable[[], object]) -> None:
+    """Lets a fork be the rank: handlers, signal mask and faulthandler are pytest's here."""
+    child = os.fork()
+    if not child:
+        try:
+            check()
+            os._exit(0)
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def launched(folder: Path) -> Path:
+    write_launch(folder, Launch(sys.path, os.getpid(), CpuShares(), None))
+    return folder
+
+
+def end(how: str) -> int:
+    if how == "raises":
+        raise BadInputError("no such recipe")
+    if how == "exits":
+        sys.exit(7)
+    return EXIT_REQUEUE
+
+
+def test_a_fork_that_becomes_a_rank_ends_nothing_of_the_process_before(tmp_path: Path) -> None:
+    """gloo's threads of a group that was held before the fork aren't there: to end it would crash."""
+    ended: list[str] = []
+
+    class Held:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __del__(self) -> None:
+            ended.append(self.name)
+
+    def check() -> None:
+        with Worker(tmp_path):
+            worker.hold(Held("the fork's"))
+        assert ended == ["the fork's"]
+
+    launched(tmp_path)
+    worker.hold(Held("ours"))
+    in_a_fork(check)
+    worker._held.pop()
+
+
+def test_a_ranks_fork_is_no_rank(tmp_path: Path) -> None:
+    """A loader's worker, say: SIGTERM ends it, and it has no flag."""
+
+    def check() -> None:
+        with Worker(tmp_path):
+            child = os.fork()
+            if not child:
+                alone = current() is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+                os._exit(0 if alone else 3)
+            _, status = os.waitpid(child, 0)
+        assert status == 0  # out here: the Worker takes an exception for the rank's end
+
+    launched(tmp_path)
+    in_a_fork(check)
+
+
+@pytest.mark.parametrize(("how", "code", "exit_code"), [("ends", 75, 0), ("raises", 2, 2), ("exits", 7, 7)])
+def test_what_a_rank_took_is_given_back_however_it_ends(
+    tmp_path: Path, how: str, code: int, exit_code: int
+) -> None:
+    def check() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        with Worker(tmp_path) as rank:
+            assert current() is rank
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert faulthandler.is_enabled() and (tmp_path / "rank-0.fault").exists()
+            assert (tmp_path / "rank-0.pid").read_text() == str(os.getpid())
+            worker.hold(object())
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert requested() is signal.SIGUSR1
+            rank.code = end(how)
+        assert {number: signal.getsignal(number) for number in SIGNALS} == before
+        assert set(SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert (current(), requested()) == (None, None)
+        assert not faulthandler.is_enabled()
+        # From here on nothing changes the exit code.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert rank.exit_code == exit_code
+
+    launched(tmp_path)
+    in_a_fork(check)
+    assert read_exit_record(tmp_path, 0).code == code
+
+
+def test_the_first_word_about_the_end_counts(tmp_path: Path) -> None:
+    """A watchdog's thread and the main thread may both have one."""
+
+    def check() -> None:
+        with Worker(tmp_path) as rank:
+            rank.write_exit_record(ExitRecord(0, EXIT_HANG, "rank 1 hangs", for_all=True))
+            raise RuntimeError("closed by peer")
+        assert rank.exit_code == EXIT_HANG
+
+    launched(tmp_path)
+    in_a_fork(check)
+    assert read_exit_record(tmp_path, 0).line == "rank 1 hangs"
+
+
+def test_a_fork_of_a_rank_is_none() -> None:
+    def check() -> None:
+        with Worker():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert requested() is signal.SIGUSR1
+            in_a_fork(lambda: None if (current(), requested()) == (None, None) else os._exit(1))
+
+    in_a_fork(check)
+
+
+def test_nobody_else_reads_what_ranks_are_asked_for(tmp_path: Path) -> None:
+    request = {"recipe": {"about": "password=hunter2"}}
+    write_request(launched(tmp_path), request, range(4, 6))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"launch.json": 0o600, "request-4.json": 0o600, "request-5.json": 0o600}
+    assert [take_request(tmp_path, rank) for rank in (4, 5)] == [request, request]
+    assert [path.name for path in tmp_path.iterdir()] == ["launch.json"]  # whatever becomes of the launcher
+
+
+def test_what_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def check() -> None:  # in a fork: a rank that has ended takes no more signals
+        before = is_rank(os.environ)
+        with Worker():
+            meanwhile = is_rank(os.environ)
+        assert (before, meanwhile, is_rank(os.environ)) == (True, False, True)
+
+    in_a_fork(check)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_request_arrives_as_it_was_made(name: str) -> None:
+    recipe = load_recipe(name, ["optim.lr=0.1", "seed=7"])
+    request = Request(recipe, name, Path("/runs/x"), "force", 7, "torch", "trainer train")
+    begun_from = BegunFrom(folder="/runs/y", run_id="00ff", step=3, hash="ff", differs=["seed: 0, now 7"])
+    weights = Pretrained(source="hub:a/b@main", revision="1" * 40, sha256="2" * 64)
+    for one in (request, replace(request, begun_from=begun_from), replace(request, pretrained=weights)):
+        assert from_json(json.loads(json.dumps(as_json(one)))) == one
+    arrived = from_json(json.loads(json.dumps(as_json(request))))
+    assert config_hash(arrived.recipe) == config_hash(recipe)
+
+
+SITE = """
+import os, sys, traceback
+from pathlib import Path
+import trainer.train.step
+
+def first_step(*_, **__):
+    package = os.path.dirname(trainer.__file__)
+    names = [os.path.relpath(frame.filename, package) for frame in traceback.extract_stack()]
+    inside = [name for name in names if name[:2] != ".." and not name.startswith("__main__")]
+    Path({file!r}).write_text("\\n".join(inside))
+    raise SystemExit(0)
+
+step = trainer.train.step.train_step
+for module in list(sys.modules.values()):
+    if module.__name__.startswith("trainer.") and getattr(module, "train_step", None) is step:
+        module.train_step = first_step
+"""
+MOST_HOPS = 8
+
+
+def test_few_hops_lead_from_the_command_to_the_first_step(tmp_path: Path) -> None:
+    """Between functions in different files. The rank is a fork of its launcher: its stack has both."""
+    file = tmp_path / "files"
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(file=str(file)))
+    words = ["train", "digits", "--out", str(tmp_path / "run"), "--set", "parallel.threads=1"]
+    done = preloaded.run(
+        [sys.executable, "-m", "trainer", *words], env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = [name for name, _ in itertools.groupby([*file.read_text().splitlines(), "train/step.py"])]
+    assert (passed[0], passed[4]) == ("cli.py", "launch/as_launcher.py")
+    assert len(passed) - 1 <= MOST_HOPS, passed

@@ -1,0 +1,363 @@
+"""Promise: what is frozen stays as it is to the bit; LoRA begins as the base, and merged computes alike."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.libraries import require
+from tests.helpers.steps import train_some
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.config.model import ModelConfig
+from trainer.config.recipe import Recipe
+from trainer.config.tasks import GPTConfig
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.models.finetune import fine_tune, keeps_statistics, like, merged, plain_state
+from trainer.models.gpt import GPT
+from trainer.models.images import build_model
+from trainer.train.model_of_run import open_run
+from trainer.train.operations import count_operations
+from trainer.train.recording import save_weights
+from trainer.train.run import check_request, make_task
+
+FROZEN = {"width": 4, "freeze": ["stem", "blocks.0*", "norm"]}
+
+
+def kept_of(state: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name in state if name.startswith(("stem.", "blocks.0.", "norm."))]
+
+
+def states(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights of the oldest and of the newest checkpoint."""
+    found = sorted((folder / "checkpoints").iterdir(), key=lambda path: path.name)
+    return tuple(safetensors.torch.load_file(path / "model.safetensors") for path in (found[0], found[-1]))  # type: ignore[return-value]
+
+
+# --- freezing ---
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_what_is_frozen_stays_to_the_bit_and_a_resumed_run_ends_alike(
+    tmp_path: Path, optimizer: str, reduction: str
+) -> None:
+    recipe = small(model=FROZEN, optim={"name": optimizer}, parallel={"reduction": reduction, "threads": 1})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert "frozen: stem, blocks.0*, norm; " in done.said and "BatchNorm layers keep their" in done.said
+    torch.manual_seed(0)
+    task = make_task(recipe)
+    begun = build_alone(recipe, task).state.model.state_dict()
+    for name in ("model.safetensors", "ema.safetensors"):
+        ended = safetensors.torch.load_file(whole / name)
+        same = {name for name, tensor in ended.items() if torch.equal(tensor, begun[name])}
+        assert same == {*kept_of(begun)}, name
+    assert attempt(parts, recipe, stop_after=7).code == 75
+    assert attempt(parts, recipe).code == 0
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    facts = json.loads((whole / "manifest.json").read_text())
+    learned = [
+        p for n, p in begun.items() if n not in kept_of(begun) and "running" not in n and "num_b" not in n
+    ]
+    assert facts["parameters"]["trained"] == sum(tensor.numel() for tensor in learned)
+
+
+def frozen_steps(world: World, reduction: str) -> dict[str, torch.Tensor]:
+    recipe = make_recipe(
+        model={**FROZEN, "width": 8},
+        data={"micro_batch_size": 16, "workers": 0},
+        parallel={"threads": 1, "reduction": reduction, "sync_batchnorm": reduction == "all_reduce"},
+    )
+    return train_some(recipe, make_task(recipe), range(3), world=world)[0]["model"]
+
+
+@pytest.mark.parametrize("reduction", ["all_reduce", "tree"])
+def test_several_ranks_freeze_alike(ranks: Ranks, reduction: str) -> None:
+    (alone,), two = ranks.run(1, frozen_steps, reduction), ranks.run(2, frozen_steps, reduction)
+    for name, tensor in alone.items():
+        assert torch.equal(two[0][name], two[1][name]), name
+        if reduction == "tree" or name in kept_of(alone):
+            assert torch.equal(two[0][name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "frozen", [{"freeze": ["stem", "blocks"]}, {"lora": {"rank": 2, "targets": ["head"]}}]
+)
+def test_what_a_step_computes_is_counted_without_what_is_frozen(frozen: dict[str, Any]) -> None:
+    counts = []
+    for model in ({}, frozen):
+        recipe = make_recipe(model={"width": 8, **model}, data={"micro_batch_size": 16, "workers": 0})
+        task = make_task(recipe)
+        trained = build_alone(recipe, task).state.model
+        counts.append(count_operations(task, trained, 4, torch.device("cpu")).per_sample)
+    assert counts[0] and counts[1] and counts[1] < 0.6 * counts[0]
+
+
+def test_its_batchnorm_computes_as_in_evaluation() -> None:
+    model = build_model(ModelConfig(width=8), 1, 10)
+    fine_tune(model, ModelConfig(width=8, freeze=("blocks.0",)))
+    frozen = [name for name, module in model.named_modules() if keeps_statistics(module)]
+    assert frozen == ["blocks.0.norm1", "blocks.0.norm2"]
+    model.train()
+    assert not model.get_submodule("blocks.0.norm1").training and model.get_submodule("norm").training
+    model(torch.randn(4, 1, 8, 8)).sum().backward()
+    assert torch.equal(model.get_buffer("blocks.0.norm1.running_mean"), torch.zeros(8))
+    assert not torch.equal(model.get_buffer("norm.running_mean"), torch.zeros(16))
+    assert model.get_parameter("blocks.0.conv1.weight").grad is None
+
+
+def test_a_norm_of_which_something_learns_keeps_counting() -> None:
+    model = build_model(ModelConfig(width=8), 1, 10)
+    fine_tune(model, ModelConfig(width=8, freeze=("*.bias",)))
+    assert not any(map(keeps_statistics, model.modules()))
+
+
+def test_a_layer_that_begins_anew_is_not_frozen() -> None:
+    """Neither a parameter nor a BatchNorm's statistics would ever be more than drawn at random."""
+    model, _ = models()[0]
+    names = [*model.state_dict()]
+    first = names[0].rpartition(".")[0]
+
+    def config(freeze: str, reinit: str) -> ModelConfig:
+        return ModelConfig(pretrained=Path("start.safetensors"), freeze=(freeze,), reinit=(reinit,))
+
+    for freeze, reinit in ((first, f"{first}.*"), (names[0], first), (f"{first}.w*", names[0])):
+        with pytest.raises(BadInputError) as caught:
+            fine_tune(models()[0][0], config(freeze, reinit))
+        assert f"model.freeze and model.reinit both name '{names[0]}' (of " in str(caught.value)
+    fine_tune(model, config(first, names[-1].rpartition(".")[0]))
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        (["blocks.9*"], "no parameter of the model is called 'blocks.9*'; did you mean 'blocks."),
+        (["haed"], "did you mean 'head'?"),
+        (["dropout"], "no parameter of the model is called 'dropout'"),
+        (["*"], "nothing is left to train"),
+    ],
+)
+def test_a_pattern_that_freezes_nothing_or_all_is_bad_input(freeze: list[str], message: str) -> None:
+    recipe = make_recipe(model={"width": 8, "freeze": freeze})
+    with pytest.raises(BadInputError) as caught:
+        check_request(recipe, make_task(recipe), 1)
+    assert message in str(caught.value)
+
+
+# --- LoRA ---
+
+GPTS = [
+    GPTConfig(layers=2, heads=2, width=16, sequence_length=8),
+    GPTConfig(layers=2, heads=2, width=16, sequence_length=8, mlp="gelu", norm="layer", bias=True),
+]
+LORA = ModelConfig.model_validate({"lora": {"rank": 4, "alpha": 8}})
+
+
+def vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    model: nn.Module = VisionTransformer(8, 4, 2, 2, 16, 32, num_classes=5)
+    nn.init.normal_(model.get_parameter("heads.head.weight"))  # zero at first
+    return model
+
+
+def models() -> list[tuple[nn.Module, torch.Tensor]]:
+    tokens = torch.randint(0, 11, (3, 8))
+    return [*((GPT(config, 11), tokens) for config in GPTS), (vit(), torch.randn(3, 3, 8, 8))]
+
+
+def learned(model: nn.Module) -> None:
+    """As if it had been trained."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lora_begins_as_the_base_and_merged_it_computes_alike(number: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(number)
+    model, inputs = models()[number]
+    model.to(dtype)
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    names, base = list(model.state_dict()), model.eval()(inputs)
+    line = fine_tune(model, LORA)
+    assert torch.equal(model(inputs), base)
+    model.train()
+    assert torch.equal(model(inputs), base)
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {
+        "lora_a",
+        "lora_b",
+    }
+    assert "LoRA of rank 4 on 8 layers" in line
+    learned(model)
+    model.eval()
+    unmerged = model(inputs)
+    assert not torch.allclose(unmerged, base)
+    plain = plain_state(model)
+    assert list(plain) == names
+    fresh = models()[number][0].to(dtype).eval()
+    fresh.load_state_dict(plain)
+    within = 1e-12 if dtype == torch.float64 else 1e-4
+    assert torch.allclose(fresh(inputs), unmerged, rtol=within, atol=within)
+
+
+def test_timms_vit_has_its_layers_found() -> None:
+    require("timm")
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name="timm/vit_tiny_patch16_224"), 3, 10)
+    assert "LoRA of rank 4 on 48 layers" in fine_tune(model, LORA)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_torch_compile_takes_it(number: int) -> None:
+    torch.manual_seed(number)
+    model, inputs = models()[number]
+    fine_tune(model, LORA)
+    learned(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_each_number_of_lora_learns(number: int) -> None:
+    model, inputs = models()[number]
+    fine_tune(model, LORA)
+    learned(model)
+    model.train()
+    model(inputs).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert parameter.grad is None or bool(parameter.grad.any()), name
+    other = models()[number][0]
+    like(other, model)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.eval()(inputs), model.eval()(inputs))
+
+
+def test_what_is_learned_counts_alpha_by_rank_times() -> None:
+    tensors = {"a.weight": torch.eye(2), "a.lora_a": torch.ones(1, 2), "a.lora_b": torch.ones(2, 1)}
+    assert merged(tensors, 0.5)["a.weight"].tolist() == [[1.5, 0.5], [0.5, 1.5]]
+    model, _ = models()[0]
+    fine_tune(model, LORA)
+    assert {m.lora_scale for m in model.modules() if hasattr(m, "lora_scale")} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"name": "auto"}, "has no blocks with linear layers or attention"),
+        (
+            {"name": "auto", "lora": {"rank": 2, "targets": ["haed"]}},
+            "nothing in the model is called 'haed'; did",
+        ),
+    ],
+)
+def test_lora_where_there_is_nothing_for_it(model: dict[str, Any], message: str) -> None:
+    recipe = make_recipe(model={"width": 8, "lora": {"rank": 2}, **model})
+    with pytest.raises(BadInputError) as caught:
+        check_request(recipe, make_task(recipe), 1)
+    assert message in str(caught.value)
+
+
+class Tenfold(nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return 10 * super().forward(values)
+
+
+def test_lora_leaves_layers_that_compute_something_else() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Tenfold(4, 4))])})
+    lora = ModelConfig(name="auto", lora={"rank": 2, "targets": ["blocks.*"]})
+    fine_tune(model, lora)
+    assert {name for name, _ in model.named_parameters() if "lora" in name} == {
+        "blocks.0.0.lora_a",
+        "blocks.0.0.lora_b",
+    }
+    assert type(model["blocks"][0][1]) is Tenfold  # type: ignore[index]
+
+
+def test_lora_of_a_weight_with_two_names_is_refused() -> None:
+    """Merged it would be two weights."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    lora = ModelConfig(name="auto", lora={"rank": 2, "targets": ["head"]})
+    with pytest.raises(BadInputError, match="are one weight; leave head out"):
+        fine_tune(model, lora)
+
+
+def test_lora_of_named_layers_and_a_new_head(tmp_path: Path) -> None:
+    save_weights(build_model(ModelConfig(width=8), 1, 10), tmp_path / "x.safetensors")
+    model = build_model(ModelConfig(width=8), 1, 10)
+    config = ModelConfig.model_validate(
+        {
+            "pretrained": str(tmp_path / "x.safetensors"),
+            "reinit": ["norm"],
+            "lora": {"rank": 2, "targets": ["head"]},
+        }
+    )
+    fine_tune(model, config)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "norm.weight",
+        "norm.bias",
+        "head.lora_a",
+        "head.lora_b",
+    ]
+    for settings in ({"freeze": ["head"], "lora": {"rank": 1}}, {"lora": {"targets": ["head"]}}):
+        with pytest.raises(ValueError, match=r"model\.lora"):
+            ModelConfig.model_validate(settings)
+
+
+def gpt_recipe(**sections: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "task": "language",
+        "epochs": 1,
+        "max_steps": 8,
+        "data": {"name": "stdlib", "workers": 0, "global_batch_size": 4, "micro_batch_size": 2},
+        "language": {"layers": 2, "heads": 2, "width": 16, "sequence_length": 16},
+        "model": {"lora": {"rank": 2}},
+        "ema": {"decay": 0.9},
+        "parallel": {"threads": 1},
+        "log": {"to": ["jsonl"]},
+        "checkpoint": {"every": 3, "minutes": 0, "best": False},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return Recipe.model_validate(values)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_with_lora_is_resumed_to_the_bit_and_leaves_a_plain_model(
+    tmp_path: Path, optimizer: str
+) -> None:
+    recipe = gpt_recipe(optim={"name": optimizer, "lr": 0.02})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = attempt(whole, recipe)
+    assert done.code == 0, done.said
+    assert "LoRA of rank 2 on 8 layers" in done.said
+    assert attempt(parts, recipe, stop_after=5).code == 75
+    stopped = open_run(parts)  # of a checkpoint: merged as it is read
+    assert stopped.weights.startswith("checkpoints/")
+    assert attempt(parts, recipe).code == 0
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+        assert not [key for key in safetensors.torch.load_file(whole / name) if "lora" in key]
+    final, last = open_run(whole, weights="model.safetensors"), open_run(whole, checkpoint="last")
+    assert final.model.state_dict().keys() == last.model.state_dict().keys()
+    plain = safetensors.torch.load_file(whole / "ema.safetensors")
+    for name, tensor in last.model.state_dict().items():
+        assert torch.equal(tensor, plain[name]), name
+    base = build_alone(recipe, make_task(recipe)).state.model.state_dict()
+    ended = final.model.state_dict()
+    moved = {name for name in ended if not torch.equal(ended[name], base[name])}
+    assert moved == {name for name in ended if ".attention." in name or ".mlp." in name}

@@ -1,0 +1,63 @@
+"""Promise: a model is shown in few parts, and nothing of it is left out or shown twice."""
+
+import torch
+from torch import nn
+
+from tests.helpers.toys import Block
+from trainer.models.parts import called, parameters_of, parts
+
+
+class Encoder(nn.Module):
+    """Blocks, and a parameter of its own."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(7))
+        self.layers = nn.ModuleList(Block(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) for _ in range(blocks))
+        self.norm = nn.LayerNorm(2)
+
+
+class Whole(nn.Module):
+    """A stem, an encoder, and a head that shares the stem's weight."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.encoder = Encoder(blocks)
+        self.head = nn.Linear(2, 2)
+        self.head.weight = self.stem.weight
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_every_parameter_is_in_one_part() -> None:
+    for blocks in (1, 3, 40):
+        model = Whole(blocks)
+        for most in (3, 6, 64):
+            shown = parts(model, most)
+            assert len(shown) <= most
+            found = [p for own in parameters_of(model, shown).values() for p in own]
+            assert len(found) == len({id(p) for p in found})
+            assert {id(p) for p in found} == {id(p) for p in model.parameters()}
+
+
+def test_blocks_are_shown_one_by_one_while_they_fit_and_none_is_opened() -> None:
+    model = Whole(3)
+    names = ["stem", "encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "encoder.norm", "head", ""]
+    assert [part.name for part in parts(model, 7)] == names
+    closed = parts(model, 6)
+    assert [part.name for part in closed] == ["stem", "encoder.layers", "encoder.norm", "head", ""]
+    assert closed[1].kind == "3 x Block"
+    assert called(model, closed[1]) == list(model.encoder.layers)
+    held = parameters_of(model, closed)
+    assert [sum(p.numel() for p in own) for own in held.values()] == [6, 18, 4, 2, 10]
+
+
+def test_a_model_around_a_model_is_opened_and_many_modules_are_joined() -> None:
+    around = nn.Module()
+    around.inner = Whole(2)
+    assert [part.name for part in parts(around, 64)][:2] == ["inner.stem", "inner.encoder.layers.0"]
+    many = nn.Module()
+    for number in range(30):
+        many.add_module(f"m{number}", nn.Linear(1, number + 1))
+    assert [part.name for part in parts(many, 5)] == ["m27", "m28", "m29", "others", ""]
+    assert len(parts(many, 5)[3].modules) == 27

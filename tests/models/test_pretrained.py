@@ -1,0 +1,469 @@
+"""Promise: weights are fetched once, by name, and checked before any rank starts; then without a network."""
+
+import fcntl
+import hashlib
+import http.server
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.helpers import preloaded
+from tests.helpers.remote import Web
+from tests.helpers.waiting import SECONDS, until
+from trainer import fit
+from trainer.config.model import ModelConfig
+from trainer.config.recipe import Recipe
+from trainer.errors import BadInputError
+from trainer.models import pretrained
+from trainer.models.images import build_model
+from trainer.models.pretrained import find_weights
+from trainer.train.pretrained import resolve_pretrained
+from trainer.train.recording import save_weights
+
+OLD, NEW = "1" * 40, "2" * 40
+SOURCE = "hub:org/name@main"
+
+
+class Hub:
+    """A server that speaks the hub's protocol for one file of each repository.
+
+    Attributes:
+        files: By repository and revision.
+        commits: What branches are.
+        asked: How often what was asked for, by method and path.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, str], bytes | None] = {}
+        self.commits: dict[str, str] = {}
+        self.asked = Counter[str]()
+        self.status = 0
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.answer(self)
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        self.asked[f"{request.command} {request.path}"] += 1
+        repository, _, rest = request.path.strip("/").partition("/resolve/")
+        revision, _, name = rest.rpartition("/")
+        commit = self.commits.get(revision, revision)
+        content = self.files.get((repository, commit))
+        headers, status = {"X-Repo-Commit": commit}, 200
+        if self.status:
+            status, headers = self.status, {}
+        elif repository not in {known for known, _ in self.files}:
+            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        elif (repository, commit) not in self.files:
+            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
+        elif content is None or name != "model.safetensors":
+            status, headers = 404, {**headers, "X-Error-Code": "EntryNotFound"}
+        else:
+            headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+        body = content if status == 200 and content is not None else b""
+        request.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            request.send_header(key, value)
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    yield server
+    server.close()
+
+
+def weights(folder: Path, seed: int = 5) -> bytes:
+    torch.manual_seed(seed)
+    save_weights(build_model(ModelConfig(width=4), 1, 10), folder / "start.safetensors")
+    return (folder / "start.safetensors").read_bytes()
+
+
+def trained(tmp_path: Path, url: str, *words: str, source: str = SOURCE) -> Any:
+    """`trainer train digits` with the hub at a URL and the cache in a folder."""
+    common = [f"model.pretrained={source}", "model.width=4", "max_steps=2", "parallel.threads=1"]
+    environment = {**os.environ, "HF_ENDPOINT": url, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN"):
+        environment.pop(name, None)
+    program = [sys.executable, "-m", "trainer", "train", "digits"]
+    return preloaded.run([*program, *common, *words], env=environment, cwd=tmp_path)
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return found
+
+
+def test_a_branch_is_fetched_once_for_all_ranks_and_its_commit_is_kept(tmp_path: Path, hub: Hub) -> None:
+    old = weights(tmp_path)
+    hub.files, hub.commits = {("org/name", OLD): old}, {"main": OLD}
+    two = ["--nproc-per-node", "2", "data.micro_batch_size=32"]
+    done = trained(tmp_path, hub.url, *two, "--out", "run", "--stop-after", "1")
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert [name for name in hub.asked.elements() if name.startswith("GET")] == [
+        "GET /org/name/resolve/main/model.safetensors"
+    ]
+    facts = manifest(tmp_path / "run")
+    sha256 = hashlib.sha256(old).hexdigest()
+    assert facts["pretrained"] == {"source": SOURCE, "revision": OLD, "sha256": sha256}
+    assert facts["fingerprint"]["initial weights"] == sha256
+    assert facts["config"]["model"]["pretrained"] == f"hub:org/name@{OLD}"
+    # The branch moves on: the run doesn't; a new one does.
+    hub.files["org/name", NEW], hub.commits["main"] = weights(tmp_path, 6), NEW
+    assert trained(tmp_path, hub.url, *two, "--out", "run").returncode == 0
+    assert manifest(tmp_path / "run")["pretrained"]["revision"] == OLD
+    assert trained(tmp_path, hub.url, "--out", "other").returncode == 0
+    assert manifest(tmp_path / "other")["pretrained"]["revision"] == NEW
+
+
+def test_without_a_network_the_cache_serves(tmp_path: Path, hub: Hub) -> None:
+    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
+    assert trained(tmp_path, hub.url, "--out", "one").returncode == 0
+    hub.close()
+    assert trained(tmp_path, hub.url, "--out", "two").returncode == 0
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    assert trained(tmp_path, hub.url, "--out", "three", source=f"hub:org/name@{OLD}").returncode == 0
+    # What was damaged in the cache isn't trained from.
+    (blob,) = (tmp_path / "cache").rglob("blobs/*")
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    damaged = trained(tmp_path, hub.url, "--out", "four")
+    assert damaged.returncode == 2 and "isn't what was fetched and checked" in damaged.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("hub:org/name@v9", "org/name has no revision v9"),
+        ("hub:org/other@main", "has no repository org/other"),
+        ("hub:org/pickles@main", "org/pickles holds no model.safetensors"),
+        ("hub:org/odd@main", "is not a safetensors file"),
+        ("hub:org/name", "give hub:ORG/NAME@REVISION"),
+        ("torchvision:ResNet18", "give torchvision:WEIGHTS"),
+        ("torchvision:ResNet18_Weights.IMAGENET1K_V3", "did you mean 'ResNet18_Weights.IMAGENET1K_V1'?"),
+        ("torchvision:ResNet18_QuantizedWeights.NONE", "torchvision has no such weights"),
+    ],
+)
+def test_what_the_hub_lacks_is_one_line_before_any_rank_starts(
+    tmp_path: Path, hub: Hub, source: str, message: str
+) -> None:
+    hub.files = {
+        ("org/name", OLD): b"",
+        ("org/pickles", OLD): None,
+        ("org/odd", OLD): b"\x80\x04" * 40,
+    }
+    hub.commits = {"main": OLD}
+    done = trained(tmp_path, hub.url, "--out", "run", source=source)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(403, "answers HTTP 403, and"), (0, "can't be reached from here")]
+)
+def test_a_hub_that_refuses_or_is_not_there(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int, message: str
+) -> None:
+    hub.status = status
+    if not status:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = trained(tmp_path, hub.url, "--out", "run")
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not status or max(hub.asked.values()) <= 8
+
+
+def test_a_hub_that_cannot_be_connected_to_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx2
+    from huggingface_hub import constants
+
+    asked = list[tuple[str, str]]()
+
+    def refused(client: httpx2.Client, method: str, url: Any, **_: Any) -> None:  # noqa: ARG001
+        asked.append((method, str(url)))
+        raise httpx2.ConnectError("no network")
+
+    monkeypatch.setattr(httpx2.Client, "request", refused)
+    monkeypatch.setattr(httpx2.Client, "stream", refused)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(BadInputError, match="can't be reached from here, and"):
+        find_weights(ModelConfig(pretrained=SOURCE))
+    assert asked == [("HEAD", constants.ENDPOINT)]
+
+
+# --- a run that goes on ---
+
+
+def kept(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["hub", "path"])
+def test_a_run_with_a_checkpoint_needs_no_more_what_it_started_from(
+    tmp_path: Path, hub: Hub, kind: str
+) -> None:
+    hub.files, hub.commits = {("org/name", OLD): weights(tmp_path)}, {"main": OLD}
+    source = SOURCE if kind == "hub" else str(tmp_path / "start.safetensors")
+
+    def train(*words: str) -> Any:
+        return trained(tmp_path, hub.url, *words, source=source)
+
+    assert train("--out", "whole").returncode == 0
+    for name in ("run", "forced"):
+        assert train("--out", name, "--stop-after", "1").returncode == 75
+    asked = hub.asked.total()
+    hub.files.clear()
+    (tmp_path / "start.safetensors").unlink()
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    for words in (["--out", "run"], ["--out", "forced", "--resume", "force"]):
+        done = train(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert kept(tmp_path / words[1]) == kept(tmp_path / "whole")
+    facts = manifest(tmp_path / "run")
+    assert facts["pretrained"] == manifest(tmp_path / "whole")["pretrained"]
+    assert facts["attempts"][1]["changed"] == []
+    again = train("--out", "run")
+    assert again.returncode == 0 and "finished already" in again.stdout + again.stderr
+    assert train("--out", "run", "max_steps=3").returncode == 0
+    # A new run takes all weights from another one's checkpoint.
+    began = ["--from", "run@2", "--out", "other"]
+    assert train(*began, "--stop-after", "1").returncode == 75
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    assert train(*began).returncode == 0
+    assert hub.asked.total() == asked
+    assert train("--out", "new").returncode == 2
+
+
+def test_a_run_without_a_checkpoint_needs_it_still(tmp_path: Path, hub: Hub) -> None:
+    weights(tmp_path)
+    start = tmp_path / "start.safetensors"
+    for name in ("lost", "damaged"):
+        done = trained(tmp_path, hub.url, "--out", name, "--stop-after", "1", source=str(start))
+        assert done.returncode == 75, done.stdout + done.stderr
+    start.unlink()
+    shutil.rmtree(tmp_path / "lost" / "checkpoints")
+    (written,) = (tmp_path / "damaged" / "checkpoints").glob("*/model.safetensors")
+    written.write_bytes(written.read_bytes()[:-1] + b"?")
+    for words in (["--out", "lost"], ["--out", "damaged", "--resume", "force"]):
+        done = trained(tmp_path, hub.url, *words, source=str(start))
+        assert done.returncode == 2 and f"can't read {start}" in done.stderr, done.stdout + done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_another_file_in_its_place_is_named(tmp_path: Path, hub: Hub) -> None:
+    before = hashlib.sha256(weights(tmp_path)).hexdigest()
+    source = str(tmp_path / "start.safetensors")
+    assert trained(tmp_path, hub.url, "--out", "run", "--stop-after", "1", source=source).returncode == 75
+    now = hashlib.sha256(weights(tmp_path, 6)).hexdigest()
+    done = trained(tmp_path, hub.url, "--out", "run", source=source)
+    assert done.returncode == 2 and f"initial weights: {before}, now {now}" in done.stderr
+
+
+def test_fit_goes_on_without_what_it_started_from(tmp_path: Path) -> None:
+    weights(tmp_path)
+    start = tmp_path / "start.safetensors"
+    settings = {"max_steps": 1, "parallel.threads": 1, "model.width": 4, "model.pretrained": start}
+    fit("digits", settings, out=tmp_path / "run")
+    start.unlink()
+    fit("digits", {**settings, "max_steps": 2}, out=tmp_path / "run")
+    assert manifest(tmp_path / "run")["steps"] == 2
+    with pytest.raises(BadInputError, match="can't read"):
+        fit("digits", settings, out=tmp_path / "new")
+
+
+# --- torchvision ---
+
+
+def pickled(content: Any) -> tuple[bytes, str]:
+    """A file as torchvision publishes it, and its name."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue(), f"tiny-{hashlib.sha256(file.getvalue()).hexdigest()[:8]}.pth"
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes, name: str) -> Web:
+    """torchvision's weights are this file, at this server."""
+    web = Web({f"models/{name}": content})
+    monkeypatch.setattr(pretrained, "_torchvision_url", lambda _: (f"https://nowhere.invalid/{name}", []))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return web
+
+
+def of_torchvision(web: Web) -> ModelConfig:
+    return ModelConfig(pretrained="torchvision:Tiny_Weights.V1", mirror=f"{web.url}/models")
+
+
+def test_a_pickle_of_torchvision_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {
+        "a.weight": torch.randn(3, 4).t(),
+        "f.denselayer1.norm.2.weight": torch.ones(2, dtype=torch.float16),
+    }
+    content, name = pickled(state)
+    web = serve(monkeypatch, tmp_path, content, name)
+    found = [find_weights(of_torchvision(web)) for _ in range(2)]
+    assert found[0] == found[1] and found[0] is not None
+    assert (found[0].revision, found[0].exact) == (name, "torchvision:Tiny_Weights.V1")
+    assert sum(web.app.asked.values()) == 1
+    read = safetensors.torch.load_file(found[0].file)
+    assert torch.equal(read["a.weight"], state["a.weight"])
+    assert torch.equal(read["f.denselayer1.norm2.weight"], state["f.denselayer1.norm.2.weight"])
+    assert not list((tmp_path / "cache").rglob("*.pth"))
+    web.close()
+    assert find_weights(of_torchvision(web)) == found[0]  # without a network
+
+
+def test_two_processes_that_want_it_at_once_fetch_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, name = pickled({"a": torch.arange(4)})
+    web = serve(monkeypatch, tmp_path, content, name)
+    web.app.faults[name] = iter(["hang", "hang"])
+    wants, flock = tmp_path / "wants", fcntl.flock
+    wants.mkdir()
+
+    def told(file: int, how: int) -> None:
+        (wants / str(os.getpid())).touch()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", told)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as both:
+        found = [both.submit(find_weights, of_torchvision(web)) for _ in range(2)]
+        try:
+            # One has asked the server, the other one waits for it, or is about to.
+            until(lambda: web.app.asked.total() and max(web.app.asked.total(), len([*wants.iterdir()])) == 2)
+        finally:
+            web.app.going.set()
+        first, second = (one.result(SECONDS) for one in found)
+    assert web.app.asked.total() == 1
+    assert first == second and first is not None
+    assert torch.equal(safetensors.torch.load_file(first.file)["a"], torch.arange(4))
+    web.close()
+
+
+def test_nothing_of_a_longer_try_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, name = pickled({"a": torch.arange(4)})
+    web = serve(monkeypatch, tmp_path, content, name)
+
+    def fetched(_: str, sink: Any, at_once: bool) -> None:
+        assert at_once
+        sink.write(bytes(1 << 20))
+        sink.restart()
+        sink.write(content)
+
+    monkeypatch.setattr(pretrained, "fetch", fetched)
+    found = find_weights(of_torchvision(web))
+    assert found is not None and torch.equal(safetensors.torch.load_file(found.file)["a"], torch.arange(4))
+    web.close()
+
+
+def test_what_was_converted_is_checked_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, name = pickled({"a": torch.arange(4)})
+    web = serve(monkeypatch, tmp_path, content, name)
+    recipe = Recipe(task="classification", epochs=1, model=of_torchvision(web))
+    found = find_weights(recipe.model)
+    assert found is not None
+    whole = found.file.read_bytes()
+    assert found.sha256 == hashlib.sha256(whole).hexdigest()
+    found.file.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(BadInputError, match=r"isn't what was fetched and checked .*: remove it, and it is"):
+        resolve_pretrained(recipe, None)
+    found.file.unlink()
+    assert resolve_pretrained(recipe, None)[1] is not None
+    # One whose hash nobody wrote down isn't trusted.
+    found.file.with_suffix(".sha256").unlink()
+    found.file.write_bytes(whole[:-1] + b"?")
+    assert find_weights(recipe.model) == found and found.file.read_bytes() == whole
+    assert web.app.asked.total() == 3
+    web.close()
+
+
+def test_another_file_than_was_published_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, name = pickled({"a": torch.zeros(2)})
+    web = serve(monkeypatch, tmp_path, content[:-1] + b"?", name)
+    with pytest.raises(BadInputError, match=r"isn't what torchvision published: its SHA-256 begins with"):
+        find_weights(of_torchvision(web))
+    assert not list((tmp_path / "cache").rglob("*.[ps]*t*"))
+    web.close()
+
+
+class Code:
+    """Runs code where it is read."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("ran",))
+
+
+def test_code_in_a_pickle_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for content, message in (({"a": Code()}, "holds more than tensors"), ([1], "is no state_dict")):
+        web = serve(monkeypatch, tmp_path, *pickled(content))
+        with pytest.raises(BadInputError, match=message):
+            find_weights(of_torchvision(web))
+        web.close()
+    assert not Path("ran").exists()
+
+
+def test_a_mirror_that_lacks_it_and_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = serve(monkeypatch, tmp_path, *pickled({"a": torch.zeros(2)}))
+    web.files = {}
+    with pytest.raises(BadInputError, match=r"isn't there; mend model\.mirror"):
+        find_weights(of_torchvision(web))
+    web.close()
+    with pytest.raises(
+        BadInputError,
+        match=r"isn't in .*trainer/weights yet, and can't be fetched: http.*reached \(Client",
+    ):
+        find_weights(of_torchvision(web))
+
+
+def test_the_names_and_files_are_torchvisions_own() -> None:
+    url, names = pretrained._torchvision_url("ResNet18_Weights.IMAGENET1K_V1")
+    assert url is not None and url.endswith("/resnet18-f37072fd.pth")
+    assert "FasterRCNN_ResNet50_FPN_Weights.COCO_V1" in names and len(names) > 200
+    assert all(
+        pretrained._PUBLISHED_HASH.search(str(pretrained._torchvision_url(name)[0])) for name in names[:9]
+    )
+
+
+def test_a_mirror_may_hold_no_secret() -> None:
+    with pytest.raises(ValueError, match="user or password") as caught:
+        ModelConfig(mirror="https://me:hush@host/models")
+    assert "hush" not in str(caught.value).partition("[type=")[0]

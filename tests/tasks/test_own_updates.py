@@ -1,0 +1,502 @@
+"""Promise: a task may bring its optimizer, scheduler, several losses; a resumed run ends as a whole one."""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from tests.helpers import forked, preloaded
+from tests.helpers.toys import build_alone, make_recipe
+from tests.helpers.world import Ranks
+from trainer.checkpoint.state_dict import put_together, take_apart
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import read_recipe
+from trainer.config.section import validated
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.tasks.custom import CustomTask
+from trainer.train.build import build
+from trainer.train.run import check_request
+from trainer.train.state import Run, load_state, numbers_of, tensors_of
+from trainer.train.step import take_metrics, train_step
+
+STEPS = 8
+
+
+class Small:
+    """Sixteen samples of two numbers, two classes."""
+
+    def data(self) -> Any:
+        x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+        return {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}, {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+
+
+class Noisy(torch.optim.Optimizer):
+    """Draws random numbers, as Langevin dynamics does."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad + 0.1 * torch.randn_like(p), alpha=-group["lr"])
+
+
+class Forgetful(torch.optim.SGD):
+    """Counts its updates where nobody looks."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        super().step(closure)
+
+
+def task_of(**methods: Any) -> CustomTask:
+    return CustomTask(type("Mine", (Small,), methods)(), "mine")
+
+
+def recipe_of(**sections: Any) -> Any:
+    data = {"global_batch_size": 8, "micro_batch_size": 4, **sections.pop("data", {})}
+    return make_recipe(epochs=STEPS // 2, task="own", data=data, **sections)
+
+
+def started(methods: dict[str, Any], **sections: Any) -> Run:
+    run = build_alone(recipe_of(**sections), task_of(**methods))
+    run.replica.train()
+    return run
+
+
+def go_on(run: Run, steps: range) -> list[list[float]]:
+    """Losses, learning rate and updates of each step."""
+    batches, rows = run.loader(run.share.batches(steps.start)), []
+    for step in steps:
+        train_step(run, batches, step)
+        rows.append([float(value) for value in take_metrics(run).values()])
+        run.state.step = step + 1
+    return rows
+
+
+def one_cycle(_: Any, optimizer: Any, steps: int) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def in_turns(_: Any, optimizer: Any) -> Any:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+        lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one-cycle": ({"optimizer": lambda _, m: torch.optim.AdamW(m.parameters()), "scheduler": one_cycle}, {}),
+    "milestones": (
+        {
+            "optimizer": lambda _, m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
+            "scheduler": lambda _, o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
+        },
+        {},
+    ),
+    "in turns": ({"optimizer": lambda _, m: torch.optim.RMSprop(m.parameters()), "scheduler": in_turns}, {}),
+    "groups": (
+        {
+            "optimizer": lambda _, m: torch.optim.NAdam(
+                [{"params": m[0].parameters(), "lr": 0.1}, {"params": m[3:].parameters()}], lr=0.01
+            )
+        },
+        {},
+    ),
+    "adafactor": ({"optimizer": lambda _, m: torch.optim.Adafactor(m.parameters())}, {}),
+    "rate in a tensor": ({"optimizer": lambda _, m: torch.optim.Adam(m.parameters(), torch.tensor(0.1))}, {}),
+    "noise": ({"optimizer": lambda _, m: Noisy(m.parameters(), 0.1)}, {}),
+    "scheduler alone": (
+        {"scheduler": lambda _, o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3)},
+        {"optim": {"name": "sgd", "lr": 0.1}},
+    ),
+    "with muon": (
+        {"scheduler": lambda _, o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n)},
+        {"optim": {"name": "muon", "layer_decay": 0.5}},
+    ),
+    "fp16": (
+        {
+            "optimizer": lambda _, m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, fused=True),
+            "scheduler": lambda _, o: lr_scheduler.ExponentialLR(o, 0.5),
+        },
+        {"precision": {"mode": "fp16", "initial_scale": 2.0**20, "growth_interval": 3}},
+    ),
+    "skip": (
+        {"optimizer": lambda _, m: torch.optim.AdamW(m.parameters(), fused=True), "scheduler": one_cycle},
+        {"anomaly": {"nonfinite": "skip"}, "ema": {"decay": 0.9}, "optim": {"max_grad_norm": 1.0}},
+    ),
+    "tree": (
+        {"optimizer": lambda _, m: torch.optim.Adam(m.parameters())},
+        {"parallel": {"reduction": "tree"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_a_run_that_was_cut_ends_with_the_same_bits(name: str, cut: int) -> None:
+    methods, sections = OWN[name]
+    whole = started(methods, **sections)
+    rows = go_on(whole, range(STEPS))
+    first = started(methods, **sections)
+    begun = go_on(first, range(cut))
+    kept = {kind: {n: t.clone() for n, t in part.items()} for kind, part in tensors_of(first.state).items()}
+    numbers = json.loads(json.dumps(numbers_of(first.state, [0.0])))
+    del first
+    second = started(methods, **sections)
+    load_state(second, cut, kept, numbers)
+    assert repr(begun + go_on(second, range(cut, STEPS))) == repr(rows)  # nan is nan
+    ends = [tensors_of(run.state) for run in (whole, second)]
+    for kind, part in ends[0].items():
+        assert part.keys() == ends[1][kind].keys()
+        assert all(torch.equal(ends[1][kind][n], tensor) for n, tensor in part.items()), kind
+    assert numbers_of(whole.state, [0.0])["own"] == numbers_of(second.state, [0.0])["own"]
+
+
+def test_what_is_learned_is_what_plain_torch_learns() -> None:
+    """All samples in each step, so that their order doesn't matter."""
+    made = {"model": lambda _: nn.Linear(2, 2), **OWN["one-cycle"][0]}
+    run = started(made, data={"global_batch_size": 16, "micro_batch_size": 8})
+    samples = {name: torch.from_numpy(array) for name, array in Small().data()[0].items()}
+    model = nn.Linear(2, 2)
+    model.load_state_dict(run.state.model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = one_cycle(None, optimizer, STEPS // 2)
+    for row in go_on(run, range(STEPS // 2)):
+        assert row[1] == optimizer.param_groups[0]["lr"]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(samples["x"]), samples["y"])
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        assert row[0] == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(run.state.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_skipped_update_moves_neither_weights_nor_rate() -> None:
+    """The first losses overflow: the scale is halved until one doesn't."""
+    methods = {
+        "loss": lambda s, m, b: Small.loss(s, m, b) * 2.0**10,
+        "optimizer": lambda _, m: torch.optim.SGD(m.parameters(), 0.001, momentum=0.9, fused=True),
+        "scheduler": lambda _, o: lr_scheduler.ExponentialLR(o, 0.5),
+    }
+    run = started(methods, precision={"mode": "fp16", "initial_scale": 2.0**14})
+    weight = run.gradients.parameters[0].detach().clone()
+    rates, updates = [], []
+    for step in range(STEPS):
+        before, done = run.gradients.parameters[0].detach().clone(), int(run.state.lr.updates)
+        row = dict(zip(("loss", "lr", "updates"), go_on(run, range(step, step + 1))[0], strict=False))
+        same = torch.equal(before, run.gradients.parameters[0])
+        assert same == (int(row["updates"]) == done)
+        rates.append(row["lr"])
+        updates.append(int(row["updates"]))
+    assert updates[0] == 0 and updates[-1] > 1, "some were skipped, and some weren't"
+    before_each = [0, *updates[:-1]]
+    assert rates == [0.001 * 0.5**done for done in before_each]
+    assert bool(run.gradients.parameters[0].isfinite().all()) and not torch.equal(weight, before)
+
+
+def parts(_: Any, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    logits = model(batch.fields["x"])
+    return {
+        "right": F.cross_entropy(logits, batch.fields["y"], reduction="sum"),
+        "small": 0.1 * logits.square().sum(),
+    }
+
+
+SEVERAL = {"losses": ("small", "right"), "loss": parts}
+
+
+def test_the_sum_of_several_losses_is_trained() -> None:
+
+    def together(_: Any, model: nn.Module, batch: Any) -> Any:
+        each = parts(_, model, batch)
+        return each["small"] + each["right"]
+
+    one = {"loss": together}
+    runs = [started(methods) for methods in (SEVERAL, one)]
+    rows = [go_on(run, range(STEPS)) for run in runs]
+    assert [row[0] for row in rows[0]] == [row[0] for row in rows[1]]
+    for row in rows[0]:
+        assert row[0] == pytest.approx(row[1] + row[2], rel=1e-6)
+        assert row[1] != row[2]
+    for several, alone in zip(*(run.state.model.parameters() for run in runs), strict=True):
+        assert torch.equal(several, alone)
+
+
+def rows_on(world: World, how: str) -> tuple[list[list[float]], Any, list[float]]:
+    recipe = recipe_of(
+        parallel={"threads": 1, "reduction": how}, data={"micro_batch_size": 2, "last_batch": "weighted"}
+    )
+    run = build(recipe, task_of(**SEVERAL), world, 0)
+    run.replica.train()
+    rows, batches = [], run.loader(run.share.batches())
+    for step in range(STEPS):
+        train_step(run, batches, step)
+        if step % 2:
+            rows.append([float(value) for value in take_metrics(run).values()])
+        elif step == STEPS - 2:
+            kept = run.reduction.gather_losses(run.state.loss)
+    weights = [float(p.detach().sum()) for p in run.state.model.parameters()]
+    return rows, numbers_of(run.state, kept.tolist())["losses"], weights
+
+
+def test_several_losses_are_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
+    alone = ranks.run(1, rows_on, "tree")[0]
+    for size in (2, 4):
+        assert ranks.run(size, rows_on, "tree") == [alone] * size
+    rows, _, _ = ranks.run(2, rows_on, "all_reduce")[0]
+    np.testing.assert_allclose(rows, alone[0], rtol=1e-5)
+
+
+def noisy_on(world: World) -> list[float]:
+    run = build(recipe_of(), task_of(optimizer=lambda _, m: Noisy(m.parameters(), 0.1)), world, 0)
+    run.replica.train()
+    batches = run.loader(run.share.batches())
+    for step in range(3):
+        train_step(run, batches, step)
+    return [float(p.detach().sum()) for p in run.state.model.parameters()]
+
+
+def test_random_numbers_of_an_optimizer_are_alike_on_all_ranks(ranks: Ranks) -> None:
+    one, other = ranks.run(2, noisy_on)
+    assert one == other
+
+
+def test_the_sums_of_several_losses_go_on_in_the_middle_of_a_row() -> None:
+    run, other = started(SEVERAL), started(SEVERAL)
+    batches = run.loader(run.share.batches())
+    for step in range(3):
+        train_step(run, batches, step)
+    kept = run.reduction.gather_losses(run.state.loss).tolist()
+    load_state(other, 3, tensors_of(run.state), json.loads(json.dumps(numbers_of(run.state, kept))))
+    assert torch.equal(other.state.loss, run.state.loss) and len(run.state.loss) == 3
+    with pytest.raises(ValueError, match="losses"):
+        load_state(other, 3, tensors_of(run.state), numbers_of(run.state, [1.0]))
+
+
+FILE = """
+import torch, numpy as np
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 4}, "optim": {"max_grad_norm": 1},
+          "log": {"every": 3, "to": ["jsonl"]}, "parallel": {"threads": 1}, "checkpoint": {"minutes": 10}}
+
+class Mine:
+    losses = "right", "small"
+
+    def data(self):
+        x = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32)
+        both = {"x": x, "y": (x[:, 0] > 0).astype(np.int64)}
+        return both, both
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 2))
+
+    def loss(self, model, batch):
+        logits = model(batch.fields["x"])
+        right = F.cross_entropy(logits, batch.fields["y"], reduction="sum")
+        return {"right": right, "small": logits.square().sum() * 0.1}
+
+    def measure(self, model, batch):
+        return {"loss": F.cross_entropy(model(batch.fields["x"]), batch.fields["y"], reduction="sum")}
+
+    def optimizer(self, model):
+        return torch.optim.NAdam(model.parameters(), lr=0.01)
+
+    def scheduler(self, optimizer, steps):
+        return OneCycleLR(optimizer, 0.1, total_steps=steps)
+"""
+
+
+def train_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {n: v for n, v in row.items() if n in ("step", "lr", "updates") or n.startswith("loss")}
+        for row in rows
+        if row["kind"] == "train"
+    ]
+
+
+def test_a_stopped_run_of_a_file_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    recipe = validated(Recipe, read_recipe(str(tmp_path / "mine.py")), "mine")
+    whole = forked.attempt(tmp_path / "whole", recipe)
+    assert whole.code == 0, whole.said
+    assert "the task's own optimizer and scheduler: updates by NAdam" in whole.said
+    assert "--set seed=…" in whole.said, "what comes next isn't a key that is refused"
+    assert forked.attempt(tmp_path / "cut", recipe, stop_after=7).code == 75
+    assert forked.attempt(tmp_path / "cut", recipe).code == 0
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert ends[0] == ends[1]
+    rows = train_rows(tmp_path / "whole")
+    assert train_rows(tmp_path / "cut") == rows and len(rows) > 4
+    assert all(row["loss"] == pytest.approx(row["loss/right"] + row["loss/small"]) for row in rows)
+
+
+def test_a_schedule_that_is_over_before_the_run_is_refused(tmp_path: Path) -> None:
+    """OneCycleLR raises after its last step, which a checkpoint says: an extended run would end with that."""
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+
+    def train(*words: str) -> Any:
+        program = [sys.executable, "-m", "trainer", "train", str(file), *words]
+        return preloaded.run(program, cwd=tmp_path)
+
+    assert train("--out", "run").returncode == 0
+    longer = train("--out", "run", "epochs=3")
+    assert longer.returncode == 2 and longer.stderr.count("\n") == 1
+    assert "step-00000016: the task's own scheduler ends after 16 updates (its total_" in longer.stderr
+    assert "and the run after 24 steps; a run that is extended keeps" in longer.stderr
+    recipe = validated(Recipe, {**read_recipe(str(file)), "epochs": 3}, "mine")
+    assert "ends after 16 updates" in forked.attempt(tmp_path / "run", recipe).line, "also without a launcher"
+    anew = train("--from", "run", "--out", "new", "epochs=3")
+    assert anew.returncode == 0, anew.stderr
+    # One that fits no run at all.
+    file.write_text(FILE.replace("total_steps=steps", "total_steps=9"))
+    short = train("--out", "short")
+    assert short.returncode == 2 and "ends after 9 updates" in short.stderr
+    assert short.stderr.count("\n") == 1
+
+
+def sgd(_: Any, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"optimizer": lambda *_: None}, {}, "optimizer gave nothing; it gives a torch.optim.Optimizer"),
+    ({"optimizer": lambda *_: 1 / 0}, {}, "in optimizer: ZeroDivisionError"),
+    (
+        {"optimizer": lambda _, m: torch.optim.SGD(m[0].parameters(), 0.1)},
+        {},
+        "optimizer leaves out '3.weight' (4 of 6 parameters)",
+    ),
+    (
+        {"optimizer": lambda _, m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(1))], 0.1)},
+        {},
+        "one that updates what is no parameter of the model",
+    ),
+    (
+        {"optimizer": lambda _, m: torch.optim.LBFGS(m.parameters())},
+        {},
+        "in optimizer: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'",
+    ),
+    ({"optimizer": lambda _, m: Forgetful(m.parameters(), 0.1)}, {}, "the second update differs after"),
+    ({"scheduler": lambda *_: 3}, {}, "scheduler gave a int without step"),
+    (
+        {"scheduler": lambda _, o: lr_scheduler.ReduceLROnPlateau(o)},
+        {},
+        "in scheduler: TypeError: ReduceLROnPlateau.step() missing 1 required positional argument: 'metrics'",
+    ),
+    (
+        {"scheduler": lambda *_: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1)},
+        {},
+        "scheduler gave one of another optimizer",
+    ),
+    (
+        {"optimizer": sgd},
+        {"optim": {"lr": 0.1}},
+        "optim.lr=0.1: nothing reads it, as the task has a method optimizer",
+    ),
+    ({"optimizer": sgd}, {"optim": {"name": "muon"}}, "optim.name=muon: nothing reads it"),
+    ({"scheduler": one_cycle}, {"optim": {"warmup_steps": 3}}, "optim.warmup_steps=3: nothing reads it"),
+    ({"loss": parts}, {}, "loss gave several; name them in the class: losses = ('right', 'small')"),
+    (
+        {"loss": parts, "losses": ("right",)},
+        {},
+        "loss gave losses named right, small; by the attribute losses",
+    ),
+    ({"losses": ("right",)}, {}, "loss gave a tensor of shape ()"),
+    ({"loss": parts, "losses": "right"}, {}, "losses is 'right'; give their names"),
+    (
+        {
+            "losses": ("right", "small"),
+            "loss": lambda s, m, b: {**parts(s, m, b), "small": m(b.fields["x"]).square().mean()},
+        },
+        {},
+        "loss gave 'small' as a mean",
+    ),
+    (
+        {"losses": ("right", "small"), "loss": lambda s, m, b: {**parts(s, m, b), "small": 0.5}},
+        {},
+        "loss gave 'small' as a float",
+    ),
+]
+
+
+@pytest.mark.parametrize(("methods", "sections", "message"), WRONG)
+def test_what_is_wrong_is_said(methods: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        check_request(recipe_of(**sections), task_of(**methods), 1)
+
+
+def test_a_learning_scheduler_that_keeps_a_function_is_named() -> None:
+    class Odd(lr_scheduler.LambdaLR):
+        def state_dict(self) -> dict[str, Any]:
+            return {"function": print}
+
+    methods = {"scheduler": lambda _, o: Odd(o, float)}
+    with pytest.raises(BadInputError, match=r"own/scheduler/function is a builtin_function"):
+        check_request(recipe_of(), task_of(**methods), 1)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_right_one_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    methods, sections = OWN[name]
+    check_request(recipe_of(**sections), task_of(**methods), 1)
+    assert not capsys.readouterr().err
+
+
+def test_a_frozen_parameter_may_be_left_out() -> None:
+    def model(_: Any) -> nn.Module:
+        made = Small().model()
+        made[0].requires_grad_(False)  # type: ignore[index]
+        return made
+
+    optimizer: Callable[..., Any] = lambda _, m: torch.optim.SGD(m[3:].parameters(), 0.1)  # noqa: E731
+    check_request(recipe_of(), task_of(model=model, optimizer=optimizer), 1)
+
+
+def test_a_state_dict_comes_back_as_it_was() -> None:
+    state = {
+        0: {"step": torch.tensor(3.0), "none": None},
+        "a": [1, (2.5, float("inf")), True],
+        "milestones": Counter({3: 1, 5: 2}),
+        "lr": np.float64(0.1),
+    }
+    tensors, plain = take_apart(state, "own")
+    assert tensors.keys() == {"own/0/step"}
+    again = put_together(json.loads(json.dumps(plain)), tensors)
+    assert repr(again) == repr({**state, "lr": 0.1})
+    assert again[0]["step"] is not tensors["own/0/step"], "a copy: it will be changed in place"

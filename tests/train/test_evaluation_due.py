@@ -1,0 +1,274 @@
+"""Promise: a run is evaluated when its recipe says, resumed or not, and ends when that gets no better."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, strategies as st
+
+from tests.helpers import preloaded
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import TokenTask, build_alone, make_recipe
+from trainer.checkpoint import FOLDER
+from trainer.config.data import Last
+from trainer.config.recipe import Recipe
+from trainer.config.section import validated
+from trainer.config.training import EvaluationConfig
+from trainer.data.sampling.plan import Plan
+from trainer.errors import BadInputError
+from trainer.observe.phases import PHASE_TIMER
+from trainer.train import evaluate, trainer
+from trainer.train.evaluate import evaluate_run, next_evaluation, out_of_patience
+
+lasts: st.SearchStrategy[Last] = st.sampled_from(("cross", "drop", "weighted"))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    global_batch_size, last = draw(st.integers(1, 12)), draw(lasts)
+    samples = draw(st.integers(global_batch_size if last == "drop" else 1, 120))
+    epochs, most = draw(st.integers(1, 6)), draw(st.none() | st.integers(1, 40))
+    return Plan(samples, global_batch_size, 1, epochs, last, seed=0, max_steps=most)
+
+
+def epoch_ends(plan: Plan, epochs: int) -> list[int]:
+    """The steps after which so many epochs more are through, by walking all samples."""
+    whole, samples, size = plan.samples // plan.global_batch_size, plan.samples, plan.global_batch_size
+    ends = []
+    for epoch in range(epochs, plan.epochs + 1, epochs):
+        steps = {"cross": -(-epoch * samples // size), "drop": epoch * whole}
+        ends.append(steps.get(plan.last, epoch * -(-samples // size)))
+    return [step for step in ends if step <= plan.steps]
+
+
+@given(plan=plans(), every=st.integers(1, 12), unit=st.sampled_from(("epoch", "step", "end")))
+@example(plan=Plan(10, 1, 1, 1, "cross", seed=0), every=3, unit="step")
+def test_the_next_evaluation_is_that_of_the_plain_definition(plan: Plan, every: int, unit: str) -> None:
+    config = EvaluationConfig(every="end" if unit == "end" else f"{every} {unit}s")
+    due = {
+        "epoch": epoch_ends(plan, every),
+        "step": [step for step in range(1, plan.steps + 1) if step % every == 0],
+        "end": [],
+    }[unit]
+    due = sorted({*due, plan.steps})
+    for done in range(plan.steps):  # so a run resumed there evaluates where the unbroken one does
+        assert next_evaluation(config, plan, done) == min(step for step in due if step > done)
+
+
+@given(plan=plans(), epochs=st.integers(1, 7))
+def test_the_next_end_of_an_epoch_is_that_of_the_plain_definition(plan: Plan, epochs: int) -> None:
+    ends = epoch_ends(plan, epochs)
+    for done in range(plan.steps):
+        later = [step for step in ends if step > done]
+        assert plan.next_epoch_end(done, epochs) == min(later, default=plan.steps + 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "interval"),
+    [
+        ("1epoch", (1, "epoch")),
+        ("1 epochs", (1, "epoch")),
+        ("2 epochs", (2, "epoch")),
+        ("500steps", (500, "step")),
+        ("1 step", (1, "step")),
+        ("end", None),
+    ],
+)
+def test_how_often(every: str, interval: tuple[int, str] | None) -> None:
+    assert EvaluationConfig(every=every).interval == interval
+
+
+@pytest.mark.parametrize(
+    "every",
+    [5, 0, True, None, "", "5", "0 steps", "-1 steps", "1.5 epochs", "2 hours", "never", [1], "1 step s"],
+)
+def test_what_is_no_interval_is_one_line(every: Any) -> None:
+    with pytest.raises(BadInputError) as refused:
+        validated(Recipe, {"epochs": 1, "evaluation": {"every": every}}, "mine")
+    line = str(refused.value)
+    assert "\n" not in line
+    assert line.startswith("mine: evaluation.every=")
+
+
+def test_a_word_that_is_wrong_says_what_is_right(tmp_path: Path) -> None:
+    done = command(tmp_path, "train", "digits", "--set", "evaluation.every=2 hours")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert '"2 epochs" or "500 steps", or "end"' in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_patience_without_evaluations_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"evaluation.patience has no effect with evaluation.every=end"):
+        validated(Recipe, {"epochs": 1, "evaluation": {"every": "end", "patience": 2}}, "mine")
+
+
+# Of 16 steps, evaluated after each second; better at 2 and 6 only, so that three in a row end it at 12.
+PATIENT = small(
+    evaluation={"every": "2 steps", "patience": 3}, checkpoint={"every": 5, "best": True, "keep": 1}
+)
+SCORES = {2: 0.5, 4: 0.4, 6: 0.6, 8: 0.6, 10: 0.1, 12: 0.59, 14: 0.9}
+ENDS, BEST = 12, 6
+
+
+def scored(scores: Mapping[int, float] = SCORES) -> Callable[[], None]:
+    """Lets a fork's evaluations give these scores, by step."""
+
+    def put_in() -> None:
+        measured = evaluate.evaluate
+
+        def measure(task: Any, *arguments: Any) -> dict[str, float]:
+            return {**measured(task, *arguments), task.metric: scores[PHASE_TIMER.step]}
+
+        replace(evaluate, "evaluate", measure)
+
+    return put_in
+
+
+def evaluated(folder: Path) -> list[int]:
+    return [row["step"] for row in read_rows(folder, ("eval",))]
+
+
+def learned(folder: Path) -> list[bytes]:
+    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return read
+
+
+def checkpoints(folder: Path) -> set[int]:
+    return {int(path.name.rpartition("-")[2]) for path in (folder / FOLDER).glob("step-*")}
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended early."""
+    folder = tmp_path_factory.mktemp("patient") / "run"
+    done = attempt(folder, PATIENT, before=scored())
+    assert done.code == 0, done.said
+    assert f"at step {ENDS} of 16: no evaluation since step {BEST} was better (3 in a row" in done.said
+    return folder
+
+
+def test_patience_ends_a_run(patient: Path) -> None:
+    assert evaluated(patient) == [2, 4, 6, 8, 10, 12]
+    assert (manifest(patient)["status"], manifest(patient)["steps"]) == ("finished", ENDS)
+    assert read_rows(patient, ("end",))[-1]["step"] == ENDS
+    assert read_rows(patient, ("train",))[-1]["step"] == ENDS
+    assert checkpoints(patient) == {BEST, ENDS}, "the best and the last"
+
+
+def test_once_ended_there_is_nothing_to_do(patient: Path) -> None:
+    before = learned(patient)
+    again = attempt(patient, PATIENT, before=scored())
+    assert again.code == 0
+    assert "finished already" in again.said
+    assert learned(patient) == before
+
+
+def test_stopped_between_two_evaluations_it_ends_at_the_same_step(patient: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, PATIENT, stop_after=9, before=scored()).code == 75
+    assert attempt(folder, PATIENT, before=scored()).code == 0
+    assert evaluated(folder) == evaluated(patient)
+    assert manifest(folder)["steps"] == ENDS
+    assert learned(folder) == learned(patient)
+
+
+def test_killed_after_its_last_checkpoint_it_finishes(patient: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def die() -> None:
+        scored()()
+        replace(trainer, "finish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    assert attempt(folder, PATIENT, before=die).code == -signal.SIGKILL
+    assert manifest(folder)["status"] == "running"
+    assert attempt(folder, PATIENT, before=scored()).code == 0
+    assert evaluated(folder) == evaluated(patient)
+    assert (manifest(folder)["status"], manifest(folder)["steps"]) == ("finished", ENDS)
+    assert learned(folder) == learned(patient)
+
+
+def test_with_more_patience_it_can_be_forced_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, PATIENT, before=scored()).code == 0
+    more = small(**{**PATIENT.model_dump(mode="json"), "evaluation": {"every": "2 steps"}})
+    scores = {**SCORES, 16: 0.2}
+    assert attempt(folder, more, "force", before=scored(scores)).code == 0
+    assert manifest(folder)["steps"] == 16
+    unbroken = attempt(tmp_path / "whole", more, before=scored(scores))
+    assert unbroken.code == 0, unbroken.said
+    assert learned(folder) == learned(tmp_path / "whole")
+
+
+def again(**changes: Any) -> Recipe:
+    values = PATIENT.model_dump(mode="json")
+    return small(
+        **{**values, **changes, "evaluation": {**values["evaluation"], **changes.get("evaluation", {})}}
+    )
+
+
+def test_more_steps_alone_do_not_extend_a_run_that_is_out_of_patience(patient: Path, tmp_path: Path) -> None:
+    """It says what ended it and which key to change; with more patience it goes on, by that alone, too."""
+    folder = shutil.copytree(patient, tmp_path / "run")
+    assert manifest(folder)["out_of_patience"] == 3
+    refused = attempt(folder, again(max_steps=20))
+    assert (refused.code, refused.said) == (2, "")
+    assert f"ended at step {ENDS} out of patience (3 evaluations in a row were no better)" in refused.line
+    assert "raise evaluation.patience above 3, too, or set it to 0" in refused.line
+    assert "is finished already" in attempt(folder, PATIENT, "force").said, "nothing of its end was changed"
+    scores = {**SCORES, 16: 0.2}
+    done = attempt(folder, again(evaluation={"patience": 9}), before=scored(scores))
+    assert done.code == 0, done.line
+    assert f"the run ended at step {ENDS}, out of patience, and is extended" in done.said
+    assert (manifest(folder)["steps"], manifest(folder)["out_of_patience"]) == (16, 0)
+
+
+def test_what_is_no_number_is_not_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build_alone(make_recipe(evaluation={"patience": 2}), TokenTask(16))
+    found = []
+    for loss in (math.nan, 2.0, math.nan, 3.0, 1.0, math.inf, -math.inf):
+        monkeypatch.setattr(evaluate, "evaluate", lambda *_, loss=loss: {"loss": loss})
+        _, best = evaluate_run(run)
+        found.append((best, run.state.no_better, out_of_patience(run)))
+    assert [best for best, _, _ in found] == [False, True, False, False, True, False, False]
+    assert [waited for _, waited, _ in found] == [1, 0, 1, 2, 0, 1, 2]
+    assert [over for *_, over in found] == [False, False, False, True, False, False, True]
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=folder)
+
+
+def test_on_two_ranks_and_replayed_it_ends_there_too(tmp_path: Path) -> None:
+    """Weights that stay what they are get no better."""
+    values = small(
+        evaluation={"every": "3 steps", "patience": 2},
+        data={"micro_batch_size": 4},
+        model={"name": "small_resnet", "norm": "group"},
+        optim={"lr": 1e-30, "weight_decay": 0.0},
+        ema={"decay": 0.0},
+        checkpoint={"best": True},
+    )
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values.model_dump(mode="json", exclude_none=True)))
+    done = command(tmp_path, "train", "mine.yaml", "--nproc-per-node", "2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert evaluated(tmp_path / "run") == [3, 6, 9]
+    assert (manifest(tmp_path / "run")["status"], manifest(tmp_path / "run")["steps"]) == ("finished", 9)
+    assert {3, 9} <= checkpoints(tmp_path / "run")
+    proof = command(tmp_path, "verify", "run")
+    assert proof.returncode == 0, proof.stdout + proof.stderr
+    assert "identical" in proof.stdout

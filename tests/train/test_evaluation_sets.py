@@ -1,0 +1,460 @@
+"""Promise: more sets to measure on have rows of their own, one may decide, and training keeps its bits."""
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, strategies as st
+from PIL import Image
+
+from tests.helpers import preloaded
+from tests.helpers.forked import attempt, replace
+from tests.helpers.rows import read_rows
+from trainer.checkpoint import FOLDER
+from trainer.cli import main
+from trainer.commands.evaluate.show import lines
+from trainer.config.data import DataConfig
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import load_recipe, make_recipe
+from trainer.data.corrupt import Bad, Quarantine
+from trainer.data.dataset import ArrayDataset, Arrays
+from trainer.data.joined import make_loaders
+from trainer.data.loader import Source, make_loader
+from trainer.data.sampling.plan import evaluation_share
+from trainer.errors import BadInputError
+from trainer.observe.rows import tag
+from trainer.rng import Float32, Ints
+from trainer.train import evaluate as evaluating
+from trainer.train.run import make_task, more_sets
+
+CPU = torch.device("cpu")
+
+
+def pictures(folder: Path, count: int, seed: int, classes: tuple[str, ...] = ("cat", "dog")) -> None:
+    noise = np.random.default_rng(seed)
+    for number in range(count):
+        file = folder / classes[number % len(classes)] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (24, 24, 3), np.uint8)).save(file)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """near/train, val and test; and far, of which there is no more than val."""
+    root = tmp_path_factory.mktemp("data")
+    pictures(root / "near" / "train", 16, 0)
+    pictures(root / "near" / "val", 6, 1)
+    pictures(root / "near" / "test", 11, 2)
+    pictures(root / "far" / "val", 3, 3)
+    return root
+
+
+def recipe(data: Path, sets: dict[str, Any] | None = None, **evaluation: Any) -> Recipe:
+    far = {"test": {"split": "test"}, "far": {"path": str(data / "far")}}
+    sets = far if sets is None else sets
+    sizes = {"image_size": 16, "global_batch_size": 4, "micro_batch_size": 2, "eval_batch_size": 4}
+    return Recipe.model_validate(
+        {
+            "epochs": 3,
+            "data": {"name": "folder", "path": str(data / "near"), **sizes, "workers": 0},
+            "model": {"width": 4, "norm": "group"},
+            "evaluation": {"every": "3 steps", "sets": sets, **evaluation},
+            "ema": {"decay": 0.9},
+            "optim": {"lr": 0.01},
+            "parallel": {"threads": 1, "reduction": "tree"},
+            "log": {"every": 2},
+            "checkpoint": {"every": 4, "minutes": 0},
+        }
+    )
+
+
+def written(folder: Path, values: Recipe) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(values.model_dump(mode="json", exclude_none=True)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    done = attempt(folder, recipe(data))
+    assert done.code == 0, done.said
+    assert "  test         accuracy 0." in done.said
+    assert " test/loss " in done.said
+    return folder
+
+
+def learned(folder: Path, kinds: tuple[str, ...] = ("train", "eval")) -> list[dict[str, Any]]:
+    left_out = ("seconds", "per_s", "time/", "memory", "cpu/", "disk/", "network/", "loader/", "gc/")
+    return [
+        {name: value for name, value in row.items() if not any(part in name for part in left_out)}
+        for row in read_rows(folder, kinds)
+    ]
+
+
+def weights(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "model.safetensors").read_bytes(), (folder / "ema.safetensors").read_bytes()
+
+
+def test_training_and_the_main_set_keep_their_bits(data: Path, run: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    assert attempt(alone, recipe(data, sets={})).code == 0
+    assert weights(alone) == weights(run)
+    assert learned(alone, ("train",)) == learned(run, ("train",))
+    main_set = [
+        {n: v for n, v in row.items() if not n.startswith("eval/")} for row in learned(run, ("eval",))
+    ]
+    assert learned(alone, ("eval",)) == main_set
+    assert [row["step"] for row in main_set] == [3, 6, 9, 12]
+
+
+def on(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> dict[str, Any]:
+    assert main(["evaluate", str(run), *words, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def test_each_set_has_the_numbers_of_its_own_pictures(
+    data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle: a data set of which the same pictures are the main part to measure on."""
+    row = read_rows(run, ("eval",))[-1]
+    for name, samples, source in (("test", 11, data / "near" / "test"), ("far", 3, data / "far" / "val")):
+        other = tmp_path / name
+        other.mkdir()
+        (other / "train").symlink_to(data / "near" / "train")
+        (other / "val").symlink_to(source)
+        main_part = on(capsys, run, "--set", f"data.path={other}")
+        assert main_part["samples"] == samples
+        assert main_part["metrics"] == {n: row[f"eval/{name}/{n}"] for n in ("loss", "accuracy")}
+        told = on(capsys, run, "--on", name)
+        assert (told["set"], told["samples"], told["metrics"]) == (name, samples, main_part["metrics"])
+        assert f"on {samples} samples of {name}" in next(iter(lines(told)))
+    elsewhere = tmp_path / "moved"
+    (data / "far").rename(elsewhere)
+    try:
+        moved = on(capsys, run, "--on", "far", "--set", f"evaluation.sets.far.path={elsewhere}")
+        assert moved["metrics"] == told["metrics"]
+        on(capsys, run, "--on", "test")  # whose data is here
+    finally:
+        elsewhere.rename(data / "far")
+    assert main(["evaluate", str(run), "--on", "tset"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == "trainer: error: --on tset: the run has no such evaluation set; did you mean 'test'? (there "
+        "are: data, test, far)\n"
+    )
+
+
+def test_stopped_and_resumed_it_is_the_same(data: Path, run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, recipe(data), stop_after=5).code == 75
+    assert attempt(folder, recipe(data)).code == 0
+    assert weights(folder) == weights(run)
+    assert learned(folder) == learned(run)
+    changed = recipe(data, sets={})
+    refused = attempt(folder, changed.model_copy(update={"epochs": 4}))
+    assert refused.code == 2
+    assert "evaluation.sets.far" in refused.line or "evaluation data far" in refused.line
+
+
+def test_another_content_of_a_set_is_no_resume(data: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    assert attempt(folder, recipe(data), stop_after=5).code == 75
+    pictures(other / "val", 3, 9)
+    moved = {"test": {"split": "test"}, "far": {"path": str(other)}}
+    refused = attempt(folder, recipe(data, sets=moved))
+    assert refused.code == 2
+    assert "evaluation data far" in refused.line
+
+
+def test_on_two_ranks_with_workers_it_is_the_same(data: Path, run: Path, tmp_path: Path) -> None:
+    written(tmp_path, recipe(data))
+    words: list[str | Path] = [sys.executable, "-m", "trainer", "train", "mine.yaml", "--out", "run"]
+    done = preloaded.run([*words, "--nproc-per-node", "2", "--set", "data.workers=1"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows, theirs = (read_rows(folder, ("eval",))[-1] for folder in (tmp_path / "run", run))
+    assert rows == theirs
+    assert weights(tmp_path / "run") == weights(run)
+    two = [*words[:3], "evaluate", "run", "--on", "test", "--nproc-per-node", "2", "--json"]
+    told = json.loads(preloaded.run(two, cwd=tmp_path).stdout)
+    assert told["metrics"] == {n: rows[f"eval/test/{n}"] for n in ("loss", "accuracy")}
+
+
+def scored(scores: dict[str, list[float]]) -> Callable[[], None]:
+    """Accuracies by set, one after another."""
+
+    def put_in() -> None:
+        given_ = {name: iter(each) for name, each in scores.items()}
+        names: Iterator[str] = iter(())
+
+        def measured(*_: object) -> dict[str, float]:
+            nonlocal names
+            name = next(names, None)
+            if name is None:
+                names = iter(scores)
+                name = next(names)
+            return {"loss": 1.0, "accuracy": next(given_[name])}
+
+        replace(evaluating, "evaluate", measured)
+
+    return put_in
+
+
+FAR_IS_BEST_AT_6 = {"data": [0.1, 0.2, 0.3, 0.4], "test": [0.0] * 4, "far": [0.5, 0.9, 0.6, 0.6]}
+
+
+@pytest.mark.parametrize(("decides", "best", "ends"), [("data", 12, 12), ("far", 6, 12), ("test", 3, 9)])
+def test_one_set_decides(data: Path, tmp_path: Path, decides: str, best: int, ends: int) -> None:
+    chosen = recipe(data, decides=decides, patience=2 if decides == "test" else 0)
+    done = attempt(tmp_path / "run", chosen, before=scored(FAR_IS_BEST_AT_6))
+    assert done.code == 0, done.said
+    state = json.loads((tmp_path / "run" / FOLDER / f"step-{ends:08d}" / "state.json").read_text())
+    assert state["state"]["best"][1] == best
+    assert (tmp_path / "run" / FOLDER / f"step-{best:08d}").exists()
+    if decides == "test":
+        assert f"no evaluation since step {best} was better on test (2 in a row" in done.said
+    assert ("(decides)" in done.said) == (decides != "data")
+
+
+def test_names_in_tensorboard_and_in_the_report(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"eval/loss", "eval/test/loss", "eval/far/loss"} <= {*tags}
+    assert not [one for one in tags if one.startswith("eval/eval/")]
+    assert tag("eval", "eval/far/loss") == "eval/far/loss"
+    assert tag("eval", "loss") == "eval/loss"
+    page = (run / "report.html").read_text()
+    loss = page[page.index("<b>Loss</b>") :].partition("</figure>")[0]
+    for name in ("training", "evaluation", "test", "far"):
+        assert f"</i>{name}</li>" in loss
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["summary"]["eval/far/loss"] == read_rows(run, ("eval",))[-1]["eval/far/loss"]
+
+
+BAD = [
+    ("{far: {path: /nowhere}}", "evaluation.sets.far.path=/nowhere: no such folder"),
+    ("{far: {path: ODD}}", "evaluation.sets.far: has other classes than the model (2 and 2): 'owl' is none"),
+    (
+        "{far: {name: digits}}",
+        "evaluation.sets.far: has other classes than the model (10 and 2): '0' is none",
+    ),
+    ("{far: {split: tset}}", "/near/tset: "),
+    (
+        "{far: {name: tokens, path: ODD}}",
+        "evaluation.sets.far.name=tokens is nothing that task=classification",
+    ),
+    ("{far: {path: ODD, spilt: x}}", "far: unknown key 'spilt'; did you mean 'split'?"),
+]
+
+
+@pytest.mark.parametrize(("sets", "line"), BAD)
+def test_bad_sets_are_one_line_before_any_rank(
+    data: Path, tmp_path: Path, sets: str, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pictures(tmp_path / "odd" / "val", 2, 0, ("cat", "owl"))
+    file = written(tmp_path, recipe(data, sets={}))
+    setting = f"evaluation.sets={sets}".replace("ODD", str(tmp_path / "odd"))
+    assert main(["train", str(file), "--out", str(tmp_path / "run"), "--set", setting]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert line in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_set_that_decides_must_be_there(data: Path) -> None:
+    values = recipe(data).model_dump(mode="json", exclude_none=True)
+    with pytest.raises(
+        BadInputError, match=r"decides=tset: no such set; did you mean 'test'\? \(there are: data"
+    ):
+        make_recipe(values, ["evaluation.decides=tset"])
+
+
+def test_missing_files_of_a_set_are_looked_up(data: Path, tmp_path: Path) -> None:
+    from trainer.train.run import check_files
+
+    table = tmp_path / "table"
+    for part in ("train", "val"):
+        pictures(table / part, 4, 5)
+        rows = [f"{part}/{name}/{n}.png,{name}" for n, name in enumerate(("cat", "dog") * 2)]
+        (table / f"{part}.csv").write_text("\n".join(["path,label", *rows, ""]))
+    values = recipe(data, sets={"far": {"name": "table", "path": str(table)}})
+    task = make_task(values)
+    check_files(values, task)
+    (table / "val" / "cat" / "0.png").unlink()
+    with pytest.raises(BadInputError, match=r"^evaluation\.sets\.far: 1 of 4 files .*0\.png"):
+        check_files(values, task)
+
+
+class Stored(ArrayDataset):
+    """Arrays that are read by workers, as files are."""
+
+    def __init__(self, count: int, seed: int, bad: int = -1) -> None:
+        random = np.random.default_rng(seed)
+        super().__init__({"x": random.integers(0, 9, (count, 3)), "y": random.integers(0, 9, count)})
+        self.arrays, self.in_process, self._bad = None, False, bad
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> list[Bad]:  # type: ignore[override]
+        super().read(samples, random, out)
+        return [Bad(self._bad, "it", "torn")] if self._bad in samples else []
+
+
+def sources(counts: list[int], size: int, rank: int, world: int) -> list[Source]:
+    return [
+        Source(Stored(count, seed), evaluation_share(count, min(size, count), rank, world))
+        for seed, count in enumerate(counts)
+    ]
+
+
+def quarantines(counts: list[int]) -> list[Quarantine]:
+    return [Quarantine(f"set {number}", 1) for number in range(len(counts))]
+
+
+@given(
+    counts=st.lists(st.integers(1, 13), min_size=1, max_size=4),
+    size=st.integers(1, 6),
+    world=st.integers(1, 3),
+    order=st.permutations(range(4)),
+)
+def test_joined_sets_give_the_batches_of_each_alone(
+    counts: list[int], size: int, world: int, order: list[int]
+) -> None:
+    """With workers replaced by the process itself, whose ring is the same."""
+    for rank in range(world):
+        parts = sources(counts, size, rank, world)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("trainer.data.joined.RingLoader", in_process)
+            loaders = make_loaders(parts, CPU, DataConfig(), 2, quarantines(counts))
+        for number in [one for one in order if one < len(counts)] * 2:
+            part = parts[number]
+            alone = make_loader(part, CPU, DataConfig(workers=0), 0)
+            batches = part.share.batches()
+            for ours, theirs in zip(loaders[number](batches), alone(batches), strict=True):
+                assert ours.num_items == theirs.num_items
+                assert ours.weight is not None
+                assert theirs.weight is not None
+                assert torch.equal(ours.weight, theirs.weight)
+                assert ours.fields.keys() == theirs.fields.keys()
+                assert all(torch.equal(ours.fields[n], theirs.fields[n]) for n in theirs.fields)
+
+
+def in_process(
+    source: Source, device: torch.device, _: int, config: DataConfig, quarantine: Quarantine
+) -> Any:
+    from trainer.data.loader import RingLoader
+
+    return RingLoader(source, device, 0, config, quarantine)
+
+
+def test_several_sets_have_the_workers_of_one() -> None:
+    counts = [9, 4, 7]
+    before = {*multiprocessing.active_children()}
+    loaders = make_loaders(sources(counts, 4, 0, 1), CPU, DataConfig(), 2, quarantines(counts))
+    try:
+        assert len({*multiprocessing.active_children()} - before) == 2
+        for loader, count in zip(loaders, counts, strict=True):
+            batches = list(loader(range(-(-count // 4))))
+            assert sum(batch.num_items for batch in batches) == count
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_what_cannot_lie_beside_the_main_set_is_read_by_the_rank() -> None:
+    odd = ArrayDataset({"x": np.zeros((5, 2))})
+    odd.arrays, odd.in_process = None, False
+    parts = [*sources([9, 4], 4, 0, 1), Source(odd, evaluation_share(5, 4, 0, 1))]
+    loaders = make_loaders(parts, CPU, DataConfig(), 1, quarantines([9, 4, 5]))
+    try:
+        for loader, part in zip(loaders, parts, strict=True):
+            found = [batch.num_items for batch in loader(part.share.batches())]
+            assert sum(found) == len(part.dataset)
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_corrupt_samples_count_against_their_own_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.joined.RingLoader", in_process)
+    parts = [
+        Source(Stored(6, seed, bad), evaluation_share(6, 3, 0, 1)) for seed, bad in enumerate((2, -1, 4))
+    ]
+    counted = [Quarantine(f"set {number}", budget) for number, budget in enumerate((1, 0, 0))]
+    loaders = make_loaders(parts, CPU, DataConfig(), 1, counted)
+    for loader in loaders[:2]:
+        list(loader(range(2)))
+    with pytest.raises(BadInputError, match=r"^1 set 2 samples are corrupt"):
+        list(loaders[2](range(2)))
+    assert [one.samples for one in counted] == [{2}, set(), {4}]
+
+
+def test_language_has_sets_of_its_own_tokens(tmp_path: Path) -> None:
+    (tmp_path / "main.txt").write_text("abcab " * 200)
+    (tmp_path / "near.txt").write_text("cba " * 100)
+    (tmp_path / "odd.txt").write_text("abcz" * 100)
+    values = {
+        "epochs": 1,
+        "task": "language",
+        "data": {"name": "text", "path": str(tmp_path / "main.txt")},
+        "language": {"sequence_length": 8},
+    }
+    near = make_task(make_recipe(values, [f"evaluation.sets.near.path={tmp_path / 'near.txt'}"]))
+    (held,) = more_sets(near).values()
+    out = {name: np.empty((1, *field.shape), field.dtype) for name, field in held.fields.items()}
+    held.read(np.array([0]), None, out)
+    characters = near.describe()["characters"]
+    assert "".join(characters[token] for token in out["tokens"][0].tolist()) in "cba " * 4
+    with pytest.raises(
+        BadInputError, match=r"^evaluation\.sets\.odd: .*odd\.txt: holds 'z', which is none of"
+    ):
+        make_task(make_recipe(values, [f"evaluation.sets.odd.path={tmp_path / 'odd.txt'}"]))
+    with pytest.raises(BadInputError, match=r"^evaluation\.sets\.odd: is of another tokenizer .*bytes"):
+        make_task(make_recipe(values, ["evaluation.sets.odd.name=stdlib"]))
+
+
+@pytest.mark.parametrize("text", ["stream", "packed"])
+def test_token_files_have_splits(tmp_path: Path, text: str) -> None:
+    for part in ("train", "val", "test"):
+        (tmp_path / f"{part}.txt").write_text(f"{part} " * 40)
+        files = [str(tmp_path / f"{part}.{kind}") for kind in ("txt", "bin")]
+        assert main(["data", "tokenize", *files, "--tokenizer", "bytes"]) == 0
+    values = {
+        "epochs": 1,
+        "task": "language",
+        "data": {"name": "tokens", "path": str(tmp_path)},
+        "language": {"sequence_length": 16, "text": text},
+    }
+    task = make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
+    held = more_sets(task)["test"]
+    out = {name: np.empty((1, *field.shape), field.dtype) for name, field in held.fields.items()}
+    held.read(np.array([0]), None, out)
+    assert "test" in bytes(int(token) & 255 for token in out["tokens"][0]).decode("latin-1")
+    about = json.loads((tmp_path / "test.bin.json").read_text())
+    (tmp_path / "test.bin.json").write_text(json.dumps({**about, "tokenizer": "bpe:other"}))
+    with pytest.raises(BadInputError, match=r"^evaluation\.sets\.test: .*of different tokenizers"):
+        make_task(make_recipe(values, ["evaluation.sets.test.split=test"]))
+
+
+def test_detection_and_audio_have_more_sets() -> None:
+    for name in ("digits-detection", "dtmf"):
+        found = load_recipe(name, [])
+        other = make_recipe(
+            found.model_dump(mode="json", exclude_none=True), [f"evaluation.sets.a.name={found.data.name}"]
+        )
+        task = make_task(other)
+        assert len(more_sets(task)["a"]) == len(task.evaluation_data)
+
+
+def test_a_task_of_ones_own_brings_its_sets_itself() -> None:
+    with pytest.raises(BadInputError, match=r"a task of one's own brings its data itself"):
+        make_recipe({"epochs": 1, "task": "mine.py"}, ["evaluation.sets.a.path=/x"])

@@ -1,0 +1,327 @@
+"""Promise: a run begins from another's checkpoint with its very bits, says what differs, needs it once."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+
+from tests.helpers import preloaded
+from tests.helpers.forked import attempt, replace, small
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import before_each_step_ends
+from trainer import fit
+from trainer.checkpoint.folder import read
+from trainer.config.recipe import Recipe
+from trainer.errors import BadInputError
+from trainer.train import trainer
+from trainer.train.resume import parse_source
+from trainer.train.run_folder import KEPT
+from trainer.train.state import numbers_of, tensors_of
+
+# The schedule stays where it is, so that only what is taken over decides.
+CONSTANT: dict[str, Any] = {"optim": {"schedule": "constant", "warmup_steps": 0.0}}
+
+
+def recipe(**sections: Any) -> Recipe:
+    return small(**{**CONSTANT, **sections})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of steps 15 and 16, and the best."""
+    folder = tmp_path_factory.mktemp("from") / "source"
+    done = attempt(folder, recipe(checkpoint={"best": True}))
+    assert done.code == 0, done.said
+    return folder
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return read
+
+
+def learned(folder: Path) -> list[bytes]:
+    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def at_step_0(folder: Path, of: Recipe, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state that a run begins with: its tensors, and its numbers."""
+    file = folder.with_suffix(".begun")
+
+    def look() -> None:
+        def stop_there(run: Any, *_: Any, **__: Any) -> None:
+            tensors = {
+                f"{kind}|{name}": t.contiguous()
+                for kind, part in tensors_of(run.state).items()
+                for name, t in part.items()
+            }
+            numbers = json.dumps({**numbers_of(run.state, []), "step": run.state.step})
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            safetensors.torch.save_file(copies, file, {"numbers": numbers})
+            os._exit(0)
+
+        replace(trainer, "train", stop_there)
+
+    done = attempt(folder, of, before=look, source=source)
+    assert done.code == 0, done.line
+    tensors: dict[str, Any] = {}
+    for name, tensor in safetensors.torch.load_file(file).items():
+        kind, _, rest = name.partition("|")
+        tensors.setdefault(kind, {})[rest] = tensor
+    with safetensors.safe_open(file, "pt") as opened:
+        return tensors, json.loads(opened.metadata()["numbers"])
+
+
+def test_a_run_begins_with_the_very_bits(tmp_path: Path, source: Path) -> None:
+    """All but the counts: these are a new run's."""
+    tensors, numbers = at_step_0(tmp_path / "run", recipe(), str(source))
+    there = read(checkpoint_of(source, 16)).tensors
+    counts = {"updates": torch.zeros(1, dtype=torch.int64), "ema/moved_at": torch.zeros(1, dtype=torch.int64)}
+    wanted = {**there, "optimizer": {**there["optimizer"], **counts}}
+    assert tensors.keys() == wanted.keys() == {"model", "optimizer", "ema"}
+    for kind, part in wanted.items():
+        assert tensors[kind].keys() == part.keys()
+        for name, tensor in part.items():
+            assert torch.equal(tensors[kind][name], tensor), (kind, name)
+    assert (numbers["step"], numbers["best"], numbers["no_better"]) == (0, None, 0)
+    assert numbers["averaged_before"] == 16, "the average has found its pace"
+
+
+def test_a_step_and_the_best_can_be_chosen(tmp_path: Path, source: Path) -> None:
+    best = read(checkpoint_of(source, 16)).state["best"][1]
+    for number, (which, step) in enumerate((("15", 15), ("best", best), ("last", 16))):
+        tensors, _ = at_step_0(tmp_path / str(number), recipe(), f"{source}@{which}")
+        there = read(checkpoint_of(source, step)).tensors["model"]
+        assert all(torch.equal(tensors["model"][name], tensor) for name, tensor in there.items())
+
+
+def test_an_at_sign_may_be_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "a@b").mkdir()
+    (tmp_path / "a@b" / "manifest.json").touch()
+    assert parse_source(f"{tmp_path}/a@b")[:2] == (tmp_path / "a@b", "last")
+    assert parse_source(f"{tmp_path}/a@b@7")[:2] == (tmp_path / "a@b", "7")
+
+
+def test_stopped_or_killed_it_goes_on_without_the_other_run(tmp_path: Path, source: Path) -> None:
+    """By a signal after its first checkpoint, and by kill -9 before it: then from what it keeps."""
+    assert attempt(tmp_path / "whole", recipe(seed=1), source=str(source)).code == 0
+    assert learned(tmp_path / "whole") != learned(source)
+    gone = tmp_path / "gone"
+
+    def die() -> None:
+        before_each_step_ends(lambda done: os.kill(os.getpid(), signal.SIGKILL) if done == 3 else None)
+
+    for name, ends, options in (
+        ("stopped", 75, {"stop_at": 8}),
+        ("killed", -signal.SIGKILL, {"before": die}),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(source, gone)
+        faults: Any = options
+        begun = attempt(folder, recipe(seed=1), source=str(gone), **faults)
+        assert begun.code == ends
+        shutil.rmtree(gone)
+        done = attempt(folder, recipe(seed=1), source=str(gone))
+        assert done.code == 0, done.line
+        assert ("begins again" in done.said) == (name == "killed")
+        assert learned(folder) == learned(tmp_path / "whole")
+        assert read_rows(folder, ("train", "eval"))[0]["loss"] == read_rows(tmp_path / "whole")[0]["loss"]
+
+
+def test_what_it_began_from_must_be_what_it_was(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "run"
+    assert attempt(folder, recipe(checkpoint={"every": 0}), source=str(source), stop_after=3).code == 75
+    shutil.rmtree(folder / "checkpoints")
+    kept = folder / KEPT / "step-00000016"
+    shutil.rmtree(kept)
+    shutil.copytree(checkpoint_of(source, 15), kept)
+    refused = attempt(folder, recipe(checkpoint={"every": 0}))
+    assert refused.code == 2 and f"{kept}: state.json is of step 15" in refused.line
+    assert "bring back" in refused.line
+
+
+def test_what_differs_is_named_and_kept(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "run"
+    begun = attempt(
+        folder, recipe(optim={**CONSTANT["optim"], "lr": 0.002}, data={"samples": 48}), source=str(source)
+    )
+    assert begun.code == 0
+    assert (
+        "step 16: the weights, their average, the optimizer's state; steps, data order and schedule begin "
+        "anew" in begun.said
+    )
+    line = next(line for line in begun.said.splitlines() if "other than there" in line)
+    assert "optim.lr: 0.001, now 0.002" in line and "data.samples: 64, now 48" in line
+    assert "training data: 64 samples" in line
+    facts = manifest(folder)["from"]
+    assert (facts["folder"], facts["step"]) == (str(source), 16)
+    assert facts["run_id"] == manifest(source)["run_id"] and re.fullmatch("[0-9a-f]{64}", facts["hash"])
+    assert "optim.lr: 0.001, now 0.002" in facts["differs"]
+    assert (
+        "configuration and data are as they were there"
+        in attempt(tmp_path / "same", recipe(), source=str(source), stop_after=1).said
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"optim": {"name": "sgd", "lr": 0.01}},
+            "the weights, their average, no state of its other optimizer;",
+        ),
+        ({"ema": {"decay": 0.0}}, "the weights, not their average (ema.decay=0), the optimizer's state;"),
+        ({"optim": {"name": "muon"}}, r"the optimizer's state of \d+ of \d+ tensors;"),
+    ],
+)
+def test_what_does_not_fit_is_left(tmp_path: Path, source: Path, sections: dict[str, Any], said: str) -> None:
+    begun = attempt(tmp_path / "run", recipe(**sections), source=str(source))
+    assert begun.code == 0, begun.line
+    assert re.search(said if "\\d" in said else re.escape(said), begun.said), begun.said
+    back = attempt(tmp_path / "back", recipe(), source=str(tmp_path / "run"))
+    assert back.code == 0, back.line
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=folder)
+
+
+@pytest.fixture
+def place(tmp_path: Path, source: Path) -> Path:
+    """A folder with the recipe, and the run as `a`."""
+    values = recipe(checkpoint={"best": True}).model_dump(mode="json", exclude_none=True)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    shutil.copytree(source, tmp_path / "a")
+    return tmp_path
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["mine.yaml", "--from", "none"], "--from none: none: not a run folder"),
+    (
+        ["--from", "none"],
+        r"none: not a run folder \(it holds no manifest.json, and there is no runs/none\); g",
+    ),
+    (["mine.yaml", "--from", "a@x"], "--from a@x: after the @ stands a step, best or last"),
+    (["mine.yaml", "--from", "a@7"], "no checkpoint of step 7; there are those of step 16"),
+    (["mine.yaml", "--from", "a", "model.width=8"], r"of another model \(stem.weight is float32 \[4, "),
+    (["mine.yaml", "--from", "a", "model.pretrained=x.safetensors"], "model.pretrained"),
+    (["mine.yaml", "--from", "a", "--out", "a"], "a holds a run that began anew"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD)
+def test_what_it_cannot_begin_from_is_one_line(place: Path, words: list[str], said: str) -> None:
+    done = command(place, "train", *words)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and re.search(said, done.stderr), done.stderr
+    assert not (place / "runs").exists() or not list((place / "runs").iterdir()), "nothing was begun"
+
+
+def test_a_run_below_runs_is_found_by_its_name(place: Path) -> None:
+    shutil.move(place / "a", place / "runs" / "a")
+    done = command(place, "train", "mine.yaml", "--from", "a@16", "--name", "b")
+    assert done.returncode == 0, done.stderr
+    assert "begins from runs/a, step 16" in done.stdout
+    again = command(place, "train", "--resume", "b")
+    assert again.returncode == 0 and "runs/b is finished already" in again.stdout
+
+
+def test_a_checkpoint_that_is_damaged_or_was_not_kept_is_one_line(place: Path) -> None:
+    newest = checkpoint_of(place / "a", 16)
+    best = read(newest).state["best"][1]
+    if best != 16:
+        shutil.rmtree(checkpoint_of(place / "a", best))
+        refused = command(place, "train", "mine.yaml", "--from", "a@best")
+        assert refused.returncode == 2 and f"the best one, of step {best}, wasn't kept" in refused.stderr
+    weights = newest / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refused = command(place, "train", "mine.yaml", "--from", "a")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert (
+        "step-00000016: model.safetensors: its hash isn't the one in SHA256SUMS; give RUN@STEP"
+        in refused.stderr
+    )
+
+
+def test_from_the_command_line_on_two_ranks_and_replayed(place: Path) -> None:
+    """With the run's own recipe, as none is given; on two ranks; and `verify` has all that it needs."""
+    two = ["--nproc-per-node", "2", "data.micro_batch_size=4"]
+    done = command(place, "train", "--from", "a@15", "--out", "b", "seed=5", *two)
+    assert done.returncode == 0, done.stderr
+    assert "begins from a, step 15" in done.stdout and "seed: 0, now 5" in done.stdout
+    shutil.rmtree(place / "a")
+    proof = command(place, "verify", "b")
+    assert proof.returncode == 0, proof.stdout + proof.stderr
+    assert "identical" in proof.stdout
+    same = ["--from", "a@15", "--out", "b", "seed=5", *two]
+    for words in (["--resume", "b", "--nproc-per-node", "2"], same):
+        again = command(place, "train", *words)
+        assert again.returncode == 0 and "is finished already" in again.stdout, again.stderr
+
+
+def test_the_same_command_goes_on_with_the_run_that_it_began(place: Path) -> None:
+    words = ["train", "mine.yaml", "--from", "a@15", "--out", "b"]
+    assert command(place, *words, "--stop-after", "5").returncode == 75
+    other = command(place, *words[:3], "a@16", *words[4:])
+    assert other.returncode == 2 and "began from" in other.stderr and "step 15" in other.stderr
+    assert command(place, *words).returncode == 0
+    latest = ["train", "mine.yaml", "--from", "latest", "--name", "c"]
+    (place / "runs").mkdir()
+    (place / "a").rename(place / "runs" / "a")
+    assert command(place, *latest, "--stop-after", "5").returncode == 75
+    assert (place / "runs" / "latest").readlink() == Path("c")
+    assert command(place, *latest).returncode == 0, "though that is the latest now"
+    assert manifest(place / "runs" / "c")["from"]["folder"] == str(place / "runs" / "a")
+
+
+def test_a_run_is_resumed_with_its_own_recipe(place: Path) -> None:
+    """No recipe and no settings again; a setting beside it is checked as ever."""
+    words = ["train", "mine.yaml", "seed=3", "optim.lr=0.002"]
+    assert command(place, *words, "--out", "b", "--stop-after", "5").returncode == 75
+    (place / "mine.yaml").rename(place / "elsewhere.yaml")
+    refused = command(place, "train", "--resume", "b", "seed=4")
+    assert refused.returncode == 2 and "seed: 3, now 4" in refused.stderr
+    shown = command(place, "train", "--resume", "b", "--help-config")
+    assert re.search(r"^seed .*\(.*: 3\)$", shown.stdout, re.MULTILINE)
+    done = command(place, "train", "--resume", "b", "log.every=4")
+    assert done.returncode == 0, done.stderr
+    assert manifest(place / "b")["recipe"] == "mine.yaml"
+    (place / "elsewhere.yaml").rename(place / "mine.yaml")
+    assert command(place, *words, "--out", "c").returncode == 0
+    assert learned(place / "b") == learned(place / "c")
+
+
+def test_a_redacted_value_must_be_given(place: Path) -> None:
+    facts = manifest(place / "a")
+    facts["config"]["data"]["path"] = "https://***@host/data"
+    (place / "a" / "manifest.json").write_text(json.dumps(facts))
+    refused = command(place, "train", "--resume", "a")
+    assert (
+        refused.returncode == 2 and "data.path was redacted; give it with --set data.path=" in refused.stderr
+    )
+
+
+def test_from_python(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = recipe(max_steps=4).model_dump(mode="json", exclude_none=True)
+    Path("mine.yaml").write_text(yaml.safe_dump(values))
+    run = fit("mine.yaml", from_run=f"{source}@15", out="run")
+    assert manifest(run.folder)["from"]["step"] == 15
+    with pytest.raises(BadInputError, match="no checkpoint of step 3"):
+        fit("mine.yaml", from_run=f"{source}@3", out="other")
+    assert not Path("other").exists()

@@ -1,0 +1,554 @@
+"""Promise: somebody's own code in a run is told all of it, late, changes nothing, and fails by its name."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers import preloaded
+from tests.helpers.forked import attempt, small
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import TokenTask, build_alone, make_recipe, rows_to
+from trainer import fit
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import folder_name
+from trainer.config.recipe import Recipe
+from trainer.config.section import validated
+from trainer.config.training import HooksConfig
+from trainer.errors import BadInputError
+from trainer.train import loop
+from trainer.train.hooks import HookError, hook_sink
+from trainer.train.run import check_request, make_task
+from trainer.train.tune.trial import probe_recipe, train_some
+
+# Each tells in a file beside it what it was called with, and in which rank.
+OWN = dedent("""
+    import json, os, random
+    from pathlib import Path
+
+    import numpy, torch
+
+    TOLD = Path(__file__).with_name("told.jsonl")
+    loaded = []
+
+    def tell(*what):
+        with TOLD.open("a") as file:
+            file.write(json.dumps([int(os.environ.get("RANK", 0)), *what]) + "\\n")
+
+    class Watch:
+        def after_step(self, row):
+            tell("step", row["step"], sorted({type(value).__name__ for value in row.values()}), row["loss"])
+
+        def after_evaluation(self, step, metrics):
+            tell("evaluation", step, metrics)
+
+        def after_checkpoint(self, step, folder):
+            sums = (folder / "SHA256SUMS").read_text().split()[1::2]
+            whole = bool(sums) and all((folder / name).exists() for name in sums)
+            tell("checkpoint", step, folder.name, whole)
+
+    class Everywhere(Watch):
+        ranks = "all"
+
+    class Drawing:
+        def __init__(self):
+            self.draw()
+
+        def draw(self, *_):
+            torch.rand(3), random.random(), numpy.random.rand()
+
+        after_step = after_evaluation = after_checkpoint = draw
+
+    class Grasping:
+        def after_step(self, row):
+            row.clear()
+
+        def after_evaluation(self, step, metrics):
+            metrics.clear()
+
+    class Broken:
+        def after_step(self, row):
+            raise ValueError(f"no such\\nhost s3://me:hunter2hunter2@host at {row['step']}")
+
+    class Leaving:
+        def after_evaluation(self, step, metrics):
+            raise SystemExit(0)
+
+    class Nothing:
+        pass
+
+    class Misspelled(Watch):
+        after_evalution = Watch.after_evaluation
+
+    class Demanding(Watch):
+        def __init__(self, host, port=1):
+            pass
+
+    class Failing(Watch):
+        def __init__(self):
+            raise KeyError("WANDB")
+
+    class Some(Watch):
+        ranks = "some"
+
+    made = Watch()
+    number = 3
+
+    def send(row):
+        tell("row", row.pop("kind"), row.pop("step"))
+
+    def throw(row):
+        raise ConnectionError("no network")
+""")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+def with_hooks(file: Path, *names: str, **sections: Any) -> Recipe:
+    hooks = {"use": [f"{file}:{name}" for name in names], **sections.pop("hooks", {})}
+    return small(model={"dropout": 0.5}, hooks=hooks, **sections)
+
+
+def told(file: Path, *kinds: str) -> list[list[Any]]:
+    lines = file.with_name("told.jsonl")
+    events = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    return [event for event in events if not kinds or event[1] in kinds]
+
+
+def learned(folder: Path) -> list[bytes]:
+    return [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "ema")]
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run([sys.executable, "-m", "trainer", *words], cwd=folder)
+
+
+def typed(folder: Path, recipe: Recipe, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True)))
+    return command(folder, "train", "mine.yaml", *words)
+
+
+def test_they_are_told_all_in_order(own: Path, tmp_path: Path) -> None:
+    done = attempt(tmp_path / "run", with_hooks(own, "Watch", "made"))
+    assert done.code == 0, done.said
+    twice = told(own)
+    assert twice[::2] == twice[1::2], "each hook in turn, in the order that they are named in"
+    events = twice[::2]
+    by_kind = defaultdict(list)
+    for _, kind, step, *_ in events:
+        by_kind[kind].append(step)
+    assert by_kind["step"] == list(range(2, 17, 2))
+    assert by_kind["evaluation"] == [8, 16]
+    assert by_kind["checkpoint"] == [5, 10, 15, 16], "also the last"
+    for step in (8, 16):
+        at = [(kind, when) for _, kind, when, *_ in events]
+        assert at.index(("step", step)) < at.index(("evaluation", step))
+    rows = {(row["kind"], row["step"]): row for row in read_rows(tmp_path / "run")}
+    for _, kind, step, *what in events:
+        if kind == "step":
+            assert set(what[0]) <= {"float", "int", "str"}, "plain numbers: nothing of the device"
+            assert what[1] == rows["train", step]["loss"]
+        elif kind == "evaluation":
+            assert what[0].keys() >= {"loss", "accuracy"}
+            assert what[0]["loss"] == rows["eval", step]["loss"]
+        else:
+            assert what == [folder_name(step), True], "whole, on the disk"
+
+
+def test_they_are_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of metrics is on its way from the device until the next one is due."""
+    seen: list[tuple[int, Any]] = []
+    run = build_alone(make_recipe(epochs=4, log={"every": 2}, evaluation={"every": "end"}), TokenTask(32 * 4))
+
+    class Watch:
+        def after_step(self, row: dict[str, Any]) -> None:
+            seen.append((run.state.step, row["step"]))
+
+    for name in ("train_step", "leave_out_step"):
+        monkeypatch.setattr(loop, name, vars(loop)[name])
+    loop.train(run, rows_to(run, hook_sink([Watch()], HooksConfig())))
+    assert len(seen) > 2
+    assert [at - step for at, step in seen[:-1]] == [2] * (len(seen) - 1)
+    assert seen[-1] == (run.steps, run.steps)
+
+
+def test_no_checkpoint_goes_untold(own: Path, tmp_path: Path) -> None:
+    done = attempt(tmp_path / "run", with_hooks(own, "Watch", checkpoint={"every": 1, "keep": 1}))
+    assert done.code == 0, done.said
+    assert [event[2] for event in told(own, "checkpoint")] == list(range(1, 17))
+    assert all(event[-1] for event in told(own, "checkpoint"))
+
+
+@pytest.mark.parametrize("how", [{"stop_after": 7}, {"stop_at": 7}])
+def test_the_last_checkpoint_of_a_run_that_is_stopped(own: Path, tmp_path: Path, how: dict[str, int]) -> None:
+    done = attempt(tmp_path / "run", with_hooks(own, "Watch"), **how)  # type: ignore[arg-type]
+    assert done.code == 75, done.said
+    newest = max(int(path.name.rpartition("-")[2]) for path in (tmp_path / "run" / FOLDER).glob("step-*"))
+    steps = [event[2] for event in told(own, "checkpoint")]
+    assert steps == [*range(5, newest, 5), newest]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The weights of the same run without any."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert attempt(folder, small(model={"dropout": 0.5})).code == 0
+    return learned(folder)
+
+
+def test_they_change_no_bit(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
+    """Also those that draw random numbers, or change what they are given."""
+    recipe = with_hooks(own, "Drawing", "Grasping", "Watch", log={"to": ["jsonl", f"{own}:send"]})
+    done = attempt(tmp_path / "run", recipe)
+    assert done.code == 0, done.said
+    assert learned(tmp_path / "run") == alone
+    assert [event[2] for event in told(own, "step")] == list(range(2, 17, 2))
+
+
+def test_a_run_goes_on_with_other_hooks(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
+    assert attempt(tmp_path / "run", with_hooks(own, "Drawing"), stop_after=7).code == 75
+    done = attempt(tmp_path / "run", with_hooks(own, "Watch", log={"to": ["jsonl", f"{own}:send"]}))
+    assert done.code == 0, done.said
+    assert learned(tmp_path / "run") == alone
+    assert [event[2] for event in told(own, "evaluation")] == [8, 16]
+
+
+@pytest.mark.parametrize("name", ["Broken", "Leaving"])
+def test_an_error_in_one_ends_the_run(own: Path, tmp_path: Path, name: str) -> None:
+    done = attempt(tmp_path / "run", with_hooks(own, name))
+    assert done.code == 1
+    where = {"Broken": "Broken.after_step: ValueError: ", "Leaving": "Leaving.after_evaluation: SystemExit: "}
+    assert where[name] in done.line
+    assert done.line.endswith("hooks.on_error=warn goes on without it")
+    assert f'{own}", line' in done.said, "where in the hook"
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_or_is_only_told(own: Path, tmp_path: Path, alone: list[bytes]) -> None:
+    recipe = with_hooks(
+        own, "Broken", "Watch", hooks={"on_error": "warn"}, log={"to": ["jsonl", f"{own}:throw"]}
+    )
+    done = attempt(tmp_path / "run", recipe)
+    assert done.code == 0, done.said
+    warned = [line for line in done.said.splitlines() if line.startswith("trainer: ")]
+    broken = [line for line in warned if "Broken.after_step: ValueError: no such host" in line]
+    assert [line.rpartition(" ")[2] for line in broken] == [str(step) for step in range(2, 17, 2)]
+    assert len([line for line in warned if f"{own}:throw: ConnectionError: no network" in line]) == len(
+        read_rows(tmp_path / "run", ())
+    )
+    assert learned(tmp_path / "run") == alone
+    assert len(told(own, "step")) == 8
+
+
+def test_on_two_ranks(own: Path, tmp_path: Path) -> None:
+    """Paths are relative to where the command is typed, and modules there can be imported."""
+    recipe = small(hooks={"use": ["own.py:Watch", "own:Everywhere"]}, data={"micro_batch_size": 4})
+    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    for kind, due in (("step", range(2, 17, 2)), ("evaluation", (8, 16))):
+        events = [(event[0], event[2]) for event in told(own, kind)]
+        assert [step for rank, step in events if rank == 0] == [step for step in due for _ in range(2)]
+        assert [step for rank, step in events if rank == 1] == list(due), "that of all ranks"
+    losses = {(event[2], event[-1]) for event in told(own, "step")}
+    assert len(losses) == 8, "of all samples, on both ranks"
+    assert {event[0] for event in told(own, "checkpoint")} == {0}, "who writes them"
+
+
+def test_an_error_in_one_ends_both_ranks_and_tells_no_secret(own: Path, tmp_path: Path) -> None:
+    recipe = small(hooks={"use": [f"{own.name}:Broken"]}, data={"micro_batch_size": 4})
+    done = typed(tmp_path, recipe, "--nproc-per-node", "2", "--out", "run")
+    assert done.returncode == 1
+    assert "rank 0" in done.stderr
+    assert "HookError: Broken.after_step: ValueError: no such host" in done.stderr
+    assert 'own.py", line' in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+    files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert b"hunter2" not in b"".join(files)
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("none.py:Watch", "hooks.use: none.py can't be loaded (FileNotFoundError"),
+        ("trainer.no_such:Watch", "hooks.use: trainer.no_such can't be loaded (ModuleNotFoundError"),
+        ("own.py:Wacth", "hooks.use: own.py has no Wacth; did you mean 'Watch'?"),
+        ("own.py:Nothing", "hook own.py:Nothing has none of the methods after_step, after_evaluation"),
+        ("own.py:Misspelled", "nothing calls after_evalution; did you mean 'after_evaluation'?"),
+        ("own.py:Some", 'hook own.py:Some: ranks is \'some\'; give "first" or "all"'),
+        ("own.py:Demanding", "hook own.py:Demanding is called without arguments, and wants host;"),
+        ("bad.py:Watch", "hooks.use: bad.py line 2 can't be loaded (ZeroDivisionError: division by zero)"),
+        ("wrong.py:Watch", "hooks.use: wrong.py can't be loaded (SyntaxError: "),
+        ("ending.py:Watch", "hooks.use: ending.py line 1 can't be loaded (SystemExit: 0)"),
+    ],
+)
+def test_what_is_no_hook_is_found_before_there_are_ranks(
+    own: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str
+) -> None:
+    monkeypatch.chdir(own.parent)
+    Path("bad.py").write_text("import os\n1 / 0\n")
+    Path("wrong.py").write_text("def\n")
+    Path("ending.py").write_text("raise SystemExit(0)\n")
+    recipe = small(hooks={"use": [place]})
+    with pytest.raises(BadInputError) as refused:
+        check_request(recipe, make_task(recipe), 1)
+    assert line in str(refused.value)
+    off = small(hooks={"use": [place], "enabled": False})
+    check_request(off, make_task(off), 1)
+
+
+def test_modules_of_the_working_folder_are_found(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the `trainer` on PATH, whose Python looks beside that program."""
+    monkeypatch.chdir(own.parent)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(own.parent))])
+    monkeypatch.delitem(sys.modules, "own_alone", raising=False)
+    own.rename("own_alone.py")
+    recipe = small(hooks={"use": ["own_alone:Watch"]})
+    check_request(recipe, make_task(recipe), 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("own.py:sned", "log.to: own.py has no sned; did you mean 'send'?"),
+        ("own.py:number", "log.to: own.py:number is a int; name a function of a row"),
+        ("own.py:Watch", "log.to: own.py:Watch is a type; name a function of a row"),
+        ("none.py:send", "log.to: none.py can't be loaded (FileNotFoundError"),
+    ],
+)
+def test_what_is_no_sink(own: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str) -> None:
+    monkeypatch.chdir(own.parent)
+    recipe = small(log={"to": [place]})
+    with pytest.raises(BadInputError) as refused:
+        check_request(recipe, make_task(recipe), 1)
+    assert line in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "line"),
+    [
+        (
+            "log",
+            {"to": ["jsnol"]},
+            "'jsnol' is none of jsonl, csv, tensorboard, wandb, mlflow, nor module:NAME",
+        ),
+        ("log", {"to": ["own.py"]}, "nor module:NAME or file.py:NAME of a function"),
+        ("log", {"to": "jsonl"}, "a list is wanted, such as --set 'log.to=[jsonl]'"),
+        ("hooks", {"use": ["own.py"]}, "'own.py': give file.py:NAME or module:NAME"),
+        ("hooks", {"use": ["own.py:a b"]}, "give file.py:NAME or module:NAME"),
+        ("hooks", {"use": "own.py:Watch"}, "a list is wanted, such as --set 'hooks.use=[own.py:Watch]'"),
+        ("hooks", {"on_error": "ignore"}, "allowed: stop | warn"),
+    ],
+)
+def test_words_that_are_no_places(key: str, word: dict[str, Any], line: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        validated(Recipe, {"epochs": 1, key: word}, "mine")
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Demanding", "Failing"])
+def test_one_that_cannot_be_made_leaves_no_run_folder(own: Path, tmp_path: Path, name: str) -> None:
+    """What its `__init__` does only a rank can know: it may open a connection."""
+    recipe = small(hooks={"use": [f"{own.name}:{name}"]}, data={"micro_batch_size": 4})
+    done = typed(tmp_path, recipe, "--nproc-per-node", "2")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    why = {"Demanding": "wants host;", "Failing": "KeyError: 'WANDB'"}[name]
+    assert f"hook own.py:{name}" in done.stderr
+    assert why in done.stderr
+    assert not list((tmp_path / "runs").glob("mine-*"))
+
+
+def test_a_sink_gets_every_row(own: Path, tmp_path: Path) -> None:
+    done = attempt(tmp_path / "run", small(log={"to": ["jsonl", f"{own}:send"]}))
+    assert done.code == 0, done.said
+    rows = [(row["kind"], row["step"]) for row in read_rows(tmp_path / "run", ())]
+    assert sorted(tuple(event[2:]) for event in told(own, "row")) == sorted(rows)
+
+
+def test_verify_calls_none(own: Path, tmp_path: Path) -> None:
+    recipe = small(hooks={"use": ["own.py:Watch"]}, log={"to": ["jsonl", "own.py:send"]})
+    done = typed(tmp_path, recipe, "--out", "run")
+    assert done.returncode == 0, done.stderr
+    before = told(own)
+    assert {event[1] for event in before} == {"step", "evaluation", "checkpoint", "row"}
+    proof = command(tmp_path, "verify", "run")
+    assert proof.returncode == 0, proof.stdout + proof.stderr
+    assert told(own) == before
+
+
+def test_a_probe_calls_none(own: Path) -> None:
+    recipe = with_hooks(own, "Watch", log={"every": 1, "to": [f"{own}:send"]})
+    request = {"recipe": probe_recipe(recipe, 8, 1), "threads": 1, "room": 0, "settings": []}
+
+    def probe() -> None:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os._exit(train_some(request, lambda _: None))
+
+    process = multiprocessing.get_context("fork").Process(target=probe)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    assert not told(own)
+
+
+def test_a_file_is_run_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a hook opens there, a sink of the same file finds."""
+    monkeypatch.chdir(own.parent)
+    own.write_text(OWN + 'tell("loaded")\n')
+    recipe = small(hooks={"use": ["own.py:Watch", f"{own}:made"]}, log={"to": ["own.py:send"]})
+    task = make_task(recipe)
+    for _ in range(2):
+        check_request(recipe, task, 1)
+    assert len(told(own, "loaded")) == 1
+    own.write_text(OWN + 'tell("changed")\n')
+    check_request(recipe, task, 1)
+    assert len(told(own, "changed")) == 1
+
+
+TASK = dedent("""
+    import numpy as np
+    from torch import nn
+
+    class Line:
+        def data(self):
+            x = np.linspace(0, 1, 32, dtype=np.float32)[:, None]
+            return {"x": x}, {"x": x}
+
+        def model(self):
+            return nn.Linear(1, 1)
+
+        def loss(self, model, batch):
+            return (model(batch.fields["x"]) - batch.fields["x"]).square().sum()
+
+        def measure(self, model, batch):
+            return {"loss": self.loss(model, batch)}
+
+    RECIPE = {"epochs": 2, "data": {"global_batch_size": 8, "micro_batch_size": 8}, "log": {"every": 1}}
+""")
+
+
+def test_a_tasks_file_may_bring_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own.parent)
+    Path("line.py").write_text(f"{TASK}\nfrom own import Watch\n\nhooks = [Watch]\n")
+    words = ("--out", "run", "--set", "parallel.threads=1")
+    done = command(own.parent, "train", "line.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert [event[2] for event in told(own, "step")] == list(range(1, 9))
+
+    Path("line.py").write_text(f"{TASK}\nfrom own import Watch\n\nhooks = Watch\n")
+    recipe = validated(Recipe, {"epochs": 1, "task": str(Path("line.py").absolute())}, "line")
+    with pytest.raises(BadInputError, match="hooks is a type; give a list of classes or objects"):
+        check_request(recipe, make_task(recipe), 1)
+
+
+class Kept:
+    """A hook of a notebook."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        self.steps.append(row["step"])
+
+    def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        assert step == self.steps[-1]
+        self.metrics.append(metrics)
+
+
+def test_fit_takes_some(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own.parent)
+    names: dict[str, Any] = {}
+    exec(TASK, names)
+    kept, line = Kept(), names["Line"]
+    line.RECIPE = names["RECIPE"]
+    run = fit(line, {"parallel.threads": 1}, out="run", hooks=[kept])
+    assert kept.steps == list(range(1, 9))
+    assert kept.metrics[-1] == run.metrics
+
+    class Failing(Kept):
+        def after_step(self, row: dict[str, Any]) -> None:
+            raise ValueError(f"mine at {row['step']}")
+
+    with pytest.raises(HookError, match=r"Failing.after_step: ValueError: mine"):
+        fit(line, {"parallel.threads": 1}, out="failed", hooks=[Failing])
+    wrong: Any
+    for wrong in (Kept, [3], [len]):
+        with pytest.raises(BadInputError, match="hook"):
+            fit(line, out="other", hooks=wrong)
+    assert not Path("other").exists()
+
+
+FAILS_LATE = """
+class Late:
+    def after_checkpoint(self, step, folder):
+        if step == {step}:
+            raise RuntimeError("no room")
+"""
+
+
+@pytest.mark.parametrize(("stop_at", "code", "status"), [(8, 75, "stopped"), (None, 0, "finished")])
+def test_an_error_after_the_last_checkpoint_changes_no_ending(
+    tmp_path: Path, stop_at: int | None, code: int, status: str
+) -> None:
+    """How the run ends is decided then: an orchestrator must hear that it can be resumed."""
+    file = tmp_path / "late.py"
+    file.write_text(FAILS_LATE.format(step=stop_at or 16))
+    recipe = small(hooks={"use": [f"{file}:Late"]})
+    ended = attempt(tmp_path / "run", recipe, stop_at=stop_at)
+    assert ended.code == code, ended.said
+    assert "Late.after_checkpoint: RuntimeError: no room" in ended.said
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == status
+
+
+FORKS = """
+import os
+
+class Forks:
+    def after_step(self, row):
+        if row["step"] == 4:
+            if not (child := os.fork()):
+                {end}
+            os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError('the child')", "raise SystemExit(0)"])
+def test_a_fork_that_comes_through_is_no_rank(tmp_path: Path, end: str) -> None:
+    """It writes neither how the rank ended nor how the run stands."""
+    file = tmp_path / "forks.py"
+    file.write_text(FORKS.format(end=end))
+    ended = attempt(tmp_path / "run", small(hooks={"use": [f"{file}:Forks"]}))
+    assert (ended.code, ended.line) == (0, ""), ended.said
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["status"] == "finished"
+
+
+def test_ranks_take_no_trainer_from_a_hooks_folder(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise RuntimeError('another trainer')\n")
+    (tmp_path / "hk.py").write_text("class Hook:\n    def after_step(self, row):\n        pass\n")
+    settings = (
+        "max_steps=2",
+        "data.workers=0",
+        "parallel.threads=1",
+        "model.width=4",
+        "hooks.use=[hk.py:Hook]",
+    )
+    words = ["train", "digits", "--out", "run", *(f"--set={setting}" for setting in settings)]
+    program = "import sys; from trainer.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = preloaded.run([sys.executable, "-c", program, *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

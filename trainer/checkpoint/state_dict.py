@@ -1,0 +1,78 @@
+"""A state_dict of any object, taken apart into tensors for safetensors and the rest as JSON, and back."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def take_apart(state: Any, name: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors by name, uncopied, and all the rest for JSON, which says where each was.
+
+    Args:
+        state: Of dicts, lists, tuples, tensors, numbers, words and None.
+        name: What the names of the tensors begin with.
+
+    Raises:
+        ValueError: If there is something else in it, with its place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return tensors, _plain(state, name, tensors)
+
+
+def put_together(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was taken apart, with copies of the tensors.
+
+    Raises:
+        KeyError: If a tensor is missing.
+        ValueError: If it isn't what `take_apart` gives.
+    """
+    if isinstance(plain, list):
+        return [put_together(one, tensors) for one in plain]
+    if not isinstance(plain, Mapping):
+        return plain
+    if len(plain) != 1:
+        raise ValueError("a part of it is of no known kind")
+    ((kind, value),) = plain.items()
+    if kind == "tensor":
+        return tensors[value].clone()
+    if kind == "float":
+        return float(value)
+    parts = [put_together(one, tensors) for one in value]
+    if kind == "tuple":
+        return tuple(parts)
+    if kind not in ("dict", "Counter"):
+        raise ValueError(f"a part of it is of no known kind ({kind})")
+    pairs = dict(map(tuple, parts))
+    return pairs if kind == "dict" else Counter(pairs)
+
+
+def _plain(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, torch.Tensor):
+        if place in tensors:
+            raise ValueError(f"{place}: there are two of that name")
+        tensors[place] = value
+        return {"tensor": place}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}  # JSON has no word for it
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        pairs = [
+            [_plain(key, f"{place}/key", tensors), _plain(one, f"{place}/{key}", tensors)]
+            for key, one in value.items()
+        ]
+        return {"Counter" if isinstance(value, Counter) else "dict": pairs}
+    if isinstance(value, list | tuple):
+        parts = _each(value, place, tensors)
+        return parts if isinstance(value, list) else {"tuple": parts}
+    raise ValueError(f"{place} is a {type(value).__name__}")
+
+
+def _each(values: Iterable[Any], place: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    return [_plain(one, f"{place}/{number}", tensors) for number, one in enumerate(values)]

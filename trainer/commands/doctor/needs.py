@@ -1,0 +1,53 @@
+"""What of a recipe the box must bear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.commands.doctor.facts import Gpus, RecipeNeeds
+from trainer.config.data import WITHOUT_WORKERS
+from trainer.config.recipe import Recipe
+from trainer.config.recipe_file import provisional
+from trainer.data.fit import Sizes, by_rule, bytes_needed
+from trainer.host.limits import Limits
+
+_USUAL_BATCH = 64
+
+
+def read_for_needs(recipe: str, settings: Sequence[str]) -> Recipe:
+    """Reads a recipe as `trainer train` would; a micro-batch that is chosen later is a usual one here.
+
+    Raises:
+        BadInputError: For the first thing that is wrong.
+    """
+    read, auto = provisional(recipe, settings)
+    if auto:
+        read.data.micro_batch_size = _USUAL_BATCH
+    return read
+
+
+def make_needs(name: str, recipe: Recipe, limits: Limits, gpus: Gpus) -> RecipeNeeds:
+    """What a run of it would want here.
+
+    Args:
+        name: Of the recipe.
+        recipe: What it says.
+        limits: Of the container.
+        gpus: Which give the number of ranks.
+    """
+    ranks = max(1, len(gpus.cards)) if recipe.device != "cpu" else 1
+    data, compiles = recipe.data, recipe.compile.mode != "none"
+    if data.name in WITHOUT_WORKERS:
+        return RecipeNeeds(recipe=name, compiles=compiles, ranks=ranks)
+    sample = 3 * data.image_size**2  # uint8, as it lies in the ring
+    sizes = Sizes(sample, sample * data.micro_batch_size, sample * data.eval_batch_size)
+    chosen = by_rule(data.workers, data.prefetch, sizes, limits, ranks)
+    return RecipeNeeds(
+        recipe=name,
+        workers=chosen.workers,
+        prefetch=chosen.prefetch,
+        batch_bytes=sizes.batch,
+        loader_bytes=ranks * bytes_needed(chosen, sizes),
+        compiles=compiles,
+        ranks=ranks,
+    )

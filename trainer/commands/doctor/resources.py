@@ -1,0 +1,253 @@
+"""CPUs, memory, shared memory, ulimits, the user: what the container is given against what a run wants."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.commands.doctor.facts import Box, CheckResult, bad, fine, pod_volume, unavailable, variable, warn
+from trainer.commands.doctor.stacks import numbers
+from trainer.config.sizes import GIB, MIB
+from trainer.host.limits import TASKS_PER_RANK, TASKS_PER_WORKER
+from trainer.observe.text import rough_size
+
+# NCCL's own advice for containers is 1 GiB of /dev/shm.
+_SHM_OF_NCCL = GIB
+# Below that a job on several GPUs was seen to fail: NCCL takes tens of MiB for each.
+_SHM_LEAST = 32 * MIB
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _tasks(box: Box) -> int:
+    """Processes and threads that the run takes."""
+    return box.needs.ranks * (TASKS_PER_RANK + TASKS_PER_WORKER * box.needs.workers)
+
+
+def quota(box: Box) -> CheckResult:
+    """The CPU quota against the planned ranks and workers, and whether it bites."""
+    cpus, needs, throttled = box.limits.cpus, box.needs, box.system.throttled
+    wanted = max(needs.ranks * (needs.workers + 1), 1)
+    remedies = {"host": f"--set data.workers={max(0, math.floor(cpus / needs.ranks) - 1)}"}
+    most = min(wanted, box.system.machine_cpus)
+    if most > cpus:
+        remedies |= {
+            "container": f"docker run --cpus={most} …",
+            "kubernetes": f'resources: {{requests: {{cpu: "{most}"}}, limits: {{cpu: "{most}"}}}}',
+            "slurm": f"#SBATCH --cpus-per-task={max(1, most // needs.ranks)}",
+        }
+    source = box.limits.sources.get("cpus", "unknown")
+    said = f"{cpus:g} CPUs ({source})"
+    if source == "sched_getaffinity" and cpus <= needs.ranks:
+        return warn(
+            f"{said} of the machine's {box.system.machine_cpus}",
+            "the launcher, taskset or numactl bound it: every rank, worker and thread shares them",
+            slurm="#SBATCH --cpus-per-task=8, and srun --cpus-per-task=8 (srun doesn't take it from sbatch)",
+            host="start it without taskset or numactl",
+        )
+    if cpus < needs.ranks:
+        why = "a rank has less than one CPU: steps are slow and uneven"
+        return warn(f"{said} for {_ranks(needs.ranks)}", why, **remedies)
+    if cpus < wanted:
+        return warn(
+            f"{said} for {_ranks(needs.ranks)} with {needs.workers} loader workers each",
+            "workers take the time of the ranks that they should feed",
+            **remedies,
+        )
+    if throttled is not None and throttled > 0.1:
+        whole = math.ceil(cpus)
+        return warn(
+            f"{said}; the quota stopped this container in {throttled:.0%} of its periods so far",
+            "more threads run than the quota pays for, and all of them are stopped together",
+            container=f"docker run --cpuset-cpus=0-{whole - 1} …   (instead of --cpus)",
+            kubernetes=f'resources: {{limits: {{cpu: "{whole}"}}}}   (whole ones: static CPU manager)',
+            slurm=f"#SBATCH --cpus-per-task={whole}",
+            host="OMP_NUM_THREADS=… of programs that don't ask for the limits; trainer train does",
+        )
+    return fine(said)
+
+
+def memory(box: Box) -> CheckResult:
+    """The memory limit against what the recipe prepares ahead, and whether it killed already."""
+    system, limits, needs = box.system, box.limits, box.needs
+    if not limits.memory_bytes:
+        return unavailable("the system doesn't tell its memory")
+    # A rank that has imported torch takes about 0.5 GiB, one that trains 1 to 2.
+    wanted = needs.loader_bytes + needs.ranks * GIB
+    source = limits.sources.get("memory_bytes", "unknown")
+    said = f"{rough_size(system.available)} of {rough_size(limits.memory_bytes)} are free"
+    if system.available < wanted:
+        loaders = f" and loaders of {rough_size(needs.loader_bytes)}" if needs.loader_bytes else ""
+        judge = bad if system.available < wanted / 2 else warn
+        return judge(
+            f"{said} ({source})",
+            f"{_ranks(needs.ranks)} of about a GiB each{loaders}: the kernel kills what goes beyond",
+            **_more_memory(source, wanted + limits.memory_bytes - system.available),
+        )
+    if system.oom_kills:
+        return warn(
+            f"{said}; the kernel killed {system.oom_kills} processes of this container for memory so far",
+            "something in it took more than the limit",
+            **_more_memory(source, 2 * limits.memory_bytes),
+        )
+    return fine(said)
+
+
+def _more_memory(source: str, wanted: float) -> dict[str, str]:
+    less = {"host": "--set data.workers=1 --set data.prefetch=1, or end what else takes memory"}
+    if "cgroup" not in source:  # it is the machine's: no option gives more
+        return less
+    gib = math.ceil(wanted / GIB) + 1
+    return {
+        "container": f"docker run --memory={gib}g …",
+        "kubernetes": f"resources: {{requests: {{memory: {gib}Gi}}, limits: {{memory: {gib}Gi}}}}",
+        "slurm": f"#SBATCH --mem={gib}G",
+        **less,
+    }
+
+
+def overcommit(box: Box) -> CheckResult:
+    """Whether the kernel refuses memory that is only reserved."""
+    system = box.system
+    if system.overcommit == 2 and system.commit_left < 16 * GIB:
+        return warn(
+            f"vm.overcommit_memory=2, and {rough_size(max(0, system.commit_left))} may still be reserved",
+            "CUDA reserves as much address space as there is memory, and each worker as much as its rank has",
+            host="on the host: sudo sysctl vm.overcommit_memory=0",
+        )
+    return fine(f"vm.overcommit_memory={system.overcommit}")
+
+
+def memlock(box: Box) -> CheckResult:
+    """Whether RDMA may lock memory."""
+    soft = box.system.rlimits.get("memlock", -1)
+    if box.system.ipc_lock or soft == -1:
+        return fine("memory can be locked without limit")
+    said = f"ulimit -l: {rough_size(soft)} can be locked"
+    if box.network.infiniband:
+        return bad(
+            said,
+            "InfiniBand registers memory by locking it: NCCL can't start on it",
+            container="docker run --ulimit memlock=-1:-1 …",
+            kubernetes="securityContext: {capabilities: {add: [IPC_LOCK]}}   (a pod has no ulimits)",
+            slurm="LimitMEMLOCK=infinity for slurmd, PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
+            host="'* - memlock unlimited' in /etc/security/limits.d/rdma.conf, then log in again",
+        )
+    return fine(f"{said}; only RDMA needs more, and there is none here")
+
+
+def shared(box: Box) -> CheckResult:
+    """/dev/shm against what the recipe, NCCL and other libraries put there."""
+    total, free, needs = box.system.shm, box.limits.shm_bytes, box.needs
+    several = len(box.gpus.cards) > 1
+    gib = max(1, math.ceil(needs.ahead / GIB))
+    remedies = {
+        "container": f"docker run --shm-size={gib}g …   (or --ipc=host)",
+        "kubernetes": pod_volume("shm", f"emptyDir: {{medium: Memory, sizeLimit: {gib}Gi}}", "/dev/shm"),
+        "slurm": "srun --container-mounts=/dev/shm:/dev/shm …   (Pyxis; Apptainer: --bind /dev/shm)",
+        "host": f"sudo mount -o remount,size={gib}G /dev/shm",
+    }
+    own = "the trainer's own loader does without it"
+    if total is None:
+        judge = bad if several else warn
+        why = f"NCCL and plain DataLoaders with workers need it ({own})"
+        return judge("/dev/shm isn't there, or can't be written", why, **remedies)
+    if total >= gib * GIB:
+        remedies = {"host": "ls -l /dev/shm; rm what processes left there that are gone"}
+    said = f"{rough_size(free)} of {rough_size(total)} in /dev/shm are free"
+    if several and free < _SHM_OF_NCCL:
+        judge = bad if free < _SHM_LEAST * len(box.gpus.cards) else warn
+        return judge(said, f"NCCL wants about 1 GiB for {len(box.gpus.cards)} GPUs", **remedies)
+    if needs.ahead > free:
+        return warn(
+            said,
+            f"a plain DataLoader with the workers of {needs.recipe} would put {rough_size(needs.ahead)} "
+            f"there and end with a bus error; {own}",
+            **remedies,
+        )
+    return fine(f"{said}; {own}")
+
+
+def pids(box: Box) -> CheckResult:
+    """How many processes and threads the container may have."""
+    most, needs, wanted = box.limits.pids, box.needs, _tasks(box)
+    if most is None:
+        return fine("processes aren't limited by a cgroup")
+    if most < wanted:
+        judge = bad if most < wanted / 2 else warn
+        return judge(
+            f"{most} processes and threads at most ({box.limits.sources.get('pids', 'pids.max')})",
+            f"{_ranks(needs.ranks)} with {needs.workers} workers each take up to about {wanted}: the next "
+            "fails",
+            container="docker run --pids-limit=4096 …",
+            kubernetes="kubelet: podPidsLimit: 4096   (of the node, not of the pod)",
+            slurm="TasksMax=infinity for slurmd (systemctl edit slurmd; an administrator's)",
+            host="--set data.workers=1, or TasksMax= of the systemd unit that started this",
+        )
+    return fine(f"{most} processes and threads may run")
+
+
+def _ulimit(box: Box, name: str, letter: str, least: int, cause: str, what: str) -> CheckResult:
+    soft = box.system.rlimits.get(name)
+    if soft is None:
+        return unavailable(f"there is no limit of {what} here")
+    said = f"{what}: {'unlimited' if soft == -1 else soft}"
+    if soft != -1 and soft < least:
+        return warn(
+            said,
+            cause,
+            container=f"docker run --ulimit {name}=65536:65536 …",
+            kubernetes=f'command: ["bash", "-c", "ulimit -{letter} 65536 && exec trainer train …"]   '
+            "(up to the hard limit)",
+            host=f"ulimit -{letter} 65536   (in a batch script before srun)",
+        )
+    return fine(said)
+
+
+def nofile(box: Box) -> CheckResult:
+    """Open files."""
+    cause = "each rank holds sockets, shards and two pipes for each worker; then 'Too many open files'"
+    return _ulimit(box, "nofile", "n", 1024, cause, "open files")
+
+
+def nproc(box: Box) -> CheckResult:
+    """Processes of this user."""
+    cause = "threads count, and so do all of this user's processes: 'Resource temporarily unavailable'"
+    return _ulimit(box, "nproc", "u", max(1024, _tasks(box)), cause, "processes of this user")
+
+
+def user_name(box: Box) -> CheckResult:
+    """Whether the user has a name."""
+    uid, told = box.system.uid, box.environ.get("LOGNAME") or box.environ.get("USER")
+    if box.system.user:
+        return fine(f"uid {uid} is {box.system.user}")
+    if told:
+        return fine(f"uid {uid} has no name, but LOGNAME or USER gives one ({told})")
+    said = f"uid {uid} has no name, and neither USER nor LOGNAME is set"
+    if numbers(box.software.torch) >= [2, 13]:
+        return fine(f"{said}; this torch does without")
+    judge = bad if box.needs.compiles else warn
+    return judge(said, "torch.compile asks for one, and ends with a KeyError", **variable("USER", "trainer"))
+
+
+def user_home(box: Box) -> CheckResult:
+    """Whether the home folder can be written."""
+    if not box.system.home_error:
+        return fine(f"HOME={box.environ.get('HOME')} can be written")
+    why = "libraries keep caches and settings there, and some fail without"
+    return warn(box.system.home_error, why, **variable("HOME", "/tmp"))
+
+
+CHECKS = (
+    ("cpu.quota", quota),
+    ("memory.limit", memory),
+    ("memory.overcommit", overcommit),
+    ("memory.lock", memlock),
+    ("shm.size", shared),
+    ("pids.limit", pids),
+    ("ulimit.nofile", nofile),
+    ("ulimit.nproc", nproc),
+    ("user.name", user_name),
+    ("user.home", user_home),
+)

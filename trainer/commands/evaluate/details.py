@@ -1,0 +1,84 @@
+"""What goes beyond the metrics of training: a wrapper around a task, which measures more and keeps it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.data.loader import Batch
+from trainer.data.sources import LABEL
+from trainer.tasks import Task
+from trainer.tasks.audio import Audio
+from trainer.tasks.average_precision import coco_figures
+from trainer.tasks.classification import Classification
+from trainer.tasks.detection import Detection
+from trainer.tasks.sums import classified
+
+
+class WithDetails:
+    """A task that is measured as it would be, and more of the same answers.
+
+    Attributes:
+        details: After the evaluation, for JSON: `confusion`, [true class, predicted class, samples] wherever
+            there are samples. A whole matrix of 10,000 classes would have 100 million cells.
+        classes: Their names; empty where there are none.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Wraps a task."""
+        self.task = task
+        self.details: dict[str, Any] = {}
+        self.classes: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As the task's."""
+        return self.task.measure(model, batch)
+
+
+class OfClasses(WithDetails):
+    """Classification and audio: the confusion matrix."""
+
+    task: Classification | Audio
+
+    def __init__(self, task: Classification | Audio) -> None:
+        """Wraps a task."""
+        super().__init__(task)
+        self.classes = tuple(task.describe()["classes"])
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The task's metrics; and rows with the true and the predicted class."""
+        logits = model(*self.task.inputs(batch))
+        rows = {"label": batch.fields[LABEL].to(torch.int64), "predicted": logits.argmax(1)}
+        return {**classified(logits, batch.fields[LABEL], batch), **rows}
+
+    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """Keeps the cells of the confusion matrix that aren't empty."""
+        pairs, samples = torch.stack([rows["label"], rows["predicted"]]).unique(dim=1, return_counts=True)
+        self.details["confusion"] = torch.cat([pairs.T, samples[:, None]], 1).tolist()
+        return {}
+
+
+class OfBoxes(WithDetails):
+    """Detection: COCO's twelve figures beside the task's own."""
+
+    task: Detection
+
+    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """The task's metrics, and the twelve."""
+        metrics = self.task.summarise(rows)
+        arrays = {name: np.asarray(tensor) for name, tensor in rows.items()}
+        arrays["true_count"] = arrays["true_count"][:, 0]
+        self.details["coco"] = coco_figures(arrays, len(self.task.classes))
+        return metrics
+
+
+def with_details(task: Task) -> WithDetails:
+    """The wrapper for a task; for one of the user's own, with nothing more."""
+    if isinstance(task, (Classification, Audio)):
+        return OfClasses(task)
+    return OfBoxes(task) if isinstance(task, Detection) else WithDetails(task)

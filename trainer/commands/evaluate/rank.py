@@ -1,0 +1,83 @@
+"""A rank of `trainer evaluate`, `trainer.commands.evaluate.rank FOLDER-OF-THE-LAUNCH`: measures its share."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.launch.worker import Worker
+
+RESULT = "result.json"
+_WORKERS = 2  # as in training, whose evaluations take two at most
+_TIMEOUT_SECONDS = 1800.0
+
+
+def measure(opened: Any, world: Any) -> dict[str, Any]:
+    """Measures a run's model with all ranks; the same on each of them.
+
+    Args:
+        opened: From `trainer.train.model_of_run.open_run`; its model is moved to this rank's device.
+        world: The ranks, a `trainer.distributed.parallel.World`.
+    """
+    import torch
+
+    from trainer.commands.evaluate.details import with_details
+    from trainer.data.corrupt import Quarantine
+    from trainer.data.loader import Source, make_loader
+    from trainer.data.sampling.plan import evaluation_share
+    from trainer.models.pointwise import mend_pointwise
+    from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
+    from trainer.train.build import set_determinism
+    from trainer.train.evaluate import evaluate
+
+    recipe = opened.recipe
+    torch.set_num_threads(opened.facts["attempts"][-1]["threads"])
+    check_precision(recipe.precision, world.device)
+    set_matmul_mode(recipe.precision)
+    set_determinism(recipe)
+    layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
+    model = opened.model.to(device=world.device, memory_format=layout)
+    mend_pointwise(model)
+    if kept := fp32_modules(model, recipe.precision.keep_fp32):
+        keep_in_fp32(kept.values(), world.device)
+    data = opened.task.evaluation_data
+    size = min(recipe.data.eval_batch_size, len(data))
+    share = evaluation_share(len(data), size, world.rank, world.size)
+    quarantine = Quarantine("evaluation", recipe.data.corrupt_samples(len(data)), None)
+    workers = 0 if data.arrays is not None else _WORKERS
+    loader = make_loader(Source(data, share), world.device, recipe.data, workers, quarantine)
+    task = with_details(opened.task)
+    metrics = evaluate(task, model, loader, share, world, recipe.precision)
+    return {
+        "run": str(opened.folder),
+        "weights": opened.weights,
+        "set": recipe.evaluation.decides,
+        "samples": len(data),
+        "metrics": metrics,
+        "classes": list(getattr(task, "classes", ())),
+        **task.details,
+    }
+
+
+def main(request: dict[str, Any]) -> int:
+    """Does a rank's part; the first leaves the result in a file."""
+    import os
+
+    from trainer.distributed.parallel import joined_world
+    from trainer.host.files import write_whole
+    from trainer.train.model_of_run import open_run
+    from trainer.train.run import device_kind
+
+    which = (request[name] for name in ("settings", "checkpoint", "weights", "on"))
+    opened = open_run(Path(request["folder"]), *which)
+    with joined_world(device_kind(opened.recipe), _TIMEOUT_SECONDS) as world:
+        told = measure(opened, world)
+    if os.environ["RANK"] == "0":
+        write_whole(Path(request["result"]), json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    with Worker(sys.argv[1]) as worker:
+        worker.code = main(worker.request)
+    sys.exit(worker.exit_code)

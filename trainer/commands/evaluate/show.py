@@ -1,0 +1,134 @@
+"""What `trainer evaluate` found, for people, for programs, and as a picture."""
+
+import io
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config.training import MAIN_SET
+from trainer.observe.text import escaped
+
+_MOST_CLASSES = 40  # in a table; the JSON has all of them
+MOST_DRAWN = 200  # classes in a picture, which is 6 MB then
+_CELL, _LETTER, _MOST_LETTERS = 18, 6, 20  # pixels of the picture; letters of a class's name
+
+
+def as_json(told: dict[str, Any]) -> str:
+    """All of it; what isn't finite is null, as in the rows of a run."""
+    metrics = {name: value if math.isfinite(value) else None for name, value in told["metrics"].items()}
+    more = {"per_class": per_class(told["confusion"], told["classes"])} if "confusion" in told else {}
+    return json.dumps({**told, "metrics": metrics, **more}, indent=1)
+
+
+def lines(told: dict[str, Any]) -> Iterator[str]:
+    """Metrics, and what there is beyond them."""
+    of = "" if told["set"] == MAIN_SET else f" of {told['set']}"
+    yield f"{told['run']}: {told['weights']} on {told['samples']:,} samples{of}"
+    yield "  " + "  ".join(f"{name} {value:.4f}" for name, value in told["metrics"].items())
+    if "coco" in told:
+        yield _table(("figure", "value"), [(name, _figure(value)) for name, value in told["coco"].items()])
+    if "confusion" in told:
+        rows = per_class(told["confusion"], told["classes"])
+        names = ("class", "samples", "precision", "recall", "f1", "most often taken for")
+        yield _table(
+            names,
+            [
+                (
+                    row["class"],
+                    f"{row['samples']:,}",
+                    *(_figure(row[name]) for name in ("precision", "recall", "f1")),
+                    row["confused_with"] or "",
+                )
+                for row in rows[:_MOST_CLASSES]
+            ],
+        )
+        if len(rows) > _MOST_CLASSES:
+            yield f"{len(rows) - _MOST_CLASSES} more classes: --json has all of them"
+
+
+def per_class(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Precision, recall, F1 and the most frequent mistake of each class; None where nothing can be divided.
+
+    Args:
+        confusion: [true class, predicted class, samples] of each cell of the matrix that isn't empty.
+        classes: Their names.
+    """
+    predicted = Counter[int]()
+    cells: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for true, taken_for, count in confusion:
+        predicted[taken_for] += count
+        cells[true][taken_for] = count
+    rows = []
+    for number, name in enumerate(classes):
+        row = cells[number]
+        right, samples = row.get(number, 0), sum(row.values())
+        precision = right / predicted[number] if predicted[number] else None
+        recall = right / samples if samples else None
+        wrong = [(count, -other) for other, count in row.items() if other != number]
+        rows.append(
+            {
+                "class": name,
+                "samples": samples,
+                "precision": precision,
+                "recall": recall,
+                "f1": 2 * right / (predicted[number] + samples) if predicted[number] + samples else None,
+                "confused_with": classes[-max(wrong)[1]] if wrong else None,
+            }
+        )
+    return rows
+
+
+def chart(confusion: Iterable[Sequence[int]], classes: Sequence[str]) -> str:
+    """The confusion matrix as an SVG: a row for each true class, darker the larger the share of its row."""
+    matrix = [[0] * len(classes) for _ in classes]
+    for true, taken_for, count in confusion:
+        matrix[true][taken_for] = count
+    names = [name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…" for name in classes]
+    margin = 30 + _LETTER * max(map(len, names))
+    size = max(margin + _CELL * len(classes) + 10, 220)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" width="{size}" height="{size}" '
+        'font-family="sans-serif" font-size="10">',
+        f'<rect width="{size}" height="{size}" fill="#ffffff"/>',
+        '<text x="4" y="12" fill="#555555">predicted (across), true (down)</text>',
+    ]
+    for row, (name, counts) in enumerate(zip(names, matrix, strict=True)):
+        middle = margin + row * _CELL + _CELL / 2
+        label = escaped(name)
+        parts.append(f'<text x="{margin - 4}" y="{middle + 3:g}" text-anchor="end">{label}</text>')
+        parts.append(f'<text transform="translate({middle + 3:g} {margin - 4}) rotate(-90)">{label}</text>')
+        for column, count in enumerate(counts):
+            share = count / max(1, sum(counts))
+            x, y = margin + column * _CELL, margin + row * _CELL
+            fill = f"hsl(231 60% {97 - 60 * share:.0f}%)"
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="{fill}">'
+                f"<title>{label} as {escaped(classes[column])}: {count}</title></rect>"
+            )
+            if count and len(classes) <= 20:
+                ink = "#ffffff" if share > 0.5 else "#222222"
+                parts.append(
+                    f'<text x="{x + _CELL / 2 - 0.5:g}" y="{y + _CELL / 2 + 3:g}" text-anchor="middle" '
+                    f'font-size="7" fill="{ink}">{count}</text>'
+                )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number in (0, 5) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=200, highlight=False, markup=False).print(table)
+    return text.getvalue().rstrip()

@@ -1,0 +1,149 @@
+"""What a run folder says in two ways, or lacks of what it should hold."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.commands.verify.recorded import Recorded, kept_attempts, trained_by
+from trainer.config.section import hash_of
+from trainer.observe.checksums import rows_as_text
+from trainer.observe.rows import FILES
+from trainer.train.manifest import file_hash
+from trainer.train.run_folder import Attempt
+
+
+def contradictions(run: Recorded) -> list[str]:
+    """What a run folder lacks of what it should hold, or says in two ways; as lines."""
+    return [*_of_manifest(run), *_of_weights(run), *_of_trace(run), *_of_metrics(run)]
+
+
+def _of_manifest(run: Recorded) -> Iterator[str]:
+    manifest, facts = run.manifest, run.facts
+    if (digest := hash_of(manifest.config)) != manifest.config_hash:
+        yield (
+            f"manifest.json: the hash of its config is {digest[:8]} and was {manifest.config_hash[:8]}: "
+            "it was changed after the run"
+        )
+    try:
+        config = yaml.safe_load((run.path / "config.yaml").read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        config = None
+    if config != manifest.config:
+        problem = "can't be read" if config is None else "isn't the config in manifest.json"
+        yield f"config.yaml {problem}"
+    last = manifest.attempts[-1]
+    for name, there, wanted in (
+        ("seed", facts.get("seed"), manifest.config.get("seed")),
+        ("world_size", manifest.world_size, last.ranks),
+        ("threads", manifest.threads, last.threads),
+    ):
+        if there != wanted:
+            yield f"manifest.json: {name} is {there}, and {wanted} by its config and attempts"
+    finite = not any(value in ("nan", "inf", "-inf") for value in _last_evaluation(run).values())
+    if manifest.weights and (manifest.status == "stopped" or (manifest.status == "diverged" and finite)):
+        yield f"manifest.json: status is {manifest.status}, though it names final weights"
+
+
+def _of_weights(run: Recorded) -> Iterator[str]:
+    manifest = run.manifest
+    wanted = dict.fromkeys(manifest.weights)
+    if manifest.status == "finished":
+        average = manifest.config.get("ema", {}).get("decay")
+        wanted |= dict.fromkeys(["model.safetensors", *["ema.safetensors"] * bool(average)])
+    for name in wanted:
+        file, digest = run.path / name, manifest.weights.get(name)
+        if not digest:
+            yield f"manifest.json: the hash of {name} is missing"
+        elif not file.is_file():
+            yield f"{file} is missing"
+        elif file_hash(file) != digest:
+            yield f"{file} isn't the file that the run wrote"
+
+
+def _of_trace(run: Recorded) -> Iterator[str]:
+    """What a replay doesn't show of checksums.jsonl: it has each row once, and of the run's steps only."""
+    if run.unreadable:
+        yield f"{run.unreadable} lines of checksums.jsonl can't be read"
+    for (kind, step), times in Counter((row.kind, row.step) for row in run.rows).items():
+        if times > 1:
+            yield f"checksums.jsonl: the row of {kind} metrics of step {step} is there {times} times"
+        if step > run.manifest.steps:
+            yield f"checksums.jsonl: a row of step {step}, and the run has {run.manifest.steps}"
+    yield from _of_the_end(run, "summary", run.facts.get("summary"))
+
+
+def _of_metrics(run: Recorded) -> Iterator[str]:
+    """Rows say what those of checksums.jsonl do, which a replay proves."""
+    kept = kept_attempts(run.manifest)
+    if not any(attempt.jsonl for attempt in kept):
+        return
+    rows = dict[tuple[str, int], dict[str, Any]]()
+    for kind, name in FILES.items():
+        try:
+            bad = _add_metrics(rows, kind, run.path / name)
+        except OSError as error:
+            yield f"{name} can't be read ({error.strerror})"
+            return
+        if bad:
+            yield f"{bad} lines of {name} can't be read, or are there twice"
+    yield from _rows_that_differ(run, kept, rows)
+    end = rows.get(("end", run.manifest.steps))
+    if kept[-1].jsonl:
+        yield from _of_the_end(run, FILES["end"], end)
+    if end is not None and run.manifest.status == "stopped":
+        yield f"manifest.json: status is stopped, though {FILES['end']} has the row of the run's end"
+
+
+def _rows_that_differ(
+    run: Recorded, kept: Sequence[Attempt], rows: Mapping[tuple[str, int], Mapping[str, Any]]
+) -> Iterator[str]:
+    checksums = {(row.kind, row.step): row for row in run.rows}
+    # A row is checksums first: a run that was killed, or goes on now, may not have written its last one.
+    unsure = max((row.step for row in run.rows), default=0) if run.manifest.status == "running" else None
+    for (kind, step), row in checksums.items():
+        shown = rows.get((kind, step))
+        if shown is None:
+            if step != unsure and trained_by(kept, step).jsonl:
+                yield f"{FILES[kind]}: the row of {kind} metrics of step {step} is missing"
+            continue
+        for name, value in row.metrics.items():
+            wanted = "None" if value in ("nan", "inf", "-inf") else value
+            if str(shown.get(name)) != wanted:
+                yield f"{FILES[kind]}, step {step}: {name} {shown.get(name)}, recorded {value}"
+    for kind, step in rows.keys() - checksums.keys():
+        if kind in ("train", "eval") and trained_by(kept, step).checksums:
+            yield f"{FILES[kind]}: the row of {kind} metrics of step {step} isn't in checksums.jsonl"
+
+
+def _of_the_end(run: Recorded, where: str, said: object) -> Iterator[str]:
+    """The last evaluation's metrics stand in the last row and in the manifest, too."""
+    if run.manifest.status != "finished":
+        return
+    there = said if isinstance(said, Mapping) else {}
+    for name, value in _last_evaluation(run).items():
+        if name != "epoch" and str(there.get(name)) != value:
+            yield f"{where}: {name} {there.get(name)}, and {value} in the last evaluation"
+
+
+def _last_evaluation(run: Recorded) -> Mapping[str, str]:
+    """Its metrics, as text; none if it wasn't checksums."""
+    last = ("eval", run.manifest.steps)
+    return next((row.metrics for row in run.rows if (row.kind, row.step) == last), {})
+
+
+def _add_metrics(rows: dict[tuple[str, int], dict[str, Any]], kind: str, file: Path) -> int:
+    """Adds a file's rows by kind and step, numbers as text; returns how many lines are no such rows."""
+    bad = 0
+    for row in rows_as_text(file):
+        try:
+            key = str(row["kind"]), int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            bad += 1
+            continue
+        if key[0] != kind or (key in rows and kind in ("train", "eval", "end")):
+            bad += 1
+        rows[key] = row
+    return bad

@@ -1,0 +1,152 @@
+"""What a run recorded of itself, and who trained which of its steps."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.store import listing
+from trainer.config.redact import REDACTED
+from trainer.errors import BadInputError
+from trainer.observe.checksums import ChecksumRow, read_checksums
+from trainer.train.resume import flat
+from trainer.train.run_folder import Attempt, Manifest, RunFolder, read_run
+
+
+@dataclass(frozen=True)
+class Recorded(RunFolder):
+    """A run folder with what was recorded of each row.
+
+    Attributes:
+        rows: Of checksums.jsonl.
+        unreadable: Lines of it that can't be read.
+    """
+
+    rows: list[ChecksumRow]
+    unreadable: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that were trained in the same way: up to `until`, with a row of metrics each `every`.
+
+    The settings are those of its configuration that were changed after it, as they were before.
+    """
+
+    until: int
+    ranks: int
+    threads: int
+    every: int
+    settings: tuple[str, ...] = ()
+
+
+def read_recorded(folder: Path, rows_needed: bool = True) -> Recorded:
+    """Reads what a run recorded; with rows of metrics, if they are needed.
+
+    Raises:
+        BadInputError: If it is no run, or recorded nothing that could be compared.
+    """
+    run = read_run(folder)
+    try:
+        rows, _, unreadable = read_checksums(folder / "checksums.jsonl")
+    except OSError as error:
+        raise BadInputError(
+            f"{folder}/checksums.jsonl: can't be read ({error.strerror}); mend that"
+        ) from error
+    if rows_needed and not rows:
+        raise BadInputError(
+            f"{folder}: nothing was recorded to compare with (checksums.jsonl); its first row comes after "
+            "log.every steps, with log.fingerprints=true"
+        )
+    return Recorded(run.path, run.facts, run.manifest, rows, unreadable)
+
+
+def last_step(run: Recorded, steps: int | None) -> int:
+    """The last step to replay: that of the last row there should be, within the steps that were asked for.
+
+    Raises:
+        BadInputError: If there is no row within them, or fewer steps.
+    """
+    rows = sorted(row.step for row in run.rows)
+    if steps is None:
+        return min(max(rows[-1], _last_row_due(run)), run.manifest.steps)
+    if not rows[0] <= steps <= rows[-1]:
+        raise BadInputError(
+            f"--steps {steps}: steps were recorded from {rows[0]} to {rows[-1]}; give a number between them"
+        )
+    return max(row for row in rows if row <= steps)
+
+
+def _last_row_due(run: Recorded) -> int:
+    """The step of the last row that must have been written, by how far the run is known to have come."""
+    if run.manifest.weights or run.manifest.status == "finished":
+        return run.manifest.steps
+    if run.manifest.status == "diverged":
+        return 0
+    kept = kept_attempts(run.manifest)
+    reached = max((entry.step for entry in listing(run.path / FOLDER)), default=0)
+    ends = [*(attempt.step for attempt in kept[1:]), reached]
+    due = [
+        (attempt.step, end // attempt.log_every * attempt.log_every)
+        for attempt, end in zip(kept, ends, strict=True)
+        if attempt.checksums
+    ]
+    return max((end for start, end in due if start < end < run.manifest.steps), default=0)
+
+
+def kept_attempts(manifest: Manifest) -> list[Attempt]:
+    """Attempts without those of which nothing is left; what these changed counts as changed by the next."""
+    kept = list[Attempt]()
+    for attempt in manifest.attempts:
+        lost = [change for earlier in kept if earlier.step >= attempt.step for change in earlier.changed]
+        one = attempt.model_copy(update={"changed": [*lost, *attempt.changed]})
+        kept = [*(earlier for earlier in kept if earlier.step < attempt.step), one]
+    return kept
+
+
+def had_checksums(run: Recorded, step: int) -> bool:
+    """Whether rows of that step should be in checksums.jsonl: log.fingerprints may change on the way."""
+    return trained_by(kept_attempts(run.manifest), step).checksums
+
+
+def trained_by(kept: Sequence[Attempt], step: int) -> Attempt:
+    """The attempt whose step that was, of those that are kept."""
+    return next((one for one in reversed(kept) if one.step < step), kept[0])
+
+
+def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Part]:
+    """Who trained which steps: a run that was gone on with on other ranks is replayed on the same ones.
+
+    Raises:
+        BadInputError: If something was changed on the way that isn't known any more, such as its data.
+    """
+    kept = kept_attempts(run.manifest)
+    ends = [*(attempt.step for attempt in kept[1:]), until]
+    before = dict[str, str]()  # what was changed after a part, from the last one back
+    parts = list[Part]()
+    for attempt, end in zip(reversed(kept), reversed(ends), strict=True):
+        if attempt.step < until:
+            settings = tuple(f"{name}={value}" for name, value in before.items())
+            part = Part(min(end, until), ranks or attempt.ranks, attempt.threads, attempt.log_every, settings)
+            if not parts or replace(part, until=parts[0].until) != parts[0]:  # the one after it
+                parts.insert(0, part)
+        if attempt.step:
+            for change in reversed(attempt.changed):
+                before |= _before(run, attempt.step, change)
+    return parts
+
+
+def _before(run: Recorded, step: int, change: str) -> dict[str, str]:
+    """The setting that undoes a change: "key: before, now after", see `trainer.train.resume.differences`."""
+    name, _, values = change.partition(": ")
+    try:
+        value, _ = json.JSONDecoder().raw_decode(values)
+    except ValueError:  # of a file or of data it is a hash
+        value = REDACTED
+    if name == "task" or name not in flat(run.manifest.config) or REDACTED in str(value):
+        raise BadInputError(
+            f"{run.path}: it was changed after step {step} ({change}), and what was before "
+            "isn't kept: it can't be replayed"
+        )
+    return {name: json.dumps(value)}

@@ -1,0 +1,281 @@
+"""Samples in a few large files, with an index: tar shards as they are, and packs.
+
+FOLDER/index.json           what it is: classes, shards with size and SHA-256, where it came from
+FOLDER/index.safetensors    for each sample: shard, offset, size, label, hash, name; for pixels the shape
+FOLDER/<shard> …            .tar as it was, or .bin: the samples one after another
+"""
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer.checkpoint.tensor_file import encode
+from trainer.data.check import Wrong, counted
+from trainer.data.formats.files import fill_exactly, readable
+from trainer.data.formats.records import Records
+from trainer.data.shared import Columns
+from trainer.errors import BadInputError
+from trainer.host import files as disk, strict_json
+
+INDEX, COLUMNS = "index.json", "index.safetensors"
+
+_OPEN_FILES = 512  # of each process; a limit of 1024 is common
+
+
+class Shard(BaseModel):
+    """One of the large files."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern=r"^[^/\\\x00]+$")
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class About(BaseModel):
+    """The content of index.json."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: Literal["trainer-shards-1"] = "trainer-shards-1"
+    stored: Literal["files", "pixels"]
+    classes: list[str]
+    samples: int = Field(ge=1)
+    shards: list[Shard]
+    columns_sha256: str
+    source: str
+    settings: dict[str, Any]
+
+
+class Place(Protocol):
+    """Where shards lie."""
+
+    def open(self, shard: Shard) -> int:
+        """Descriptor of a shard, opened for reading.
+
+        Raises:
+            OSError: If it can't be.
+            BadInputError: If it isn't there in a way that the place can explain better.
+        """
+        ...
+
+
+class Folder:
+    """Shards in a folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self, shard: Shard) -> int:
+        """See `Place.open`."""
+        return os.open(self.path / shard.name, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __str__(self) -> str:
+        return readable(os.fsencode(self.path))
+
+
+class ShardedRecords(Records):
+    """Samples of an index."""
+
+    def __init__(self, about: About, columns: Columns, place: Place) -> None:
+        self.about, self.raw = about, about.stored == "pixels"
+        self.classes: Sequence[str] = tuple(about.classes)
+        self._columns, self._place = columns, place
+        self._files = OrderedDict[int, int]()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples in each shard."""
+        counts = np.bincount(self._columns["shard"], minlength=len(self.about.shards))
+        return [int(count) for count in counts]
+
+    def fingerprint(self) -> str:
+        """Of the index, which has a hash of every sample."""
+        identity = f"{self.about.columns_sha256} {self.about.classes} {self.about.stored}"
+        return f"{len(self)} samples {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+    def absent(self) -> str:
+        """See `Records.absent`."""
+        wrong = []
+        for number, shard in enumerate(self.about.shards):
+            try:
+                os.close(self._opened(shard))
+            except OSError as error:
+                wrong.append(Wrong(number, error.strerror or str(error)))
+        return counted(
+            wrong,
+            len(self.about.shards),
+            f"shards of {self._place}",
+            lambda number: f"{self._place}/{self.about.shards[number].name}",
+            "copy them again, or make the pack or index again",
+        )
+
+    def name(self, sample: int) -> str:
+        """Shard and name."""
+        shard = self.about.shards[int(self._columns["shard"][sample])].name
+        return f"{self._place}/{shard}: {readable(self.file_name(sample))}"
+
+    def shape(self, sample: int) -> tuple[int, int]:
+        """See `Records.shape`."""
+        if not self.raw:
+            return (0, 0)
+        return int(self._columns["height"][sample]), int(self._columns["width"][sample])
+
+    def read(self, sample: int) -> bytearray:
+        """See `Records.read`."""
+        data = bytearray(int(self._columns["bytes"][sample]))
+        self._fill(sample, 0, memoryview(data))
+        return data
+
+    def rows(self, sample: int, top: int, height: int) -> npt.NDArray[np.uint8]:
+        """See `Records.rows`."""
+        pixels = np.empty((height, int(self._columns["width"][sample]), 3), np.uint8)
+        self._fill(sample, top * pixels.strides[0], pixels.data.cast("B"))
+        return pixels
+
+    def _fill(self, sample: int, start: int, view: memoryview) -> None:
+        # By pread and not from a mapping: a shard that is cut off under a mapping ends the process (SIGBUS).
+        try:
+            file = self._file(int(self._columns["shard"][sample]))
+            fill_exactly(file, int(self._columns["offset"][sample]) + start, view)
+        except OSError as error:
+            raise BadInputError(
+                f"{self.name(sample)}: can't be read ({error.strerror or error}); was it moved or changed?"
+            ) from error
+
+    def digest(self, sample: int) -> int:
+        """Hash of a sample as it was indexed; see `hash_of`."""
+        return int(self._columns["hash"][sample])
+
+    def _file(self, number: int) -> int:
+        if number in self._files:
+            self._files.move_to_end(number)
+            return self._files[number]
+        self._files[number] = file = self._opened(self.about.shards[number])
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return file
+
+    def _opened(self, shard: Shard) -> int:
+        file = self._place.open(shard)
+        if (size := os.fstat(file).st_size) != shard.bytes:
+            os.close(file)
+            raise OSError(0, f"has {size:,} bytes and not {shard.bytes:,} as when it was indexed")
+        return file
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker opens its own files."""
+        return {**self.__dict__, "_files": OrderedDict()}
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            os.close(file)
+
+
+def hash_of(data: bytes | bytearray) -> int:
+    """The first 64 bits of SHA-256: they find damage; they don't stop a forger."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def read_index(folder: Path) -> tuple[About, Columns]:
+    """Reads an index and checks it against itself.
+
+    Raises:
+        BadInputError: If there is none, or it is damaged.
+    """
+    file = folder / INDEX
+    try:
+        about = About.model_validate(strict_json.parse(file.read_bytes()))
+        data = (folder / COLUMNS).read_bytes()
+        digest, columns = hashlib.sha256(data).hexdigest(), Columns.copy(data)
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"{folder}: no {error.filename and Path(error.filename).name}; make it with `trainer data pack` "
+            "or, for tar shards, `trainer data index`"
+        ) from error
+    except OSError as error:
+        raise BadInputError(f"{folder}: the index can't be read ({error.strerror})") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise BadInputError(f"{file}: {where}: {problem['msg']}; make the index again") from error
+    except ValueError as error:
+        raise BadInputError(f"{folder}: the index is damaged: {error}; make it again") from error
+    if digest != about.columns_sha256:
+        raise BadInputError(f"{folder / COLUMNS}: doesn't belong to {INDEX} beside it; make the index again")
+    _check(folder, about, columns)
+    return about, columns
+
+
+def _check(folder: Path, about: About, columns: Columns) -> None:
+    wanted = {"shard": np.int32, "offset": np.int64, "bytes": np.int64, "label": np.int64, "hash": np.uint64}
+    wanted["name_end"] = np.int64
+    if about.stored == "pixels":
+        wanted |= {"height": np.int32, "width": np.int32}
+    for name, dtype in wanted.items():
+        if name not in columns or columns[name].dtype != dtype or columns[name].shape != (about.samples,):
+            raise BadInputError(f"{folder / COLUMNS}: column '{name}' isn't what it should be; make it again")
+    if any(shard.name in (".", "..") for shard in about.shards):
+        raise BadInputError(f"{folder / INDEX}: the name of a shard leads out of the folder")
+    if about.stored == "pixels":
+        heights, widths = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
+        if bool(((heights > 0) & (heights * widths * 3 != columns["bytes"])).any()):
+            raise BadInputError(f"{folder / COLUMNS}: shapes and sizes differ; make it again")
+    lowest = min(int(columns[name].min()) for name in ("shard", "offset", "bytes", "label"))
+    ends = columns["offset"] + columns["bytes"]
+    sizes = np.array([shard.bytes for shard in about.shards])
+    if (
+        lowest < 0
+        or int(columns["shard"].max()) >= len(about.shards)
+        or int(columns["label"].max()) >= len(about.classes)
+        or bool((ends > sizes[columns["shard"]]).any())
+    ):
+        raise BadInputError(f"{folder / COLUMNS}: points outside the shards or classes; make it again")
+
+
+def write_index(
+    folder: Path,
+    shards: Sequence[Shard],
+    columns: Mapping[str, npt.NDArray[Any]],
+    classes: Sequence[str],
+    stored: Literal["files", "pixels"],
+    source: str,
+    settings: Mapping[str, Any],
+) -> About:
+    """Writes an index; index.json, which is written last, says that everything is there."""
+    for name in (INDEX, COLUMNS):
+        disk.remove(folder / f".{name}")
+    disk.remove(folder / INDEX)
+    digest = disk.write_file(
+        folder / f".{COLUMNS}", encode({name: torch.from_numpy(array) for name, array in columns.items()})
+    )
+    about = About(
+        stored=stored,
+        classes=list(classes),
+        samples=len(columns["label"]),
+        shards=list(shards),
+        columns_sha256=digest,
+        source=source,
+        settings=dict(settings),
+    )
+    disk.write_file(folder / f".{INDEX}", [about.model_dump_json(indent=1).encode()])
+    disk.rename(folder / f".{COLUMNS}", folder / COLUMNS)
+    disk.rename(folder / f".{INDEX}", folder / INDEX)
+    disk.sync_folder(folder)
+    return about
+
+
+def in_shards(folder: Path) -> ShardedRecords:
+    """Opens shards or a pack on this machine.
+
+    Raises:
+        BadInputError: If it isn't one.
+    """
+    about, columns = read_index(folder)
+    return ShardedRecords(about, columns, Folder(folder))

@@ -1,0 +1,262 @@
+"""A data set of torch's kind, `dataset[i]` and `len(dataset)`, read as the trainer reads its own.
+
+Whatever an item draws from torch, numpy.random or random is keyed by (seed, epoch, sample): so neither
+workers nor ranks nor a resume change a bit of it, and the order is the plan's.
+"""
+
+import hashlib
+import random
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.data.dataset import NUM_ITEMS, Arrays, Field, spread
+from trainer.errors import BadInputError, OwnCodeError
+from trainer.rng import Float32, Ints, Purpose, key
+
+_UNIFORMS = 4  # of 24 bits each: a key of 64 bits
+_HASHED = 16  # samples
+_KINDS = "biuf"
+_NAMED = 4  # samples, in a message
+
+_OURS = f"{Path(__file__).parents[1]}/"
+_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Rows:
+    """Arrays (samples, …) by name as a data set of torch's kind: an item is a dict of their rows."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        """Of these arrays."""
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self._arrays.values())))
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        """A sample's own copy: a transform may change it."""
+        return {name: array[sample].copy() for name, array in self._arrays.items()}
+
+
+class ItemDataset:
+    """Reads items of a data set of torch's kind into batches.
+
+    Attributes:
+        brought: What of it is somebody's own code: see `workers.check_known_there`.
+    """
+
+    def __init__(
+        self,
+        items: Any,
+        what: str,
+        collate: Collate | None = None,
+        transforms: Sequence[Callable[[Any], Any]] = (),
+        num_items: int = 1,
+    ) -> None:
+        """Reads two samples, to see what they are.
+
+        Args:
+            items: Has __getitem__ and __len__.
+            what: "training" or "evaluation", for messages.
+            collate: Makes of a list of items tensors by name, (n, …) each, of the same shapes each time;
+                None: an item is a dict or a tuple of arrays, which are stacked.
+            transforms: Called with each item, one after another.
+            num_items: Items of a sample at most, where there is a field of that name.
+
+        Raises:
+            BadInputError: If it has no length, or gives what can't be put into a batch.
+        """
+        self._items, self._what, self._collate, self._transforms = items, what, collate, tuple(transforms)
+        self._name = type(items).__name__
+        if isinstance(items, torch.utils.data.IterableDataset):
+            raise BadInputError(
+                f"{what} data: {self._name} is an IterableDataset, whose samples have no numbers: no run "
+                "could go on in the middle of it; give a data set with __getitem__ and __len__"
+            )
+        try:
+            count = len(items)
+        except (TypeError, NotImplementedError) as error:
+            raise BadInputError(
+                f"{what} data: {self._name} has no length; a data set needs __len__, as the order of the "
+                "samples is decided before they are read"
+            ) from error
+        if not count:
+            raise BadInputError(f"{what} data: {self._name} has no samples")
+        self.brought = (items, *transforms, *([collate] if collate else []))
+        self.num_items, self.uniforms, self.in_process = num_items, _UNIFORMS, False
+        self.arrays: Arrays | None = None
+        self.buckets: tuple[int, ...] = ()
+        self.fields: Mapping[str, Field] = {}
+        first, again, last = (self._tried([number]) for number in (0, 0, count - 1))
+        for name, array in first.items():
+            if array.dtype.kind not in _KINDS:
+                raise self._wrong(f"'{name}' of dtype {array.dtype}, which is no number")
+            # Of the same bits: NaN is one, too.
+            if again[name].tobytes() != array.tobytes():
+                raise self._wrong(
+                    f"another '{name}' the second time for the same sample and seeds: draw from torch, "
+                    "numpy.random or random, which are seeded for each sample (np.random.default_rng() isn't)"
+                )
+        if NUM_ITEMS in first and (first[NUM_ITEMS].dtype != np.int64 or first[NUM_ITEMS].ndim != 1):
+            raise self._wrong(f"'{NUM_ITEMS}' that isn't one int64 for each sample")
+        self.fields = {name: Field(array.shape[1:], array.dtype) for name, array in first.items()}
+        self._check(last, np.array([count - 1]))
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._items)
+
+    def fingerprint(self) -> str:
+        """Of some samples from the first to the last; or what the data set itself says."""
+        if hasattr(self._items, "fingerprint"):
+            return str(self._items.fingerprint())
+        digest = hashlib.sha256()
+        for sample in spread(len(self), _HASHED):
+            for name, array in sorted(self._tried([int(sample)]).items()):
+                digest.update(f"{name} {array.dtype} {array.shape};".encode() + array.tobytes())
+        return f"{len(self)} samples {digest.hexdigest()[:16]}"
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> None:
+        """Reads items; see `Dataset.read`."""
+        if random is None:
+            keys = [key(Purpose.ITEM, int(sample)) for sample in samples]
+        else:
+            parts = (random[:, -_UNIFORMS:] * 2.0**24).astype(np.int64).tolist()
+            keys = [key(Purpose.ITEM, *numbers) for numbers in parts]
+        arrays = self._batch(samples.tolist(), keys)
+        self._check(arrays, samples)
+        for name, array in arrays.items():
+            out[name][...] = array
+
+    def _batch(self, samples: list[int], keys: list[int]) -> dict[str, npt.NDArray[Any]]:
+        with _state_kept():
+            items, method, at = [], "", samples
+            try:
+                for sample, each in zip(samples, keys, strict=True):
+                    _seed(each)
+                    method, at = "__getitem__", [sample]
+                    item = self._items[sample]
+                    method = "transforms"
+                    for transform in self._transforms:
+                        item = transform(item)
+                    items.append(item)
+                method, at = "collate", samples
+                parts = self._stacked(items) if self._collate is None else _by_name(self._collate(items))
+            except BadInputError:
+                raise
+            except Exception as error:
+                raise self._raised(error, method, at) from error
+        return {name: np.ascontiguousarray(value) for name, value in parts.items()}
+
+    def _raised(self, error: Exception, method: str, samples: list[int]) -> OwnCodeError:
+        """What somebody's own code raised, with the place in it."""
+        # Without the frame of this file.
+        within = error.__traceback__ and error.__traceback__.tb_next
+        frames = [frame for frame in traceback.extract_tb(within) if not frame.filename.startswith(_OURS)]
+        # The last one of their own code: what a library does with what it was given comes after it.
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[:1]
+        where = f" in {_shown(Path(own[-1].filename))}:{own[-1].lineno}" if own else ""
+        numbers = ", ".join(map(str, samples[:_NAMED])) + ", …" * (len(samples) > _NAMED)
+        what = (str(error) or "no message").splitlines()[0]
+        return OwnCodeError(
+            f"{self._what} data: {self._name}[{numbers}]:{where} ({method}): {type(error).__name__}: {what}",
+            "".join(traceback.format_exception(type(error), error, within)),
+        )
+
+    def _stacked(self, items: list[Any]) -> dict[str, Any]:
+        named = [_by_name(item) for item in items]
+        if any(one.keys() != named[0].keys() for one in named):
+            raise self._wrong("items of other parts")
+        try:
+            return {name: np.stack([np.asarray(one[name]) for one in named]) for name in named[0]}
+        except ValueError as error:
+            shapes = {n: [np.shape(one[n]) for one in named[:4]] for n in named[0]}
+            odd = next((f"'{n}' of shapes {s}" for n, s in shapes.items() if len({*s}) > 1), str(error))
+            raise self._wrong(f"{odd}: give the task a method collate(items) that pads them") from error
+
+    def _tried(self, samples: list[int]) -> dict[str, npt.NDArray[Any]]:
+        """A few samples, with what goes wrong in somebody's code as one line."""
+        try:
+            arrays = self._batch(samples, [key(Purpose.ITEM, sample) for sample in samples])
+        except OwnCodeError as error:
+            raise BadInputError(str(error)) from error.__cause__
+        if not arrays:
+            raise self._wrong("nothing")
+        for name, array in arrays.items():
+            if array.ndim < 1 or len(array) != len(samples):
+                raise self._wrong(f"'{name}' of shape {array.shape} for {len(samples)} samples")
+        return arrays
+
+    def _check(self, arrays: Mapping[str, npt.NDArray[Any]], samples: Ints) -> None:
+        """That a batch is as the first one: its place has one layout."""
+        more = ", …" if len(samples) > _NAMED else ""
+        where = f"of the samples {', '.join(map(str, samples[:_NAMED]))}{more}"
+        if arrays.keys() != self.fields.keys():
+            raise self._wrong(f"{', '.join(arrays)} {where}, and {', '.join(self.fields)} of the first")
+        for name, (shape, dtype) in self.fields.items():
+            if arrays[name].dtype != dtype:
+                raise self._wrong(
+                    f"'{name}' as {arrays[name].dtype} {where}, and {dtype} of the first: give one type"
+                )
+            if arrays[name].shape != (len(samples), *shape):
+                usual = ", ".join(("n", *map(str, shape)))
+                raise self._wrong(
+                    f"'{name}' of shape {arrays[name].shape} {where}, and ({usual}) of the first: pad to one "
+                    "size (a method collate(items) may do it), and cut it in `loss` if need be"
+                )
+
+    def _wrong(self, gave: str) -> BadInputError:
+        giver = "collate" if self._collate is not None else self._name
+        return BadInputError(f"{self._what} data: {giver} gave {gave}")
+
+
+def is_items(part: Any) -> bool:
+    """Whether this is a data set of torch's kind."""
+    return isinstance(part, torch.utils.data.Dataset) or (
+        hasattr(part, "__getitem__") and not isinstance(part, str | bytes | list | tuple | np.ndarray)
+    )
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _by_name(item: Any) -> dict[str, Any]:
+    if isinstance(item, Mapping):
+        return {str(name): value for name, value in item.items()}
+    if isinstance(item, list | tuple):
+        return {str(number): value for number, value in enumerate(item)}
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return {"0": item}
+    raise BadInputError(
+        f"an item, or what collate makes, is a {type(item).__name__}; give a dict of tensors, or a tuple"
+    )
+
+
+def _seed(each: int) -> None:
+    random.seed(each)
+    # With a third word: numpy.random and random are the same generator, and would give the same numbers.
+    np.random.seed([each & 0xFFFFFFFF, each >> 32, 1])
+    torch.default_generator.manual_seed(each >> 1)
+
+
+@contextmanager
+def _state_kept() -> Iterator[None]:
+    """Where there are no workers, the training draws from the same generators."""
+    ours, numpys, torchs = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
+        torch.default_generator.set_state(torchs)

@@ -1,0 +1,170 @@
+"""Several evaluation sets behind one loader: they are measured one after another, so one has its workers."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from trainer.config.data import LoaderConfig
+from trainer.data.corrupt import Bad, Quarantine
+from trainer.data.dataset import Arrays, Dataset, Field
+from trainer.data.loader import Batch, Loader, RingLoader, Source, is_resident, make_loader
+from trainer.rng import Float32, Ints
+
+
+class JoinedDataset:
+    """Data sets of the same layout, whose samples are numbered on; those of a read are of one of them."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        """Of these."""
+        self.parts, self._ends = tuple(parts), list(accumulate(map(len, parts)))
+        first = parts[0]
+        self.fields: Mapping[str, Field] = first.fields
+        self.num_items, self.uniforms, self.in_process = first.num_items, first.uniforms, False
+        self.arrays: Arrays | None = None
+        self.brought = tuple(own for part in parts for own in getattr(part, "brought", ()))
+
+    def __len__(self) -> int:
+        """Samples of all."""
+        return self._ends[-1]
+
+    def fingerprint(self) -> str:
+        """Of each."""
+        return "; ".join(part.fingerprint() for part in self.parts)
+
+    def first(self, part: int) -> int:
+        """The number that a part's first sample has here."""
+        return self._ends[part - 1] if part else 0
+
+    def part_of(self, sample: int) -> int:
+        """The part that a sample is of."""
+        return bisect_right(self._ends, sample)
+
+    def read(self, samples: Ints, random: Float32 | None, out: Arrays) -> Sequence[Bad]:
+        """See `Dataset.read`."""
+        part = self.part_of(int(samples[0]))
+        first = self.first(part)
+        replaced = self.parts[part].read(samples - first, random, out) or ()
+        return [bad._replace(sample=bad.sample + first) for bad in replaced]
+
+
+@dataclass(frozen=True)
+class JoinedSource(Source):
+    """This rank's shares of several sets, their batches numbered on.
+
+    Attributes:
+        sources: The sets, in the order of the data set's parts.
+        ends: Where the batches of each end.
+    """
+
+    sources: tuple[Source, ...] = ()
+    ends: tuple[int, ...] = ()
+
+    def first(self, part: int) -> int:
+        """The number that a part's first batch has here."""
+        return self.ends[part - 1] if part else 0
+
+    def extras(self, batches: Ints) -> tuple[Ints, dict[str, npt.NDArray[Any]]]:
+        """See `Source`; the batches are of one part."""
+        part = bisect_right(self.ends, int(batches[0]))
+        sample, extras = self.sources[part].extras(batches - self.first(part))
+        assert isinstance(self.dataset, JoinedDataset)
+        return sample + self.dataset.first(part), extras
+
+
+class JoinedQuarantine(Quarantine):
+    """Counts the corrupt samples of each part against a budget of its own."""
+
+    def __init__(self, parts: Sequence[Quarantine], joined: JoinedDataset) -> None:
+        """Hands on what is found."""
+        self._parts, self._joined = parts, joined
+
+    def add(self, found: Sequence[Bad]) -> None:
+        """See `Quarantine`."""
+        part = self._joined.part_of(found[0].sample)
+        first = self._joined.first(part)
+        self._parts[part].add([bad._replace(sample=bad.sample - first) for bad in found])
+
+
+class PartLoader:
+    """One part of what a loader with workers loads; its batches are numbered from 0 on."""
+
+    def __init__(self, whole: RingLoader, source: JoinedSource, part: int) -> None:
+        """The first one's `close` ends the workers of all."""
+        self._whole, self._part, self._first = whole, part, source.first(part)
+        self._rows = source.sources[part].share.plan.micro_batch_size
+
+    def __call__(self, batches: range) -> Iterator[Batch]:
+        """Yields these batches of the rank; see `RingLoader`."""
+        for batch in self._whole(range(batches.start + self._first, batches.stop + self._first)):
+            # A slot has room for a batch of the set with the largest ones.
+            fields = {name: tensor[: self._rows] for name, tensor in batch.fields.items()}
+            weight = None if batch.weight is None else batch.weight[: self._rows]
+            yield batch._replace(fields=fields, weight=weight)
+
+    def take_work(self) -> dict[str, float]:
+        """See `RingLoader`."""
+        return self._whole.take_work()
+
+    def close(self) -> None:
+        """Ends the workers, once."""
+        if not self._part:
+            self._whole.close()
+
+
+EvaluationLoader = Loader | PartLoader
+
+
+def make_loaders(
+    sources: Sequence[Source],
+    device: torch.device,
+    config: LoaderConfig,
+    cpu_workers: int,
+    quarantines: Sequence[Quarantine],
+) -> list[EvaluationLoader]:
+    """Chooses loaders for evaluation sets, of which one at a time is used: no more workers than for one.
+
+    Args:
+        sources: The sets.
+        device: Where the batches are wanted.
+        config: How.
+        cpu_workers: See `make_loader`.
+        quarantines: Of each.
+
+    Returns:
+        One for each of them.
+    """
+    own = cpu_workers if config.workers == "auto" else config.workers
+    joined = [
+        number
+        for number, source in enumerate(sources)
+        if own and not is_resident(config, source.dataset)
+        if config.workers != "auto" or not source.dataset.in_process
+    ]
+    # Those that lie in the ring as the first one does; any other is read by the rank itself.
+    layouts = [_layout(source.dataset) for source in sources]
+    joined = [number for number in joined if layouts[number] == layouts[joined[0]]]
+    parts = dict[int, PartLoader]()
+    if len(joined) > 1:
+        data = JoinedDataset([sources[number].dataset for number in joined])
+        some = tuple(sources[number] for number in joined)
+        largest = max(some, key=lambda source: source.share.plan.micro_batch_size)
+        ends = tuple(accumulate(len(source.share.batches()) for source in some))
+        source = JoinedSource(data, largest.share, sources=some, ends=ends)
+        quarantine = JoinedQuarantine([quarantines[number] for number in joined], data)
+        whole = RingLoader(source, device, own, config, quarantine)
+        parts = {number: PartLoader(whole, source, part) for part, number in enumerate(joined)}
+    here = config.model_copy(update={"workers": 0})
+    return [
+        parts.get(number)
+        or make_loader(source, device, config if number in joined else here, own, quarantines[number])
+        for number, source in enumerate(sources)
+    ]
+
+
+def _layout(dataset: Dataset) -> tuple[object, ...]:
+    return dict(dataset.fields), dataset.num_items, dataset.uniforms

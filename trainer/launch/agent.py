@@ -1,0 +1,54 @@
+"""Runs torchrun's own code for a launch of several ranks: `agent FOLDER MODULE OPTIONS-OF-TORCHRUN`.
+
+It starts the module for each rank and leaves word of which ones failed. It sees no signal, and what it logs
+is not shown.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.host.files import write_whole
+from trainer.launch import as_launcher
+from trainer.launch.folder import read_launch, write_launch
+from trainer.launch.worker import die_with_parent
+
+
+def main(folder: Path, module: str, options: Sequence[str]) -> None:
+    """Runs the ranks of one launch on this host."""
+    launch = read_launch(folder)
+    die_with_parent(launch.parent)
+    write_launch(folder, replace(launch, parent=os.getpid()))
+    # Its log lines, its warnings and its traceback tell users nothing that the ranks don't tell better.
+    logging.disable()
+    warnings.simplefilter("ignore")
+    given = os.environ.copy()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at the import; not for the ranks
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    del os.environ["TORCH_CPP_LOG_LEVEL"]
+    os.environ.update(given)
+    script = [as_launcher.__file__, module, str(folder)]
+    request = run.parse_args([*options, *(word.replace("$", "$$") for word in script)])  # it expands `$`
+    if request.nnodes == "1":  # it looks its own name up again and again, for logs that nobody reads
+        socket.getfqdn = lambda name="": name or "localhost"
+    exits, error = {}, ""
+    try:
+        run.run(request)
+    except ChildFailedError as failed:
+        exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    except BaseException:
+        error = traceback.format_exc()
+    write_whole(folder / "torchrun.json", json.dumps({"exits": exits, "error": error}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,93 @@
+"""The folder of one launch, which goes with it: what the launcher tells its processes, and what they leave.
+
+- `launch.json`: what holds for every process (`Launch`); `as_launcher` reads the search path in it
+- `request-N.json`: what rank N is asked for, which takes it away: none stays if the launcher is killed
+- `rank-N.pid`, `rank-N.fault`, `rank-N.json`: left by the ranks (`worker`, `exit_record`)
+- `torchrun.json`: left by the `agent`
+
+The command line names it, and no variable: what a rank starts knows nothing of the launch. A request may hold
+tokens; nobody but the owner can read the folder, or these files.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.host.affinity import CpuShares, cpus_text
+from trainer.host.limits import listed_cpus
+from trainer.observe.console import Verbosity
+
+_LAUNCH = "launch.json"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What holds for every process of a launch on this host.
+
+    Attributes:
+        path: The launcher's search path.
+        parent: Process id of who starts the next: the launcher, or the agent that it started.
+        cpus: What the ranks keep to.
+        logs: Folder for what ranks write to the terminal, all but the first; None: to the terminal.
+        as_json: Whether their lines are JSON.
+        verbosity: How much the first rank tells.
+    """
+
+    path: list[str]
+    parent: int
+    cpus: CpuShares
+    logs: str | None
+    as_json: bool = False
+    verbosity: Verbosity = "normal"
+
+
+def write_launch(folder: Path, launch: Launch) -> None:
+    """Writes it, or writes it anew."""
+    told = {
+        "path": launch.path,
+        "parent": launch.parent,
+        "cpus": [cpus_text(cpus) for cpus in launch.cpus.each],
+        "pinned": launch.cpus.pinned,
+        "logs": launch.logs,
+        "as_json": launch.as_json,
+        "verbosity": launch.verbosity,
+    }
+    _write(folder / _LAUNCH, told)
+
+
+def read_launch(folder: Path) -> Launch:
+    """Reads what `write_launch` wrote."""
+    told = _read(folder / _LAUNCH)
+    each = tuple(frozenset(listed_cpus(text) or ()) for text in told["cpus"])
+    cpus = CpuShares(each, told["pinned"])
+    return Launch(told["path"], told["parent"], cpus, told["logs"], told["as_json"], told["verbosity"])
+
+
+def write_request(folder: Path, request: Mapping[str, Any], ranks: Iterable[int]) -> None:
+    """Writes what the ranks are asked for, for each of them."""
+    for rank in ranks:
+        _write(folder / f"request-{rank}.json", request)
+
+
+def take_request(folder: Path, rank: int) -> dict[str, Any]:
+    """Reads what `write_request` wrote for a rank, and removes it."""
+    file = folder / f"request-{rank}.json"
+    request = _read(file)
+    file.unlink()
+    return request
+
+
+def _write(path: Path, told: Mapping[str, Any]) -> None:
+    """Whole or not at all, for the owner alone."""
+    beside = path.with_suffix(".tmp")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(told, file)
+    beside.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(path.read_text())
+    return told

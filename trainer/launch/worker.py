@@ -1,0 +1,258 @@
+"""This process as one of the ranks: what it takes over while it is one, and how it tells its end.
+
+Under the launcher the end is told by a file, the exit record, because torchrun turns every exit code into 1;
+under a plain `torchrun -m trainer` a rank prints its own traceback and exits with its own code.
+
+All that is one per process is here: the flag of `signals`, the exit record, what must stay until the end.
+(`observe.phases` has its timer, which a training without a rank starts anew as well.)
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.config.redact import redact_text
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from trainer.host.affinity import CpuShares, bind
+from trainer.host.environment import RANK_MARK
+from trainer.host.files import write_whole
+from trainer.host.processes import children
+from trainer.host.streams import print_anything
+from trainer.launch import signals
+from trainer.launch.exit_record import ExitRecord, record_of
+from trainer.launch.folder import Launch, read_launch, take_request
+from trainer.launch.nodes.discover import mark_of_rank
+from trainer.observe.console import log_as_json, set_verbosity, tell
+
+_PR_SET_PDEATHSIG = 1
+
+_current: "Worker | None" = None
+_held = list[object]()
+atexit.register(_held.clear)
+
+
+class Worker:
+    """This process as a rank, while the context is open; open it before the slow imports.
+
+    From then on no signal kills it (`signals.StopFlag`), it dies with its parent, keeps to its CPUs, and the
+    launcher finds it. What is raised inside ends with the context: it is in the exit record.
+
+    Attributes:
+        rank: Its global number.
+        code: The exit code that its end means (see `trainer.errors`); None counts as 0. An exception decides
+            it otherwise, see `exit_record.record_of`.
+        record: How it ended; None until then.
+        launch: What the launcher says; None without our launcher.
+        held: See `hold`.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """Takes the folder of the launch (`trainer.launch.folder`); None without our launcher."""
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.code: int | None = EXIT_DONE
+        self.record: ExitRecord | None = None
+        self.launch: Launch | None = None
+        self.held = list[object]()
+        self._pid = os.getpid()
+        self._folder = None if folder is None else Path(folder)
+        self._flag = signals.StopFlag()
+        self._record_lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def requested(self) -> signal.Signals | None:
+        """The first signal that asked this rank to stop, or None."""
+        return self._flag.requested
+
+    @cached_property
+    def request(self) -> dict[str, Any]:
+        """What the ranks of this launch are asked for."""
+        assert self._folder is not None, "only a launcher starts this module"
+        return take_request(self._folder, self.rank)
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with, once the context is closed. Under our launcher a requeue looks like success.
+
+        Otherwise torchrun would stop the other ranks, and their loader workers, while they write the
+        checkpoint.
+        """
+        assert self.record is not None
+        return EXIT_DONE if self._folder and self.record.code == EXIT_REQUEUE else self.record.code
+
+    def __enter__(self) -> "Worker":
+        """Makes this process a rank that signals can't kill, that is no orphan, and that is found."""
+        global _current  # noqa: PLW0603
+        assert _current is None, "this process is a rank already"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(signals.taken(self._flag.note))
+            stack.callback(signals.block)  # from then on nothing changes the exit code
+            stack.callback(self.held.clear)
+            stack.callback(os.environ.pop, RANK_MARK, None)
+            os.environ.update(mark_of_rank(os.environ))
+            # The launcher starts ranks with the signals blocked, so that none kills them before this line.
+            signals.unblock()
+            self.launch = None if self._folder is None else read_launch(self._folder)
+            if self.launch is not None:
+                told_once = self.rank and self.launch.verbosity == "verbose"
+                set_verbosity("normal" if told_once else self.launch.verbosity)
+                if self.launch.as_json:
+                    log_as_json(self.rank)
+            die_with_parent(None if self.launch is None else self.launch.parent)
+            bind(cpu_shares_of(self.launch))
+            print_anything()
+            self._write_to_a_log_of_its_own()
+            self._write_faults(stack)
+            _current = self
+            stack.callback(_forget)
+            if self._folder is not None:  # last: from this file on the launcher sends signals
+                write_whole(self._folder / f"rank-{self.rank}.pid", str(os.getpid()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        """Tells how it ended, and gives back what it took."""
+        if os.getpid() != self._pid:  # a fork in somebody's code came through to here: it is no rank
+            os._exit(0 if error is None else EXIT_FAILED)
+        self.write_exit_record(record_of(self.rank, self.code, error))
+        self._stack.close()
+        return True
+
+    def write_exit_record(self, record: ExitRecord) -> None:
+        """Tells the launcher, or else the user, how this rank ended: once, whoever comes first."""
+        with self._record_lock:
+            if self.record is not None:
+                return
+            self.record = replace(
+                record, line=redact_text(record.line), traceback=redact_text(record.traceback)
+            )
+        self._tell(self.record)  # without the lock: on a disk that hangs the other thread can still leave
+
+    def _tell(self, record: ExitRecord) -> None:
+        text = f"trainer: {record.line}\n" if record.line else ""
+        text = text + record.traceback if record.for_all else record.traceback or text
+        if self._folder is not None:
+            try:
+                write_whole(self._folder / f"rank-{record.rank}.json", json.dumps(asdict(record)))
+                return
+            except OSError as error:  # the disk is full, or the launcher is gone
+                text += f"trainer: {error}\n"
+        if text:
+            tell(text, "error")
+
+    def _write_to_a_log_of_its_own(self) -> None:
+        """With several nodes, all ranks but the first write to files: what libraries say there would mix."""
+        if self.launch is None or self.launch.logs is None or self.rank == 0:
+            return
+        logs = Path(self.launch.logs)
+        with contextlib.suppress(OSError):  # then to the terminal, as else
+            logs.mkdir(parents=True, exist_ok=True)
+            with (logs / f"rank-{self.rank}.log").open("ab") as log:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                    os.dup2(log.fileno(), stream.fileno())
+
+    def _write_faults(self, stack: contextlib.ExitStack) -> None:
+        """A segmentation fault writes its traceback to a file, for the launcher, or to the terminal."""
+        if self._folder is not None:
+            file = stack.enter_context((self._folder / f"rank-{self.rank}.fault").open("w"))
+            faulthandler.enable(file)
+        elif sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)
+        stack.callback(faulthandler.disable)
+
+
+def current() -> Worker | None:
+    """The rank that this process is, if it is one."""
+    return _current
+
+
+def requested() -> signal.Signals | None:
+    """The first signal that asked this process to stop, or None; where it is no rank there is no flag."""
+    return None if _current is None else _current.requested
+
+
+def cpu_shares() -> CpuShares:
+    """The CPUs that the ranks of this host keep to."""
+    return cpu_shares_of(None if _current is None else _current.launch)
+
+
+def cpu_shares_of(launch: Launch | None) -> CpuShares:
+    """The same, of a launch; without our launcher nobody is bound."""
+    return CpuShares() if launch is None else launch.cpus
+
+
+def hold(thing: object) -> None:
+    """Keeps something until this rank, or its process, ends.
+
+    Not until a rank ends that a fork of this process becomes: what lies in a fork's memory is not its to end.
+    """
+    (_held if _current is None else _current.held).append(thing)
+
+
+def leave_now(
+    code: int,
+    line: str,
+    trace: str = "",
+    *,
+    for_all: bool = False,
+    consequence: bool = False,
+    linger: float = 0.0,
+) -> NoReturn:
+    """Ends this rank from any thread: a watchdog's way out while the main thread hangs in a collective.
+
+    Args:
+        code: The exit code.
+        line: For people.
+        trace: What to show below it: where the main thread is.
+        for_all: Whether the line speaks for the whole job.
+        consequence: Whether another rank is to blame.
+        linger: Seconds to stay after the record is written, for others who need this process.
+    """
+    now, worker = time.monotonic(), _current or Worker()
+    worker.write_exit_record(
+        ExitRecord(worker.rank, code, line, trace, now, for_all=for_all, consequence=consequence)
+    )
+    time.sleep(linger)
+    for child in children(os.getpid()):  # a loader worker that hangs would stay
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    os._exit(worker.exit_code)
+
+
+def die_with_parent(parent: int | None) -> None:
+    """Lets the kernel end this process with the thread that started it (Linux): kill -9 leaves no orphan.
+
+    Args:
+        parent: Process id of who should have started it; None if nobody knows.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _forget() -> None:
+    global _current  # noqa: PLW0603
+    _current = None
+
+
+def _in_a_fork() -> None:
+    """A rank's fork is no rank: its loader worker, or one that opens a `Worker` of its own."""
+    if _current is not None:
+        _forget()
+        signals.leave_to_rank()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)

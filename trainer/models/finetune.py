@@ -1,0 +1,229 @@
+"""What of a model is trained: all of it, all but what is frozen, or LoRA's few numbers beside it.
+
+LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. A layer's weight W (out, in) stays as it is, and
+W + alpha / rank · B A takes its place, with A (rank, in) drawn at random and B (out, rank) zero at first: so
+the first step's outputs are the base's. Names of the base's parameters stay as they were; A and B are the
+layer's own parameters `lora_a` and `lora_b`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from trainer.config.model import ModelConfig
+from trainer.config.suggest import nearest
+from trainer.errors import BadInputError
+from trainer.models.activation_checkpointing import blocks
+from trainer.models.names import matching
+
+_A, _B = ".lora_a", ".lora_b"
+_SHOWN = 3
+
+
+def fine_tune(model: nn.Module, config: ModelConfig) -> str:
+    """Freezes what a configuration says, and adds LoRA, in place; after the weights were loaded.
+
+    Returns:
+        A line for the user, or nothing.
+
+    Raises:
+        BadInputError: If something isn't there, or nothing is left to train.
+    """
+    if config.lora.rank:
+        return _add_lora(model, config)
+    if not config.freeze:
+        return ""
+    names = [name for name, _ in model.named_parameters()]
+    modules = [name for name, _ in model.named_modules() if name]
+    for pattern in config.freeze:
+        if not any(map(_chosen([pattern]), names)):
+            known = [*modules, *names]
+            likely = (
+                nearest(pattern.rstrip("*."), known) or f"; names are such as {', '.join(known[:_SHOWN])}"
+            )
+            raise BadInputError(f"model.freeze: no parameter of the model is called '{pattern}'{likely}")
+    frozen, drawn = _chosen(config.freeze), _chosen(config.reinit)
+    if both := [name for name in model.state_dict() if frozen(name) and drawn(name)]:
+        raise BadInputError(
+            f"model.freeze and model.reinit both name '{both[0]}' (of {len(both)}): it would stay as it was "
+            "drawn at random; leave it out of one of them"
+        )
+    _freeze(model, frozen)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadInputError(f"model.freeze={list(config.freeze)}: nothing is left to train; freeze less")
+    kept = sum(map(keeps_statistics, model.modules()))
+    norms = f", and {kept} BatchNorm layers keep their statistics" if kept else ""
+    return f"frozen: {', '.join(config.freeze)}; {_trained(model)}{norms}"
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that was frozen: in training, too, it computes as in evaluation."""
+    return isinstance(module, _BatchNorm) and "train" in vars(module)
+
+
+def like(model: nn.Module, trained: nn.Module) -> None:
+    """Makes another model of the same task compute and learn as one that was fine-tuned, in place."""
+    for name, module in trained.named_modules():
+        if isinstance(module, _Lora):
+            _adapt(model, name, module.lora_a.shape[0], module.lora_scale)
+        elif keeps_statistics(module):
+            _keep_statistics(model.get_submodule(name))
+    learning = {name: parameter.requires_grad for name, parameter in trained.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learning.get(name, parameter.requires_grad))
+
+
+def plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's state_dict with LoRA merged: that of the model alone."""
+    scale = next((module.lora_scale for module in model.modules() if isinstance(module, _Lora)), 0.0)
+    return merged(model.state_dict(), scale)
+
+
+def merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Weights with LoRA's A and B added to them; without A and B they are returned as they are.
+
+    Args:
+        tensors: By the names of a state_dict.
+        scale: alpha / rank.
+    """
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
+    for name, a in tensors.items():
+        if name.endswith(_A):
+            layer = name.removesuffix(_A)
+            weight = next(key for key in (f"{layer}.weight", f"{layer}.in_proj_weight") if key in plain)
+            plain[weight] = plain[weight] + scale * (tensors[layer + _B] @ a)
+    return plain
+
+
+# --- freezing ---
+
+
+def _chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name is one of those: "fc" stands for all of that module, as "fc.*" does."""
+    return lambda name: any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
+    )
+
+
+def _freeze(model: nn.Module, frozen: Callable[[str], bool]) -> None:
+    for name, parameter in model.named_parameters():
+        if frozen(name):
+            parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, _BatchNorm) and all(map(frozen, own or [name])):
+            _keep_statistics(module)
+
+
+def _keep_statistics(layer: nn.Module) -> None:
+    # A partial of the layer, not a closure: deep copies must call the copy.
+    layer.train = functools.partial(_stay, layer)  # type: ignore[method-assign]
+    layer.eval()
+
+
+def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001
+    return nn.Module.train(layer, False)
+
+
+def _trained(model: nn.Module) -> str:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    every = sum(parameter.numel() for parameter in model.parameters())
+    return f"{trained:,} of {every:,} parameters are trained"
+
+
+# --- LoRA ---
+
+
+class _Lora(nn.Module):
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+
+class _Linear(nn.Linear, _Lora):
+    """A layer that is called: B (A x) is computed beside W x, without the sum of the matrices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return F.linear(x, self.weight, self.bias) + self.lora_scale * low
+
+
+class _Projection(NonDynamicallyQuantizableLinear, _Lora):
+    """What an attention multiplies with after it: it reads the weight, and never calls the layer."""
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return _sum(self, "weight")
+
+
+class _Attention(nn.MultiheadAttention, _Lora):
+    """Queries, keys and values are one matrix, which torch's kernels take as a whole."""
+
+    @property
+    def in_proj_weight(self) -> torch.Tensor:  # type: ignore[override]
+        return _sum(self, "in_proj_weight")
+
+
+def _sum(layer: _Lora, name: str) -> torch.Tensor:
+    weight = layer._parameters[name]
+    assert weight is not None
+    return weight + layer.lora_scale * (layer.lora_b @ layer.lora_a)
+
+
+def _add_lora(model: nn.Module, config: ModelConfig) -> str:
+    targets = _targets(model, config.lora.targets)
+    fresh = _chosen(config.reinit)  # no part of the base: a new head learns as a whole
+    _freeze(model, lambda name: not fresh(name))
+    for name in targets:
+        _adapt(model, name, config.lora.rank, config.lora.alpha / config.lora.rank)
+    return f"LoRA of rank {config.lora.rank} on {len(targets)} layers; {_trained(model)}"
+
+
+def _targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    possible = [name for name, module in model.named_modules() if name and _matrix(module)]
+    inside = tuple(f"{name}." for name in blocks(model))
+    found = [name for name in possible if name.startswith(inside)]
+    if patterns:
+        found = matching(possible, patterns, "model.lora.targets")
+    if not found:
+        raise BadInputError(
+            "model.lora: the model has no blocks with linear layers or attention, as a GPT or a ViT has; "
+            "use model.freeze, or name linear layers by model.lora.targets"
+        )
+    return found
+
+
+def _matrix(module: nn.Module) -> str:
+    """The name of the matrix that can be adapted, or nothing."""
+    names: dict[type[nn.Module], str] = {nn.Linear: "weight", nn.MultiheadAttention: "in_proj_weight"}
+    # A subclass that computes something else would lose that.
+    name = next((name for kind, name in names.items() if type(module).forward is kind.forward), "")
+    return name if module._parameters.get(name) is not None else ""
+
+
+def _adapt(model: nn.Module, name: str, rank: int, scale: float) -> None:
+    """Makes a layer one with A and B, in place."""
+    layer = model.get_submodule(name)
+    around = model.get_submodule(name.rpartition(".")[0])
+    weight = layer._parameters[_matrix(layer)]
+    assert weight is not None
+    same = [key for key, p in model.named_parameters(remove_duplicate=False) if p is weight]
+    if len(same) > 1:
+        raise BadInputError(f"model.lora.targets: {same[0]} and {same[1]} are one weight; leave {name} out")
+    a, b = weight.new_empty(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
+    if not a.is_meta:
+        nn.init.kaiming_uniform_(a, math.sqrt(5))  # as the authors' code does, and torch with linear layers
+    layer.register_parameter("lora_a", nn.Parameter(a))
+    layer.register_parameter("lora_b", nn.Parameter(b))
+    kind: type[_Lora] = _Attention if isinstance(layer, nn.MultiheadAttention) else _Linear
+    if isinstance(around, nn.MultiheadAttention):
+        kind = _Projection
+    layer.__class__ = kind
+    layer.lora_scale = scale  # type: ignore[assignment]

@@ -1,0 +1,78 @@
+"""The parts in which a model is shown: what lies at its top, a bounded number of them."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Part(NamedTuple):
+    """A part of a model.
+
+    Attributes:
+        name: What it is called, "blocks.0"; "" is what lies in no other part.
+        kind: Its class, or how many of one it has: "Linear", "12 x Block".
+        modules: Names of the modules that it is.
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...] = ()
+
+
+def parts(model: nn.Module, most: int) -> list[Part]:
+    """The parts of a model, in its order, at most so many; each parameter is in one of them.
+
+    Level by level what has blocks is opened, while all fits; where even the topmost modules are too many, the
+    smallest are joined. No block is opened: it may be compiled, or its activations computed again.
+    """
+    names = [name for name, _ in model.named_children()]
+    while True:
+        opened = [one for name in names for one in _inside(model, name, alone=len(names) == 1)]
+        if opened == names or len(opened) > most - 1:
+            break
+        names = opened
+    found = [Part(name, _kind(model.get_submodule(name)), (name,)) for name in names]
+    if len(found) > most - 1:
+        sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in names}
+        kept = set(sorted(names, key=lambda name: -sizes[name])[: most - 2])
+        rest = tuple(name for name in names if name not in kept)
+        found = [*(part for part in found if part.name in kept), Part("others", f"{len(rest)} modules", rest)]
+    return [*found, Part("", type(model).__name__)]
+
+
+def _inside(model: nn.Module, name: str, alone: bool) -> list[str]:
+    """The names of what lies in a module, or its own where it isn't opened."""
+    module = model.get_submodule(name)
+    inner = [f"{name}.{child}" for child, _ in module.named_children()]
+    is_member = isinstance(model.get_submodule(name.rpartition(".")[0]), _CONTAINERS)
+    has_blocks = alone or any(isinstance(child, _CONTAINERS) for child in module.children())
+    opens = isinstance(module, _CONTAINERS) or (has_blocks and not is_member)
+    return inner if inner and opens else [name]
+
+
+def _kind(module: nn.Module) -> str:
+    kinds = [type(child).__name__ for child in module.children()]
+    if isinstance(module, _CONTAINERS) and len(kinds) > 1 and len(set(kinds)) == 1:
+        return f"{len(kinds)} x {kinds[0]}"
+    return type(module).__name__
+
+
+def called(model: nn.Module, part: Part) -> list[nn.Module]:
+    """The modules of a part that are called in a forward pass: of a list those that are in it."""
+    found = list[nn.Module]()
+    for module in map(model.get_submodule, part.modules):
+        found += module.children() if type(module).forward is nn.Module.forward else [module]
+    return found
+
+
+def parameters_of(model: nn.Module, parts: list[Part]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each part by its name; one that several parts have is the first one's."""
+    seen, found = set[int](), dict[str, list[nn.Parameter]]()
+    for part in parts:
+        modules = map(model.get_submodule, part.modules or ("",))
+        own = {id(p): p for module in modules for p in module.parameters() if id(p) not in seen}
+        found[part.name] = list(own.values())
+        seen.update(own)
+    return found

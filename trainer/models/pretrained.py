@@ -1,0 +1,244 @@
+"""Weights to start from, by name: of the Hugging Face hub or torchvision; fetched once, then in a cache.
+
+What the hub has is fetched and kept by its own client (huggingface_hub), so that its variables hold, such as
+HF_ENDPOINT and HF_HUB_OFFLINE, and other programs share its cache: XDG_CACHE_HOME/huggingface/hub.
+torchvision's files are pickles: each is checked, read once and kept as safetensors in
+XDG_CACHE_HOME/trainer/weights, with the SHA-256 of that file beside it.
+"""
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+from trainer.config.data import at_home
+from trainer.config.model import HUB, TORCHVISION, ModelConfig
+from trainer.config.suggest import nearest
+from trainer.data.remote.access import DiskError, NotThereError, Sink, fetch, join
+from trainer.errors import BadInputError
+from trainer.host.files import locked, write_whole, written_whole
+from trainer.observe.console import say
+
+FILE = "model.safetensors"
+_CONNECT_S = 5.0  # for an answer of the hub
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# As torch.hub reads it: the first digits of the file's SHA-256, in its name.
+_PUBLISHED_HASH = re.compile(r"[-_]([0-9a-f]{8,})\.pth$")
+# Names in torchvision's files of densenets are older than its models, which rename them when they load one.
+_OLD_NAME = re.compile(r"(.*denselayer\d+\.(?:norm|conv))\.([12]\..*)")
+
+
+class Weights(NamedTuple):
+    """A file to start from.
+
+    Attributes:
+        file: Where it lies here.
+        exact: What names the same file tomorrow: the source, on the hub with the commit.
+        revision: The hub's commit, or the name of torchvision's file; None for a path.
+        sha256: What its SHA-256 is to be, where somebody says so: the hub, or who converted it.
+    """
+
+    file: Path
+    exact: Path | str
+    revision: str | None = None
+    sha256: str | None = None
+
+
+def find_weights(config: ModelConfig) -> Weights | None:
+    """Finds what a model starts from, and fetches it if it isn't here yet; None where it starts from nothing.
+
+    Raises:
+        BadInputError: If there is no such thing, or it can't be had or kept.
+    """
+    source = config.pretrained
+    if source is None:
+        return None
+    if isinstance(source, Path):
+        return Weights(at_home(source, "model.pretrained"), source)
+    try:
+        if named := HUB.fullmatch(source):
+            return _of_hub(source, named["repository"], named["revision"])
+        named = TORCHVISION.fullmatch(source)
+        assert named is not None  # the configuration was checked
+        return _of_torchvision(source, named["name"], config.mirror)
+    except OSError as error:
+        raise BadInputError(
+            f"model.pretrained={source}: the cache can't be used ({error.strerror or error}); give a folder "
+            "that can be written by XDG_CACHE_HOME"
+        ) from error
+
+
+def _of_hub(source: str, repository: str, revision: str) -> Weights:
+    import httpx2
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what is wrong is said here, in one line
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # asks the hub for more than the file
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    what, hub = f"model.pretrained={source}", constants.ENDPOINT
+    try:
+        file = _downloaded(repository, revision)
+    except errors.GatedRepoError as error:
+        raise BadInputError(
+            f"{what}: {hub} gives it to those only who were granted access: set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise BadInputError(
+            f"{what}: {hub} has no repository {repository}; mend the name, or set HF_TOKEN if it is private"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise BadInputError(
+            f"{what}: {repository} has no revision {revision}; give a branch, a tag or a whole commit"
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise BadInputError(
+            f"{what}: {repository} holds no {FILE} there, and nothing else is read (no pickles, no weights "
+            "in several files); choose a repository or revision that does"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        answer = getattr(error.__cause__, "response", None)
+        how = "can't be reached from here" if answer is None else f"answers HTTP {answer.status_code}"
+        raise BadInputError(
+            f"{what}: {hub} {how}, and {constants.HF_HUB_CACHE} doesn't hold it; fetch "
+            "it once where there is a network, set HF_ENDPOINT to a mirror, or give a file"
+        ) from error
+    except (httpx2.HTTPError, errors.HFValidationError, RuntimeError) as error:
+        raise BadInputError(f"{what}: {hub} doesn't give it ({_first_line(error)}); try again") from error
+    # The cache's own layout: snapshots/COMMIT/FILE is a link to a blob that is named by its hash.
+    commit, blob = file.parent.name, file.resolve().name
+    if not _COMMIT.fullmatch(commit):
+        raise BadInputError(f"{what}: {hub} names no commit; set HF_ENDPOINT to a hub")
+    return Weights(file, f"hub:{repository}@{commit}", commit, blob if _SHA256.fullmatch(blob) else None)
+
+
+def _downloaded(repository: str, revision: str) -> Path:
+    from huggingface_hub import errors, hf_hub_download
+
+    if _COMMIT.fullmatch(revision):  # what is kept of it is what the hub has
+        with contextlib.suppress(errors.LocalEntryNotFoundError):
+            return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=True))
+    return Path(hf_hub_download(repository, FILE, revision=revision, local_files_only=not _answers()))
+
+
+def _answers() -> bool:
+    """Whether there is a hub that answers: its client would try for half a minute to find out."""
+    import httpx2
+    from huggingface_hub import constants, errors, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_CONNECT_S, follow_redirects=False)
+    except (httpx2.TransportError, errors.OfflineModeIsEnabled):
+        return False
+    return True
+
+
+def _of_torchvision(source: str, name: str, mirror: str | None) -> Weights:
+    url, known = _torchvision_url(name)
+    if url is None:
+        raise BadInputError(
+            f"model.pretrained={source}: torchvision has no such weights{nearest(name, known)}"
+        )
+    published = url.rpartition("/")[2]
+    folder = _cache()
+    kept = folder / f"{published.removesuffix('.pth')}.safetensors"
+    digest = kept.with_suffix(".sha256")
+    if not (kept.exists() and digest.exists()):  # else it may lie where nobody can write
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(kept.with_suffix(".lock")):
+            if not (kept.exists() and digest.exists()):
+                with written_whole(kept) as beside:
+                    _fetch_converted(source, url if mirror is None else join(mirror, published), beside)
+                    write_whole(digest, f"{_sha256(beside)}\n")  # first: nobody finds the weights without
+    return Weights(kept, source, published, digest.read_text().strip())
+
+
+def _torchvision_url(name: str) -> tuple[str | None, list[str]]:
+    """Where torchvision has weights of this name, and all names that it knows."""
+    import inspect
+
+    from torchvision import models
+
+    modules = [models, *(module for _, module in inspect.getmembers(models, inspect.ismodule))]
+    kinds = (kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass))
+    members: dict[str, Any] = {
+        f"{kind.__name__}.{word}": member
+        for kind in kinds
+        if issubclass(kind, models.WeightsEnum)
+        for word, member in getattr(kind, "__members__", {}).items()
+    }
+    return (members[name].url if name in members else None), list(members)
+
+
+def _fetch_converted(source: str, url: str, to: Path) -> None:
+    published = _PUBLISHED_HASH.search(url)
+    if published is None:
+        raise BadInputError(f"model.pretrained={source}: {url} says no hash in its name; give a file")
+    pickled = to.with_suffix(".pth")
+    say(f"fetching {url}")
+    try:
+        file = os.open(pickled, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            sink = Sink(file)
+            fetch(url, sink, at_once=True)
+            os.ftruncate(file, sink.done)  # of a longer try before
+        finally:
+            os.close(file)
+        if not sink.sha256().startswith(published[1]):
+            raise BadInputError(
+                f"model.pretrained={source}: {url} isn't what torchvision published: its SHA-256 begins with "
+                f"{sink.sha256()[:8]}, not {published[1]}; fetch it from elsewhere by model.mirror=URL"
+            )
+        safetensors.torch.save_file(_state_in(pickled, source), to)
+    except NotThereError as error:
+        raise BadInputError(f"model.pretrained={source}: {url} isn't there; mend model.mirror") from error
+    except BadInputError as error:
+        if str(error).startswith("model.pretrained"):
+            raise
+        raise BadInputError(
+            f"model.pretrained={source} isn't in {to.parent} yet, and can't be fetched: {error}"
+        ) from error
+    except DiskError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from error
+    finally:
+        pickled.unlink(missing_ok=True)
+
+
+def _state_in(file: Path, source: str) -> dict[str, torch.Tensor]:
+    """The tensors in a pickle, which may hold nothing else."""
+    try:
+        state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise BadInputError(
+            f"model.pretrained={source}: its file holds more than tensors, or isn't torch's "
+            f"({_first_line(error)}); give a safetensors file"
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+        raise BadInputError(f"model.pretrained={source}: its file is no state_dict; give a safetensors file")
+    return {_OLD_NAME.sub(r"\1\2", name): tensor.clone().contiguous() for name, tensor in state.items()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return hashlib.sha256(data).hexdigest()
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("HOME") or "/", ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home, "trainer", "weights")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]

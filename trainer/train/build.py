@@ -1,0 +1,163 @@
+"""Builds a run on this rank: everything that it trains with, on its device."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from trainer.config.recipe import Recipe
+from trainer.data.corrupt import Quarantine
+from trainer.data.joined import make_loaders
+from trainer.data.loader import Source, make_loader
+from trainer.data.sampling.plan import Share, evaluation_share
+from trainer.distributed.parallel import World, replicate
+from trainer.models.batchnorm import StepStatistics, batchnorm_buffers
+from trainer.models.layers import LayerStatistics
+from trainer.models.precision import autocast, check_precision, make_precision, set_matmul_mode
+from trainer.rng import Purpose, key
+from trainer.tasks import Task
+from trainer.train.anomaly import make_recent_losses
+from trainer.train.changing import find_changing
+from trainer.train.prepare import prepare_model
+from trainer.train.reduction import (
+    AllReduce,
+    FixedGradients,
+    Gradients,
+    ItemCount,
+    RaggedItemCount,
+    Reduction,
+    TreeSum,
+)
+from trainer.train.run import make_plan, more_sets
+from trainer.train.state import EvaluationSet, Run, TrainState
+from trainer.train.step import LossesOf, LossOf
+from trainer.train.updates import make_updates, words_for
+
+
+def build(
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    workers: int,
+    folder: Path | None = None,
+    prefetch: int | None = None,
+    fresh: bool = True,
+) -> Run:
+    """Builds everything that a rank trains with.
+
+    Args:
+        workers: What `data.workers=auto` stands for; the evaluation takes two at most.
+        folder: The run folder, for samples that can't be decoded; or None.
+        prefetch: What `data.prefetch=auto` stands for; None: as the size of a sample says.
+        fresh: Whether no checkpoint will take the place of the weights that it starts from.
+    """
+    device, share = world.device, Share(make_plan(recipe, task), world.rank, world.size)
+    plan, loading = share.plan, recipe.data.model_copy(update={"prefetch": prefetch or recipe.data.prefetch})
+    check_precision(recipe.precision, device)
+    set_matmul_mode(recipe.precision)
+    set_determinism(recipe)
+    prepared = prepare_model(recipe, task, world, fresh)
+    model, in_tree = prepared.model, recipe.parallel.reduction == "tree"
+    found = find_changing(
+        task,
+        model,
+        batchnorm_buffers(model),
+        recipe.data.micro_batch_size,
+        autocast(recipe.precision, device),
+        world,
+    )
+    generators = [
+        torch.default_generator
+    ]  # the CPU's always: a model on a GPU may draw there (stochastic depth)
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    losses: tuple[str, ...] = getattr(task, "losses", ())
+    loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
+    replica = replicate(loss_of, world.group, recipe.parallel, device)
+    optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
+    layers = None
+    if recipe.log.layers_every and world.rank == 0:
+        layers = LayerStatistics(model, recipe.log.layers_every, device)
+    precision = make_precision(recipe.precision, device, recipe.anomaly.nonfinite == "skip")
+    statistics = StepStatistics(model, None if in_tree else world.group, found)
+    # A graph that is replayed again before its gradients are used would overwrite them.
+    overwritten = prepared.cuda_graphs and (share.gradient_accumulation_steps > 1 or world.group is not None)
+    gradients = FixedGradients(model) if overwritten else Gradients(model)
+    reduction: Reduction = AllReduce(replica, world, statistics)
+    if in_tree:
+        reduction = TreeSum(gradients, world, statistics, recipe.parallel.bucket_mb)
+    count_items = RaggedItemCount if "num_items" in task.train_data.fields else ItemCount
+    # Below 2**62, so that adding the micro-batch's number never overflows.
+    first_key = (key(plan.seed, Purpose.MICRO_BATCH) >> 2) + share.rank * share.gradient_accumulation_steps
+    source = Source(task.train_data, share, task.train_data.uniforms + task.uniforms)
+    file = folder / "quarantine.jsonl" if folder and recipe.data.on_corrupt == "quarantine" else None
+
+    def quarantine(what: str, samples: int) -> Quarantine:
+        return Quarantine(what, recipe.data.corrupt_samples(samples), file)
+
+    measured = {"evaluation": task.evaluation_data} | {
+        f"evaluation.sets.{name}": dataset for name, dataset in more_sets(task).items()
+    }
+    held = [
+        Source(dataset, evaluation_share(len(dataset), size, world.rank, world.size))
+        for dataset in measured.values()
+        for size in [min(recipe.data.eval_batch_size, len(dataset))]
+    ]
+    in_training = quarantine("training", plan.samples)
+    found_bad = [quarantine(what, len(dataset)) for what, dataset in measured.items()]
+    loader = make_loader(source, device, loading, workers, in_training)
+    evaluation, *others = make_loaders(held, device, loading, min(workers, 2), found_bad)
+    return Run(
+        state=TrainState(
+            model=model,
+            optimizer=optimizer,
+            lr=lr,
+            scaler=precision.scaler,
+            average=prepared.average,
+            statistics=statistics,
+            loss=torch.zeros((1 + len(losses),) if losses else (), dtype=torch.float64, device=device),
+            norm=torch.zeros((), device=device),
+        ),
+        recipe=recipe,
+        task=task,
+        world=world,
+        share=share,
+        replica=replica,
+        gradients=gradients,
+        reduction=reduction,
+        precision=precision,
+        items=count_items(plan, task.train_data.num_items, world.group),
+        recent=make_recent_losses(recipe.anomaly, recipe.log.every, device),
+        nonfinite=prepared.nonfinite,
+        layers=layers,
+        generators=tuple(generators),
+        first_key=first_key,
+        loader=loader,
+        evaluation_loader=evaluation,
+        evaluation_share=held[0].share,
+        compiled=prepared.compiled,
+        notes=(*getattr(task, "notes", ()), *prepared.notes, *found.notes, *words_for(task, optimizer)),
+        losses=losses,
+        evaluation_sets=tuple(
+            EvaluationSet(name, loaded, part.share)
+            for name, loaded, part in zip(more_sets(task), others, held[1:], strict=True)
+        ),
+    )
+
+
+def set_determinism(recipe: Recipe) -> None:
+    """Lets kernels be chosen by speed, or only those that repeat their results.
+
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html. Without it a run on GPUs goes on from the
+    same state with the same samples and randomness, but atomic additions come in another order each time.
+    """
+    # cuDNN's timing may choose another algorithm in the next process; and it asks the allocator what is free,
+    # which one that is plugged in doesn't tell (pytorch#98481).
+    plugged_in = recipe.memory.allocator == "managed"
+    torch.backends.cudnn.benchmark = recipe.cudnn_benchmark and not recipe.deterministic and not plugged_in
+    torch.use_deterministic_algorithms(recipe.deterministic)
+    if recipe.deterministic:
+        # Read when cuBLAS starts, which nothing has done yet.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Nothing here reads memory that it didn't write (a test fills it with NaN).
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,115 @@
+"""When a run's state is saved while it trains, and how: every rank has a part in it, rank 0 writes."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.checkpoint.folder import folder_name
+from trainer.config.section import config_hash
+from trainer.distributed.parallel import sum_over_ranks
+from trainer.observe.console import warn
+from trainer.train.hooks import HookError
+from trainer.train.state import Run, numbers_of, tensors_of
+
+
+class Checkpoints:
+    """The checkpoints of an attempt."""
+
+    def __init__(
+        self,
+        run: Run,
+        writer: BackgroundWriter | None = None,
+        run_id: str = "",
+        data: Mapping[str, str] | None = None,
+        written: Callable[[int, Path], None] | None = None,
+    ) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            run_id: For the checkpoints; rank 0's, who writes them.
+            data: From `data_of`: a checkpoint says what it was trained on.
+            written: Told step and folder of each that was written, or None.
+        """
+        self._told, self._on_written = None if writer is None else writer.written, written
+        self._run, self._writer, self._run_id, self._data = run, writer, run_id, dict(data or {})
+        self._config = run.recipe.checkpoint
+        self._set_clock()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run is to leave any."""
+        return self._config.every > 0 or self._config.minutes > 0
+
+    def due(self, done: int) -> bool:
+        """Whether one is due after so many steps."""
+        return self._config.every > 0 and done % self._config.every == 0
+
+    def overdue(self) -> bool:
+        """Whether one is due by the clock: rank 0's alone, which the others hear of."""
+        return time.monotonic() > self._due_at
+
+    def _set_clock(self) -> None:
+        seconds = self._config.minutes * 60
+        timed = seconds > 0 and self._run.world.rank == 0
+        self._due_at = time.monotonic() + seconds if timed else math.inf
+
+    def save(self) -> None:
+        """Copies the run's state, and starts to write it; collective."""
+        run, state = self._run, self._run.state
+        self._set_clock()
+        losses = run.reduction.gather_losses(state.loss)
+        if self._writer is None:
+            return
+        numbers = {
+            **numbers_of(state, losses.tolist()),
+            "run_id": self._run_id,
+            "config_hash": config_hash(run.recipe),
+            "world_size": run.world.size,
+            "threads": torch.get_num_threads(),
+            "fingerprint": self._data,
+        }
+        best = state.best[1] if state.best and self._config.best else None
+        if self._on_written is not None:  # before another takes its place
+            self.finish()
+        self._writer.submit(state.step, stage(tensors_of(state)), numbers, best)
+
+    def look(self, _done: int = 0) -> None:
+        """Tells of a checkpoint that has been written since the last call."""
+        if self._writer is None or self._on_written is None or self._writer.written == self._told:
+            return
+        self._told = step = self._writer.written
+        assert step is not None
+        self._on_written(step, self._writer.folder / folder_name(step))
+
+    def newest(self) -> int:
+        """The step of the newest one on the disk, whenever it was written; -1: there is none. Collective."""
+        newest = self._writer.newest() if self._writer is not None else None
+        with _only_told():
+            self.look()
+        step = torch.tensor([0 if newest is None else newest + 1])
+        sum_over_ranks(step, self._run.world.control or self._run.world.group)
+        return int(step) - 1
+
+    def finish(self) -> None:
+        """Waits for the one that is being written."""
+        if self._writer is not None:
+            self._writer.finish()
+            self.look()
+
+    def close(self) -> None:
+        """The same, when it is decided how the run ends: an error in a hook is only told."""
+        with _only_told():
+            self.finish()
+
+
+@contextmanager
+def _only_told() -> Iterator[None]:
+    try:
+        yield
+    except HookError as error:
+        warn(str(error))

@@ -1,0 +1,211 @@
+"""Somebody's own code in a run: objects that are called after steps, evaluations and checkpoints; and sinks.
+
+A hook sees what the rows of metrics hold, late: so it never makes the host wait for the device. What it
+computes changes no bit of the run as long as it only looks: all randomness of the training is keyed.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from trainer.config.suggest import nearest
+from trainer.config.training import FILES, HooksConfig, LogConfig, is_place
+from trainer.errors import BadInputError
+from trainer.observe.console import warn
+from trainer.observe.log import Row, Sink
+from trainer.train.tracking.tracker import plugged, trackers_of
+
+_FAILURES = (Exception, SystemExit)  # a sys.exit() would look like a run's good end
+METHODS = ("after_step", "after_evaluation", "after_checkpoint")
+
+
+class Hook(Protocol):
+    """What is called while a run trains: any class or object with one of these methods, or more.
+
+    It needn't be of this class. It runs on rank 0; with an attribute `ranks = "all"` on every rank, but for
+    `after_checkpoint`, which is of the rank that writes.
+    """
+
+    def after_step(self, row: dict[str, Any]) -> object:
+        """Takes a row of metrics: each log.every steps, and before evaluations."""
+
+    def after_evaluation(self, step: int, metrics: dict[str, float]) -> object:
+        """Takes what was measured after so many steps."""
+
+    def after_checkpoint(self, step: int, folder: Path) -> object:
+        """Takes a checkpoint's folder, which is whole on the disk: it can be copied elsewhere."""
+
+
+class HookError(Exception):
+    """Code of the user's own failed, in a hook or a sink."""
+
+
+def find_hooks(config: HooksConfig, brought: object = ()) -> list[tuple[str, Any]]:
+    """The hooks of a run by name, those that are classes not yet called.
+
+    Args:
+        brought: Those of the task's file or of `fit`'s caller: a list of objects or classes.
+
+    Raises:
+        BadInputError: If one can't be loaded, has none of the methods, or is a class that wants arguments.
+    """
+    if not config.enabled:
+        return []
+    if not isinstance(brought, list | tuple):
+        raise BadInputError(f"hooks is a {type(brought).__name__}; give a list of classes or objects")
+    found = [(place, _at(place, "hooks.use")) for place in config.use]
+    found += [(getattr(one, "__name__", type(one).__name__), one) for one in brought]
+    for name, one in found:
+        for method in dir(one):
+            if method.startswith("after_") and method not in METHODS:
+                raise BadInputError(f"hook {name}: nothing calls {method}{nearest(method, METHODS)}")
+        if not any(callable(getattr(one, method, None)) for method in METHODS):
+            raise BadInputError(f"hook {name} has none of the methods {', '.join(METHODS)}")
+        if inspect.isclass(one) and (wanted := _wants(one)):
+            raise BadInputError(
+                f"hook {name} is called without arguments, and wants {wanted}; give defaults, or an object"
+            )
+        if getattr(one, "ranks", "first") not in ("first", "all"):
+            raise BadInputError(f'hook {name}: ranks is {one.ranks!r}; give "first" or "all"')
+    return found
+
+
+def make_hooks(found: Sequence[tuple[str, Any]], rank: int) -> list[Any]:
+    """Those that run on a rank: all on rank 0, elsewhere those with `ranks = "all"`.
+
+    Raises:
+        BadInputError: If a class can't be called without arguments.
+    """
+    made = []
+    for name, one in found:
+        if rank == 0 or getattr(one, "ranks", "first") == "all":
+            try:
+                made.append(one() if inspect.isclass(one) else one)
+            except _FAILURES as error:
+                raise BadInputError(f"hook {name}: {_said(error)}") from error
+    return made
+
+
+def load_sinks(config: LogConfig, hooks: HooksConfig) -> list[Sink]:
+    """The functions that `log.to` names.
+
+    Raises:
+        BadInputError: If one can't be loaded, or isn't a function; or a tracker isn't installed.
+    """
+    sinks = []
+    trackers = trackers_of(config.to)
+    for place in config.to:
+        if place in FILES or place in trackers:
+            continue
+        function = _at(place, "log.to") if is_place(place) else plugged(place)
+        if not callable(function) or inspect.isclass(function):
+            raise BadInputError(f"log.to: {place} is a {type(function).__name__}; name a function of a row")
+        sinks.append(_copied(guarded(function, place, hooks)))
+    return sinks
+
+
+def _copied(sink: Sink) -> Sink:
+    """A sink that may change its row: the next one has another."""
+    return lambda row: sink(dict(row))
+
+
+def hook_sink(hooks: Sequence[Any], config: HooksConfig) -> Sink:
+    """Hands rows of metrics to the hooks that want them."""
+    steps = _calls(hooks, "after_step", config)
+    evaluations = _calls(hooks, "after_evaluation", config)
+
+    def take(row: Row) -> None:
+        if row["kind"] == "train":
+            for call in steps:
+                call(dict(row))
+        elif row["kind"] == "eval":
+            metrics = {k: v for k, v in row.items() if k not in ("kind", "step", "epoch")}
+            for call in evaluations:
+                call(row["step"], dict(metrics))
+
+    return take
+
+
+def checkpoint_hook(hooks: Sequence[Any], config: HooksConfig) -> Callable[[int, Path], None] | None:
+    """Tells the hooks of a checkpoint that was written: its step and folder; None if nobody wants to know."""
+    calls = _calls(hooks, "after_checkpoint", config)
+
+    def tell(step: int, folder: Path) -> None:
+        for call in calls:
+            call(step, folder)
+
+    return tell if calls else None
+
+
+def guarded(call: Callable[..., object], name: str, config: HooksConfig) -> Callable[..., None]:
+    """A call of somebody's own code: an error in it has its name."""
+
+    def guard(*arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except _FAILURES as error:
+            line = f"{name}: {_said(error)}"
+            if config.on_error == "stop":
+                raise HookError(f"{line}; hooks.on_error=warn goes on without it") from error
+            warn(line)
+
+    return guard
+
+
+def _calls(hooks: Sequence[Any], method: str, config: HooksConfig) -> list[Callable[..., None]]:
+    return [
+        guarded(getattr(one, method), f"{type(one).__name__}.{method}", config)
+        for one in hooks
+        if callable(getattr(one, method, None))
+    ]
+
+
+def _wants(kind: type) -> str:
+    """Why a class can't be called without arguments, or an empty string."""
+    try:
+        needed = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return ""
+    various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(one.name for one in needed if one.default is one.empty and one.kind not in various)
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _at(place: str, key: str) -> Any:
+    where, _, name = place.rpartition(":")
+    path = Path(where).absolute() if where.endswith(".py") else None
+    # As if the file were run, or `python -m` typed: what lies beside it, or here, can be imported.
+    beside = str(path.parent if path else Path.cwd())
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
+    try:
+        module = _module(path, path.read_text("utf-8")) if path else importlib.import_module(where)
+    except _FAILURES as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = f" line {lines[-1]}" if lines else ""
+        raise BadInputError(f"{key}: {where}{line} can't be loaded ({_said(error)})") from error
+    if not hasattr(module, name):
+        raise BadInputError(f"{key}: {where} has no {name}{nearest(name, vars(module))}")
+    return getattr(module, name)
+
+
+@cache  # run once in a process, whoever names it; anew where a notebook has changed it
+def _module(path: Path, source: str) -> ModuleType:
+    name = f"trainer_hooks_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for dataclasses and pickles in it
+    exec(compile(source, str(path), "exec"), vars(module))
+    return module

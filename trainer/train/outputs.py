@@ -1,0 +1,300 @@
+"""What a rank tells and writes while it trains: rows of metrics everywhere, on rank 0 also all the rest."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.background import BackgroundWriter
+from trainer.checkpoint.store import set_foreign_aside
+from trainer.config.data import is_url
+from trainer.data.formats.images import ImageDataset
+from trainer.distributed.parallel import gather_rows
+from trainer.errors import OutOfMemory
+from trainer.host.latest import link_latest
+from trainer.host.limits import read_limits
+from trainer.models.layers import LayerStatistics
+from trainer.observe.advice import Advisor, host_clock
+from trainer.observe.checksums import Checksums
+from trainer.observe.console import ProgressBar, warn
+from trainer.observe.diagnosis import Facts
+from trainer.observe.flops import peak_flops
+from trainer.observe.leak import Growth, Trends
+from trainer.observe.log import MetricLogger, Sink, Sources
+from trainer.observe.machine import Machine
+from trainer.observe.memory import memory_source, start_history
+from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
+from trainer.observe.profile import Profile
+from trainer.train.anomalies import AnomalyLog, write_anomalies
+from trainer.train.checkpoints import Checkpoints
+from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
+from trainer.train.manifest import make_manifest
+from trainer.train.model_table import describe_model, show_model, top_parts
+from trainer.train.operations import count_operations
+from trainer.train.recording import check_space, open_folder, writable
+from trainer.train.request import Request
+from trainer.train.run_folder import Manifest, set_status
+from trainer.train.state import Run
+from trainer.train.step import take_metrics
+from trainer.train.summary import introduce
+from trainer.train.tracking.feed import tracked
+from trainer.train.updates import brings_optimizer
+
+_PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is told and written.
+
+    Attributes:
+        logger: Takes the metrics.
+        checkpoints: Saves the state.
+        anomalies: Writes down what anomaly detection finds.
+        each_step: Told of each step how many are done.
+        manifest: The run's, on rank 0.
+        progress_bar: The same.
+        advisor: The same: says what holds the run up.
+        profile: The same: looks at some steps, or None.
+    """
+
+    logger: MetricLogger
+    checkpoints: Checkpoints
+    anomalies: AnomalyLog
+    each_step: tuple[Callable[[int], None], ...] = ()
+    manifest: dict[str, Any] | None = None
+    progress_bar: ProgressBar | None = None
+    advisor: Advisor | None = None
+    profile: Profile | None = None
+
+    def leave(self, status: str, line: str) -> None:
+        """Says on rank 0 why the attempt ends before its end, and in the manifest."""
+        if self.progress_bar is not None and self.manifest is not None and self.anomalies.folder is not None:
+            self.progress_bar.close()
+            if status == "stopped":
+                self.progress_bar.say(f"  {line}")
+            set_status(self.anomalies.folder, self.manifest, status, line)
+
+
+def bare_outputs(
+    stack: contextlib.ExitStack, run: Run, sinks: Sequence[Sink] = (), checksums: Checksums | None = None
+) -> Outputs:
+    """Rows of metrics with all that explains them, and no run folder: for measuring the loop itself."""
+    sources = metric_sources(stack, run)
+    logger = _make_logger(run, list(sinks), checksums, sources)
+    _add_advisor(stack, run, logger, sources)
+    return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
+
+
+def open_outputs(
+    stack: contextlib.ExitStack,
+    request: Request,
+    run: Run,
+    stored: Manifest | None,
+    data: Mapping[str, str],
+    notes: Sequence[str],
+    anomalies: list[dict[str, Any]],
+    left_out: frozenset[int],
+    brought: Sequence[Any] = (),
+) -> Outputs:
+    """Opens what this rank writes to; the stack closes it.
+
+    Args:
+        stack: Closed when the attempt is over.
+        run: The same, built, and its checkpoint loaded.
+        stored: What the earlier attempts left, or None.
+        data: From `data_of`.
+        anomalies: Those that still hold.
+        left_out: Steps that aren't trained.
+        brought: Hooks that `fit` was given.
+
+    Raises:
+        BadInputError: If the run folder can't be written, or lacks room.
+    """
+    folder, config = request.folder, run.recipe.hooks
+    found = find_hooks(config, [*getattr(run.task, "hooks", ()), *brought])
+    hooks = make_hooks(found, run.world.rank)
+    theirs = [hook_sink(hooks, config)] if hooks else []
+    if run.world.rank:
+        logger = _make_logger(run, theirs, None, metric_sources(stack, run), left_out)
+        return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
+    manifest = make_manifest(
+        run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
+    )
+    manifest["anomalies"] = len(anomalies)
+    sources = metric_sources(stack, run)
+    if sources.count is not None:
+        shown = top_parts(run.state.model)
+        own = brings_optimizer(run.task)
+        manifest["model"] = describe_model(run.recipe, run.state.model, shown, sources.count, own)
+    check_space(folder, run.recipe, run.state.model, brings_optimizer(run.task))
+    with writable(folder):
+        # All ranks have read theirs: they agreed.
+        if stored is not None and (aside := set_foreign_aside(folder / FOLDER, stored.foreign)):
+            warn(f"{folder / FOLDER}: checkpoints of other runs were renamed: {', '.join(aside)}")
+        write_anomalies(folder, anomalies)
+        if stored is None:
+            link_latest(folder)
+    sinks, checksums = stack.enter_context(open_folder(folder, run, manifest))
+    progress_bar = introduce(manifest, run, folder)
+    if run.state.step == 0 and "model" in manifest:
+        show_model(manifest["model"], progress_bar, run.world.device)
+    stack.callback(progress_bar.close)
+    sinks.append(progress_bar)
+    if run.nonfinite is not None:
+        sinks.append(run.nonfinite.name_first)
+    sinks += [*load_sinks(run.recipe.log, config), *theirs]
+    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say))
+    writer = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn, run.state.step or None)
+    stack.callback(writer.abandon)
+    logger = _make_logger(run, sinks, checksums, sources, left_out)
+    advisor = _add_advisor(stack, run, logger, sources)
+    profile = _open_profile(stack, request, run)
+    written = checkpoint_hook(hooks, config)
+    checkpoints = Checkpoints(run, writer, manifest["run_id"], data, written)
+    return Outputs(
+        logger,
+        checkpoints,
+        AnomalyLog(folder, run.plan),
+        each_step=(
+            *([profile.step_done] if profile else []),
+            progress_bar.step_done,
+            *([_layers_to(logger, run.layers)] if run.layers is not None else []),
+            *([_compiled(run, progress_bar)] if run.compiled else []),
+            *([checkpoints.look] if written else []),
+        ),
+        manifest=manifest,
+        progress_bar=progress_bar,
+        advisor=advisor,
+        profile=profile,
+    )
+
+
+def _make_logger(
+    run: Run,
+    sinks: list[Sink],
+    checksums: Checksums | None,
+    sources: Sources,
+    left_out: frozenset[int] = frozenset(),
+) -> MetricLogger:
+    take, logged = partial(take_metrics, run), run.state.logged
+    return MetricLogger(run.plan, run.world.device, sinks, take, checksums, logged, sources, left_out)
+
+
+def _layers_to(logger: MetricLogger, layers: LayerStatistics) -> Callable[[int], None]:
+    def look(done: int) -> None:
+        if (flow := layers.take()) is not None:
+            logger.stage_later(done, "layers", flow.values, flow.metrics)
+
+    return look
+
+
+def _compiled(run: Run, progress_bar: ProgressBar) -> Callable[[int], None]:
+    began, last = time.monotonic(), run.state.step + run.recipe.compile.warm_up
+
+    def tell(done: int) -> None:
+        if done == last:
+            progress_bar.say(f"  compiled in {time.monotonic() - began:.0f} s")
+
+    return tell
+
+
+def metric_sources(stack: contextlib.ExitStack, run: Run) -> Sources:
+    """What this rank's rows tell besides its own metrics, until the stack is closed."""
+    task, device, world = run.task, run.world.device, run.world
+    num_items = task.train_data.num_items
+    gather = partial(gather_rows, world) if world.group is not None else None
+    if world.rank:
+        return Sources(num_items, gather=gather, pause_s=_PAUSE_S)
+    start_history(run.recipe.memory, device)
+    machine = Machine(device.type == "cuda", world.local_size)
+    stack.callback(machine.close)
+    peak = None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), run.recipe.precision.mode)
+    return Sources(
+        num_items,
+        (stack.enter_context(host_clock()), run.loader.take_work, machine.take, memory_source(device)),
+        gather,
+        count_operations(
+            task,
+            run.state.model,
+            run.recipe.data.micro_batch_size,
+            device,
+            top_parts(run.state.model),
+        ),
+        None if peak is None else peak * world.size,
+        _PAUSE_S,
+    )
+
+
+def _add_advisor(stack: contextlib.ExitStack, run: Run, logger: MetricLogger, sources: Sources) -> Advisor:
+    """Who judges the rows of metrics, as one of the logger's sinks."""
+    recipe, world, limits = run.recipe, run.world, read_limits()
+    images = run.task.train_data
+    facts = Facts(
+        on_gpu=world.device.type == "cuda",
+        ranks=world.size,
+        local_ranks=world.local_size,
+        threads=torch.get_num_threads(),
+        cpus=limits.cpus,
+        memory_bytes=limits.memory_bytes or None,
+        step_samples=recipe.data.global_batch_size,
+        micro_batch_size=recipe.data.micro_batch_size,
+        remote=is_url(str(recipe.data.path)),
+        decodes=isinstance(images, ImageDataset) and not images.records.raw,
+    )
+    growth = None
+    if recipe.log.tracemalloc:
+        growth = Growth()
+        stack.callback(growth.close)
+    advisor = Advisor(facts, sources.count, logger.emit, recipe.log.price_per_hour, Trends(growth))
+    logger.sinks.append(advisor)
+    return advisor
+
+
+def _open_profile(stack: contextlib.ExitStack, request: Request, run: Run) -> Profile | None:
+    if request.profile is None:
+        return None
+    profile = Profile(
+        request.folder,
+        run.state.model,
+        run.world.device,
+        kind=request.profile,
+        skip=run.recipe.compile.warm_up + 4,
+        modules=not run.compiled,
+    )
+    stack.callback(profile.close)
+    return profile
+
+
+@contextlib.contextmanager
+def memory_explained(run: Run, folder: Path | None) -> Iterator[None]:
+    """Says who holds the memory when it runs out.
+
+    Raises:
+        OutOfMemory: In place of torch's error, or Python's.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        state, recipe = run.state, run.recipe
+        average = state.average.tensors.values() if state.average is not None else ()
+        text = explain_oom(
+            error,
+            run.world.device,
+            folder,
+            held_by(state.model, state.optimizer, average=average),
+            micro_batch_size=recipe.data.micro_batch_size,
+            checkpointing=recipe.memory.checkpointing,
+            precision=recipe.precision.mode,
+        )
+        raise OutOfMemory(text) from error

@@ -1,0 +1,160 @@
+"""What a run writes to its folder while it trains: manifest, configuration, rows of metrics, weights."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.tensor_file import encode
+from trainer.config.recipe import Recipe
+from trainer.config.redact import redact
+from trainer.errors import BadInputError, DivergedError
+from trainer.host.files import write_file, written_whole
+from trainer.launch.signals import Stopped
+from trainer.models.finetune import plain_state
+from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, read_checksums
+from trainer.observe.console import warn
+from trainer.observe.log import Sink
+from trainer.observe.rows import FILES
+from trainer.observe.sinks import csv_sink, jsonl_sink, keep_rows, tensorboard_sink
+from trainer.train.run_folder import MANIFEST, set_status, write_json
+from trainer.train.state import Run, TrainState
+
+
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Says in one line that a run folder can't be written, before the training.
+
+    Raises:
+        BadInputError: In place of the disk's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(
+            f"{error.filename or folder} can't be written ({error.strerror}); mend that, or give another "
+            "--out"
+        ) from error
+
+
+@contextlib.contextmanager
+def open_folder(
+    folder: Path, run: Run, manifest: dict[str, Any]
+) -> Iterator[tuple[list[Sink], Checksums | None]]:
+    """Writes manifest and configuration, and opens the sinks and the trace that write to the folder.
+
+    Rows of later steps than the run's, from an attempt that was lost, go. An error that ends it
+    stands in the manifest afterwards.
+
+    Raises:
+        BadInputError: If the folder can't be written.
+    """
+    process = os.getpid()
+    with contextlib.ExitStack() as closing:
+        with writable(folder):
+            sinks = _open(folder, run.recipe, manifest, run.state.step, closing)
+            checksums = None
+            if run.recipe.log.fingerprints:
+                checksums = _open_trace(folder / "checksums.jsonl", run.state, closing)
+        try:
+            yield sinks, checksums
+        except BaseException as error:
+            if os.getpid() == process:  # not in a fork of somebody's code
+                set_status(folder, manifest, status_of(error), f"{type(error).__name__}: {error}")
+            raise
+
+
+def status_of(error: BaseException) -> str:
+    """How a run stands that an error ended."""
+    return {Stopped: "stopped", DivergedError: "diverged"}.get(type(error), "failed")
+
+
+def _open(
+    folder: Path, recipe: Recipe, manifest: dict[str, Any], step: int, closing: contextlib.ExitStack
+) -> list[Sink]:
+    if not step:
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+    for file in (*(folder / name for name in (*FILES.values(), "checksums.jsonl")), *folder.glob("*.csv")):
+        if cut := keep_rows(file, step):
+            warn(f"{file}: {cut} lines that can't be read were removed")
+    write_json(folder / MANIFEST, manifest)
+    with written_whole(folder / "config.yaml") as beside:
+        beside.write_text(yaml.safe_dump(redact(recipe.model_dump(mode="json")), sort_keys=False))
+    sinks: list[Sink] = []
+    if "jsonl" in recipe.log.to:
+        to_files, close_files = jsonl_sink(folder)
+        closing.callback(_despite_the_disk(close_files))
+        sinks.append(to_files)
+    if "csv" in recipe.log.to:
+        sinks.append(csv_sink(folder))
+    if "tensorboard" in recipe.log.to:
+        to_board, close_board = tensorboard_sink(folder / "tensorboard", step)
+        closing.callback(_despite_the_disk(close_board))
+        sinks.append(to_board)
+    return [_despite_the_disk(sink) for sink in sinks]
+
+
+def _open_trace(path: Path, state: TrainState, closing: contextlib.ExitStack) -> Checksums:
+    _, known, _ = read_checksums(path)
+    file = path.open("a")
+    closing.callback(_despite_the_disk(file.close))
+    write = checksums_to(file, list(state.model.state_dict()), known, state.step)
+    return Checksums(fingerprints_of(state.model), _despite_the_disk(write))
+
+
+def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
+    """Rows and the closing of their file are not worth a training: the first fault of a disk is told."""
+    told = False
+
+    def written(*row: Any) -> None:
+        nonlocal told
+        try:
+            write(*row)
+        except OSError as error:
+            if row and not told:
+                warn(f"rows of metrics are lost ({error.strerror}); the training goes on")
+            told = True
+
+    return written
+
+
+def save_weights(model: nn.Module, path: Path) -> str:
+    """Writes parameters and buffers of a model as safetensors, each tied one too, and LoRA merged.
+
+    Returns:
+        The file's hash.
+    """
+    with written_whole(path) as beside:
+        beside.unlink(missing_ok=True)  # of an end that was killed
+        return write_file(beside, encode(plain_state(model)))
+
+
+def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: bool = False) -> None:
+    """Makes sure that checkpoints and final weights will fit on the disk.
+
+    What earlier attempts left of them counts as free: it is replaced. The state of a task's own optimizer
+    isn't counted: nobody knows it yet.
+
+    Raises:
+        BadInputError: If they won't.
+    """
+    averages = 1 if recipe.ema.decay else 0
+    moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
+    more = " and the state of the task's own optimizer" * own_optimizer
+    kept = recipe.checkpoint.keep + recipe.checkpoint.best + 1
+    copies = (1 + averages) + kept * (1 + averages + moments)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    ours = [*(folder / FOLDER).rglob("*"), *folder.glob("*.safetensors")]
+    taken = sum(path.lstat().st_size for path in ours if path.is_file())
+    wanted, free = copies * weights + (4 << 20), shutil.disk_usage(folder).free + taken
+    if free < wanted:
+        raise BadInputError(
+            f"{folder}: {free >> 20} MiB are free but the run writes about {(wanted >> 20) + 1} MiB{more}; "
+            "give another --out"
+        )

@@ -1,0 +1,68 @@
+"""What ranks are asked to train: made by the command, read by each rank."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config.recipe import Recipe
+from trainer.config.redact import redact_words
+from trainer.config.section import validated
+from trainer.observe.profile import Kind
+from trainer.train.resume import Mode
+from trainer.train.run_folder import BegunFrom, Pretrained
+
+
+def typed(argv: Sequence[str]) -> str:
+    """A command as it was typed, without secrets."""
+    return shlex.join(redact_words(["trainer", *argv[1:]]))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One start of a run, the same for each of its ranks.
+
+    Attributes:
+        recipe: The validated configuration; where the launcher chooses for `auto`, its number, and for a
+            branch of the hub its commit.
+        name: Of the recipe.
+        folder: The run folder; rank 0 writes to it. If it holds a run, that is resumed.
+        resume: Whether a changed configuration may go on.
+        stop_after: The step after which to stop with a checkpoint, or None.
+        profile: Whether to look at some steps, and how.
+        command: What the user typed, without secrets.
+        begun_from: The other run's checkpoint that a new run begins from, or None.
+        pretrained: What `model.pretrained` is.
+    """
+
+    recipe: Recipe
+    name: str
+    folder: Path
+    resume: Mode = "auto"
+    stop_after: int | None = None
+    profile: Kind | None = None
+    command: str = field(default_factory=lambda: typed(sys.argv))
+    begun_from: BegunFrom | None = None
+    pretrained: Pretrained | None = None
+
+
+def as_json(request: Request) -> dict[str, Any]:
+    """A request for the ranks of a launch."""
+    return {
+        **vars(request),
+        "folder": str(request.folder),
+        "recipe": request.recipe.model_dump(mode="json"),
+        "begun_from": request.begun_from and request.begun_from.model_dump(),
+        "pretrained": request.pretrained.model_dump() if request.pretrained else None,
+    }
+
+
+def from_json(values: Mapping[str, Any]) -> Request:
+    """What `as_json` made of a request."""
+    recipe = validated(Recipe, values["recipe"], values["name"])
+    begun = values["begun_from"] and BegunFrom(**values["begun_from"])
+    pretrained = values["pretrained"] and Pretrained(**values["pretrained"])
+    made = {"folder": Path(values["folder"]), "recipe": recipe, "begun_from": begun, "pretrained": pretrained}
+    return Request(**{**values, **made})

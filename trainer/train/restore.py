@@ -1,0 +1,133 @@
+"""How an attempt begins: from the newest good checkpoint of its run folder, or from the start."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer.checkpoint import FOLDER
+from trainer.checkpoint.folder import Checkpoint, Unreadable
+from trainer.checkpoint.store import newest_good, remove_leftovers
+from trainer.distributed.parallel import World
+from trainer.errors import BadInputError
+from trainer.host.affinity import binding_note
+from trainer.launch.worker import cpu_shares
+from trainer.optim.own import HostRates
+from trainer.train.resume import Mode
+from trainer.train.run_folder import Manifest
+from trainer.train.state import Run, load_state
+from trainer.train.updates import refuse_later_end
+
+_SHOWN = 4
+
+
+def newest_checkpoint(
+    folder: Path, mode: Mode, world: World, stored: Manifest | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to resume from, and why newer ones were left out.
+
+    Raises:
+        BadInputError: If there are checkpoints and none of them can be trusted, or they can't be read.
+    """
+    try:
+        if world.rank == 0:
+            remove_leftovers(folder / FOLDER)
+        found, skipped = newest_good(folder / FOLDER, stored.foreign if stored else None)
+    except OSError as error:
+        raise BadInputError(
+            f"{folder / FOLDER} can't be used ({error.strerror}); mend that, or give another --out"
+        ) from error
+    except Unreadable as error:
+        raise BadInputError(
+            f"{folder / FOLDER}: {error}; mend that, or move it away to go on from the one before"
+        ) from error
+    if skipped and found is None and mode != "force":
+        more = f"; and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+        raise BadInputError(
+            f"{folder}: none of its checkpoints can be trusted ({'; '.join(skipped[:_SHOWN])}{more}); "
+            "bring one back, give another --out, or begin again by --resume force"
+        )
+    if stored is None or stored.status != "finished":
+        return found, skipped
+    if found is None:
+        raise BadInputError(
+            f"{folder}: the finished run has no checkpoint to be extended from; give another --out"
+        )
+    if found.step < stored.steps and mode != "force":
+        raise BadInputError(
+            f"{folder}: it ended at step {stored.steps}, and its newest good checkpoint is of step "
+            f"{found.step}: what came between would be trained again; do that by --resume force, or give "
+            "another --out"
+        )
+    return found, skipped
+
+
+def load_checkpoint(
+    run: Run, found: Checkpoint | None, stop_after: int | None = None, stored: Manifest | None = None
+) -> None:
+    """Puts a checkpoint into a run; without one it stays as it was built.
+
+    Raises:
+        BadInputError: If it isn't one of this run, or nothing is left to train.
+    """
+    if found is None:
+        return
+    if stop_after is not None and found.step >= stop_after:
+        raise BadInputError(
+            f"--stop-after {stop_after}: {found.path} is of step {found.step} already; give a later one"
+        )
+    # At its own end a run lacks only its weights: what ended it there is what is repeated.
+    at_its_end = stored is not None and found.step == run.plan.steps == stored.steps
+    if found.step >= run.plan.steps and not (at_its_end and found.state.get("metrics")):
+        raise BadInputError(
+            f"{found.path} is of step {found.step}, and this configuration ends at {run.plan.steps}: "
+            "nothing is left to train; raise epochs or max_steps, or give another --out"
+        )
+    try:
+        load_state(run, found.step, found.tensors, found.state)
+    except (KeyError, ValueError) as error:
+        raise BadInputError(
+            f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
+        ) from error
+    if isinstance(run.state.lr, HostRates):
+        refuse_later_end(found.path, run.state.lr.last_update, run.plan.steps)
+
+
+def resume_notes(
+    stored: Manifest | None,
+    skipped: list[str],
+    step: int,
+    world: World,
+    left_out: Collection[int],
+    steps: int = 0,
+) -> list[str]:
+    """Lines on where an attempt begins, and what is different from the one before.
+
+    Args:
+        stored: What the earlier attempts left.
+        skipped: Checkpoints that were left out, and why.
+        step: Where it begins.
+        world: The ranks.
+        left_out: Steps that aren't trained.
+        steps: Where it is to end.
+    """
+    notes = [note] if (note := binding_note(cpu_shares())) else []
+    notes += [f"checkpoint left out: {line}" for line in skipped]
+    if left_out:
+        notes.append(f"without step {', '.join(str(step + 1) for step in sorted(left_out))}")
+    if stored is None:
+        return notes
+    if not step:
+        return [*notes, "begins again: the earlier attempt left no checkpoint"]
+    notes.append(f"goes on after step {step}")
+    if stored.status == "finished":
+        early = ", out of patience," if stored.out_of_patience else ""
+        notes[-1] += f": the run ended at step {stored.steps}{early} and is extended"
+    elif stored.extended and steps > stored.steps:
+        notes[-1] += f": its end moves from step {stored.steps} to {steps}"
+    if stored.world_size != world.size:
+        tree = stored.config.get("parallel", {}).get("reduction") == "tree"
+        sums = "and the same bits (parallel.reduction=tree)" if tree else "but sums in another order"
+        notes.append(
+            f"on {world.size} rank{'s' * (world.size > 1)} instead of {stored.world_size}: the same "
+            f"samples in the same steps, {sums}"
+        )
+    return notes

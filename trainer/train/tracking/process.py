@@ -1,0 +1,151 @@
+"""The process of a tracker: reads what `feed` writes, calls the tracker, tells how far it is.
+
+Signals stay blocked, as the rank left them: it is the rank that says when this ends, or its death.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.errors import EXIT_DONE, EXIT_FAILED
+from trainer.launch.worker import die_with_parent
+from trainer.train.tracking.tracker import tracker_class
+
+T = TypeVar("T")
+_ROWS = 1000  # that wait here; further ones wait at the rank
+_BATCH = 200  # rows at a time
+_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries to send a batch
+
+
+class _Given(Exception):  # noqa: N818
+    """It was given up."""
+
+
+class _Inbox:
+    """What the rank sent: rows, and then how the run ended.
+
+    Attributes:
+        status: How it ended, once `closing` is set.
+    """
+
+    def __init__(self) -> None:
+        self.status = ""
+        self.closing = threading.Event()
+        self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(_ROWS)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin.buffer:
+            told = json.loads(line)
+            if "close" in told:
+                self.status = told["close"]
+                self.closing.set()
+                self._rows.put(None)
+                return
+            self._rows.put(told)
+        os._exit(EXIT_FAILED)  # the rank is gone
+
+    def take(self) -> list[dict[str, Any]]:
+        """Waits for rows; none: there will be no more."""
+        rows = []
+        while (row := self._rows.get()) is not None:
+            rows.append(row)
+            if len(rows) == _BATCH or self._rows.empty():
+                return rows
+        self._rows.put(None)
+        return rows
+
+
+class _Sent:
+    """What was sent to a tracker's run, in a file of the run folder: so that no step is sent twice."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.id, self.rows = "", 0
+        self._steps: dict[str, int] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            told = json.loads(file.read_text())
+            self.id, self.rows, self._steps = str(told["id"]), int(told["rows"]), dict(told["steps"])
+        self._before = dict(self._steps)
+
+    def begin(self, id_: str) -> None:
+        """Says to which run they go; what another one has doesn't count."""
+        if id_ != self.id:
+            self.id, self.rows, self._steps, self._before = id_, 0, {}, {}
+
+    def new(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those that no earlier attempt sent."""
+        return [row for row in rows if row["step"] > self._before.get(row["kind"], -1)]
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Remembers that these were sent."""
+        self.rows += len(rows)
+        for row in rows:
+            self._steps[row["kind"]] = max(row["step"], self._steps.get(row["kind"], 0))
+        with contextlib.suppress(OSError):
+            beside = self._file.with_suffix(".tmp")
+            beside.write_text(json.dumps({"id": self.id, "rows": self.rows, "steps": self._steps}) + "\n")
+            beside.replace(self._file)
+
+
+def main(name: str, about: Mapping[str, Any], parent: int) -> None:
+    """Sends rows until the rank says that there are no more.
+
+    Args:
+        name: Of the tracker.
+        about: The run, see `Tracker.open`.
+        parent: Process id of the rank.
+    """
+    die_with_parent(parent)
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+
+    def tell(**message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            told.write(json.dumps(message) + "\n")
+
+    inbox = _Inbox()
+    sent = _Sent(Path(about["folder"], "trackers", f"{name}.json"))
+    with contextlib.suppress(_Given):
+        tracker = _tried(tracker_class(name), inbox, tell)
+        known = about["id"] or sent.id or None  # a run that was killed may not have heard of it
+        told_it = {**about, "id": known, "rows": sent.rows if sent.id == known else 0}
+        id_, where = _tried(partial(tracker.open, told_it), inbox, tell, last=False)
+        sent.begin(id_)
+        tell(id=id_, where=where)
+        while rows := inbox.take():
+            fresh = sent.new(rows)
+            with contextlib.suppress(_Given):
+                if fresh:
+                    _tried(partial(tracker.log, fresh), inbox, tell)
+                    sent.add(fresh)
+                tell(done=len(rows))
+        _tried(lambda: tracker.close(inbox.status), inbox, tell)
+    tell(closed=True)
+    os._exit(EXIT_DONE)  # nothing that a library left may keep it
+
+
+def _tried(call: Callable[[], T], inbox: _Inbox, tell: Callable[..., None], last: bool = True) -> T:
+    """Calls it until it works, but not long; once the run is over, not again.
+
+    Args:
+        last: Whether it is given up after some tries.
+
+    Raises:
+        _Given: If it doesn't work.
+    """
+    for number in range(sys.maxsize):
+        try:
+            return call()
+        except (Exception, SystemExit) as error:
+            tell(problem=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+        if (last and number >= len(_WAITS)) or inbox.closing.wait(_WAITS[min(number, len(_WAITS) - 1)]):
+            break
+    raise _Given

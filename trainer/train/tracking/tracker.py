@@ -1,0 +1,162 @@
+"""What a tracker is, which there are, and what is wrong with one before the training."""
+
+import http.client
+import inspect
+import os
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from trainer.config.plugins import plugged_sinks
+from trainer.config.training import TRACKERS
+from trainer.errors import BadInputError
+from trainer.observe.rows import tag
+
+METHODS = ("open", "log", "close")
+_WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
+_WANDB = "https://api.wandb.ai"
+_REACH_S = 5.0  # for the answer of a server before the training
+
+
+class Tracker(Protocol):
+    """A sink that runs in a process of its own, so that the training neither waits for it nor ends with it.
+
+    An entry point of the group `trainer.sinks` names such a class; it is called without arguments. What a
+    method raises costs rows, as do its hanging and the end of its process. It needn't be of this class.
+    """
+
+    def open(self, about: dict[str, Any]) -> tuple[str, str]:
+        """Begins a run at the tracker, or goes on with it; called again after an error.
+
+        Args:
+            about: `name`, `recipe`, `run_id`, `commit`, `folder` and `config` (without secrets) of the run;
+                `id`: what an earlier attempt returned, or None; `rows`: so many rows were sent to that.
+
+        Returns:
+            Its id, for the manifest; and where it is, for people.
+        """
+
+    def log(self, rows: list[dict[str, Any]]) -> None:
+        """Takes rows in their order, each with `kind`, `step` and `time` (seconds since 1970).
+
+        Rows that an earlier attempt sent to the same id don't come again. After an error the same rows come
+        again, a few times.
+        """
+
+    def close(self, status: str) -> None:
+        """Ends it: "finished", "stopped" (to be resumed), "failed", "diverged", or "running": it goes on."""
+
+
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row, under the names that TensorBoard has: kind/name."""
+    return {
+        tag(row["kind"], name): value
+        for name, value in row.items()
+        if name not in ("step", "time") and isinstance(value, int | float)
+    }
+
+
+def tracker_class(name: str) -> Callable[[], Tracker]:
+    """The class of a tracker that was checked."""
+    if name in TRACKERS:
+        module = import_module(f"trainer.train.tracking.to_{name}")
+        made: Callable[[], Tracker] = getattr(module, f"To{name.title()}")
+        return made
+    loaded: Callable[[], Tracker] = plugged_sinks()[name].load()
+    return loaded
+
+
+def plugged(name: str) -> Callable[..., object] | None:
+    """The function of a row that a package brings under this name; None if it is a tracker.
+
+    Raises:
+        BadInputError: If it can't be loaded, or is neither.
+    """
+    entry = plugged_sinks().get(name)
+    if entry is None:
+        raise BadInputError(f"log.to: no installed package brings {name} (an entry point of trainer.sinks)")
+    try:
+        found = entry.load()
+    except (Exception, SystemExit) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInputError(f"log.to: {name} ({entry.value}) can't be loaded ({why})") from error
+    if inspect.isclass(found):
+        if lacking := [method for method in METHODS if not callable(getattr(found, method, None))]:
+            raise BadInputError(
+                f"log.to: {name} ({entry.value}) has no {', '.join(lacking)}; a tracker has "
+                f"{', '.join(METHODS)}"
+            )
+        return None
+    if not callable(found):
+        raise BadInputError(
+            f"log.to: {name} ({entry.value}) is a {type(found).__name__}; a sink is a function of a row, or "
+            "the class of a tracker"
+        )
+    function: Callable[..., object] = found
+    return function
+
+
+def trackers_of(names: Sequence[str]) -> list[str]:
+    """Those of `log.to` that are trackers.
+
+    Raises:
+        BadInputError: If one of them isn't installed here.
+    """
+    for name in names:
+        if name in TRACKERS and find_spec(name) is None:
+            package = "mlflow-skinny" if name == "mlflow" else name
+            raise BadInputError(
+                f'log.to={name}: {package} is not installed; run make venv GROUPS="train {name}", or '
+                f"pip install {package}"
+            )
+    brought = plugged_sinks() if set(names) - set(TRACKERS) else {}
+    return [one for one in names if one in TRACKERS or (one in brought and plugged(one) is None)]
+
+
+def check_reachable(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses a tracker whose server the environment names and that doesn't answer; for a run that begins.
+
+    One that is resumed trains without it instead.
+
+    Raises:
+        BadInputError: In that case.
+    """
+    server = environment.get("MLFLOW_TRACKING_URI", "")
+    if "mlflow" in names and server.startswith(("http://", "https://")) and (why := _silent(server)):
+        raise BadInputError(
+            f"log.to=mlflow: {server} doesn't answer ({why}); start it, or unset MLFLOW_TRACKING_URI for "
+            "files in the run folder"
+        )
+    if "wandb" not in names:
+        return
+    mode = environment.get("WANDB_MODE", "")
+    if mode and mode not in _WANDB_MODES:
+        raise BadInputError(f"log.to=wandb: WANDB_MODE={mode} is none of {', '.join(_WANDB_MODES[:3])}")
+    server = environment.get("WANDB_BASE_URL") or _WANDB
+    if mode == "online" and (why := _silent(server)):
+        raise BadInputError(
+            f"log.to=wandb: WANDB_MODE=online, and {server} doesn't answer ({why}); WANDB_MODE=offline "
+            "writes files that wandb sync uploads"
+        )
+
+
+def _silent(url: str) -> str:
+    """Why nobody answers there, or an empty string: any answer will do."""
+    parts = urllib.parse.urlsplit(url)
+    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without user and password
+    try:
+        with urllib.request.urlopen(plain, timeout=_REACH_S):
+            return ""
+    except urllib.error.HTTPError:
+        return ""
+    except urllib.error.URLError as error:
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)
+    except http.client.HTTPException:
+        return "what answers there is no web server"
+    except (OSError, ValueError) as error:
+        return str(error)
