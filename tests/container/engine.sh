@@ -78,19 +78,38 @@ stand_in() {
     tar -C "$tree" --sort=name --mtime=@0 --numeric-owner -c . | docker import - "$tag"
 }
 
+# Processes of the engine in FOLDER: dockerd, containerd and its shims name the folder in their command lines.
+engine_processes() {
+    local folder process
+    for folder in /proc/[0-9]*; do
+        process=$(tr '\0' ' ' <"$folder/cmdline" 2>/dev/null) || continue
+        case $process in
+            *dockerd*" $1/"* | *containerd*" $1/"*) echo "${folder#/proc/}" ;;
+        esac
+    done
+}
+
 stop() {
     local pid
     [[ -s $1/dockerd.pid ]] || return 0
     pid=$(<"$1/dockerd.pid")
+    # After a crash or a reboot the number may be somebody else's.
+    grep -qs dockerd "/proc/$pid/comm" || return 0
     kill "$pid" 2>/dev/null || return 0
-    while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+    while grep -qs dockerd "/proc/$pid/comm"; do sleep 0.1; done
 }
 
 clear_data() {
+    local pids target
     stop "$1"
-    # The engine mounts its folder onto itself, and leaves that behind.
-    while mountpoint -q "$1/data"; do umount "$1/data"; done
-    rm -rf "$1/data"
+    # An engine that was killed leaves containerd and shims behind, and mounts: its folder onto itself, and below it a
+    # root for each container. Both would keep the folder busy.
+    mapfile -t pids < <(engine_processes "$1")
+    for pid in "${pids[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+    while read -r target; do
+        umount --lazy "$target" || true
+    done < <(awk -v below="$1/" 'index($5 "/", below) == 1 {print $5}' /proc/self/mountinfo | tac)
+    rm -rf --one-file-system "$1/data" "$1/exec" "$1/dockerd.pid"
 }
 
 root=${2:-/var/tmp/trainer-engine}
