@@ -98,7 +98,11 @@ RUN echo 'trainer:x:1000:1000::/home/trainer:/bin/bash' >> /etc/passwd && \
     mkdir -p /home/trainer /cache /workspace && chmod 1777 /home/trainer /cache /workspace && \
     find / -xdev -perm /6000 -type f -exec chmod a-s {} +
 COPY --chmod=755 scripts/entrypoint /opt/image/entrypoint
-ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+COPY --chmod=755 scripts/uv /opt/image/bin/uv
+RUN --mount=type=bind,source=scripts/packages_on_top.py,target=/packages_on_top.py \
+    /opt/env/bin/python -B /packages_on_top.py "$STACK" /opt/image/constraints.txt
+# Last in it, what the user adds: packages on top never come before the image's.
+ENV PATH=/opt/trainer/bin:/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/image/bin:/workspace/.packages/${STACK}/bin \
     LANG=C.UTF-8 \
     PYTHONNOUSERSITE=1 \
     PYTHONUNBUFFERED=1 \
@@ -158,6 +162,8 @@ RUN --mount=type=bind,source=stacks,target=/stacks \
     UV_CACHE_DIR=/var/cache/uv /opt/env/bin/python -B /scripts/install_wheels.py "/stacks/$STACK/wheels.lock" \
         /opt/env --groups dev --uv /opt/uv/bin/uv && \
     printf 'channels: [conda-forge]\ndefault_channels: []\n' > /opt/conda/.condarc
+RUN --mount=type=bind,source=scripts/packages_on_top.py,target=/packages_on_top.py \
+    /opt/env/bin/python -B /packages_on_top.py "$STACK" /opt/image/constraints.txt
 ENV PATH=$PATH:/opt/conda/condabin
 USER 1000:1000
 EXPOSE 8888 6006

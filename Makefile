@@ -1,13 +1,16 @@
 # `make help` lists the targets. The variables below are set on the command line: make train RECIPE=…
+# Two of them may stand in .env, which Compose reads too (.env.example).
+unquoted = $(subst ',,$(subst ",,$(1)))
+from-env = $(if $(wildcard .env),$(call unquoted,$(lastword $(shell sed -n 's/^$(1)=//p' .env))))
 RECIPE  = digits
 GPUS    =
 OUT     =
 RESUME  =
 ARGS    =
-STACK   = torch2.9-cu128
+STACK   := $(or $(call from-env,STACK),torch2.9-cu128)
 GROUPS  = train
 PYTHON  =
-RUNTIME = auto
+RUNTIME := $(or $(call from-env,RUNTIME),auto)
 IMAGE   =
 DATA    =
 BENCH   = claims
@@ -36,7 +39,7 @@ where = --stack $(STACK) $(if $(IMAGE),--image $(IMAGE)) $(if $(DATA),--data "$(
 
 .DEFAULT_GOAL := help
 .PHONY: help train doctor mutants steady image verify-image push shell up down image-test test coverage compat compat-oldest compat-newest test-all \
-	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock audit sbom clean-venv
+	chaos slowdowns lint docs bench profile verify tune tensorboard venv lock audit sbom scan clean-venv
 
 help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -176,7 +179,7 @@ lock: ## lock STACK, conda's half and the wheels; ARGS="--upgrade --only wheels 
 	$(VENV)/bin/python scripts/lock.py --stack $(STACK) $(ARGS)
 	$(VENV)/bin/python scripts/stack_table.py
 
-audit sbom: override VENV = build/lock
+audit sbom scan: override VENV = build/lock
 audit: ## match the locks of STACK with ADVISORIES=FILE (JSON list of OSV records), except for stacks/waivers.toml
 	$(call bootstrap,--stack torch2.9-cu128 --groups boot test)
 	$(VENV)/bin/python scripts/audit.py $(STACK) $(if $(ADVISORIES),--advisories "$(ADVISORIES)") $(ARGS)
@@ -187,6 +190,9 @@ sbom: ## find the owner of every file of IMAGE, built on BASE="IMAGE …"; write
 	@mkdir -p build/sbom
 	$(VENV)/bin/python scripts/image_files.py $(IMAGE) --base $(BASE) --stack $(STACK) \
 		--sbom build/sbom/sbom.cdx.json --json build/sbom/files.json $(ARGS)
+
+scan: sbom ## match what the bill of IMAGE (and BASE, see sbom) lists with ADVISORIES=FILE, as audit does with the locks
+	$(VENV)/bin/python scripts/audit.py $(STACK) --bill build/sbom/sbom.cdx.json $(if $(ADVISORIES),--advisories "$(ADVISORIES)")
 
 clean-venv: ## delete the environments
 	rm -rf .venv build/lock build/compat

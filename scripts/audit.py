@@ -71,6 +71,30 @@ def items(locked: Locked) -> list[Item]:
     return list(dict.fromkeys(found))
 
 
+def items_of_bill(file: Path) -> list[Item]:
+    """What a bill of materials (CycloneDX's JSON, of `make sbom`) lists by package URL, as `items` has it.
+
+    Raises:
+        AuditError: it is none.
+    """
+    try:
+        components = json.loads(file.read_text())["components"]
+        purls = [(str(one["purl"]), str(one["version"])) for one in components if "purl" in one]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = getattr(error, "strerror", None) or repr(error)
+        raise AuditError(f"{file} is no bill of materials: {why}") from None
+    found = []
+    for purl, version in purls:
+        kind, _, rest = purl.removeprefix("pkg:").partition("/")
+        name, _, query = rest.partition("@")
+        where = f"{file.name} ({kind})"
+        if kind in ("pypi", "conda"):
+            found.append(Item(kind, canonical(name) if kind == "pypi" else name, version, where))
+        if kind == "conda" and "build=py" in query:
+            found.append(Item("pypi", canonical(ALIASES.get(name, name)), version, where))
+    return list(dict.fromkeys(found))
+
+
 def parse_version(text: str) -> Version:
     """A version without what a local build adds (`2.9.1+cu128`).
 
@@ -209,12 +233,13 @@ def audit(
 def run(options: argparse.Namespace) -> int:
     """Audits a stack; returns the exit code."""
     locked = read_locks(options.stacks / options.stack)
+    found = items_of_bill(options.bill) if options.bill else items(locked)
     if options.advisories is None:
         print("audit: not run: no advisory file (give ADVISORIES=FILE)")
         return 0
     there = options.waivers != WAIVERS or WAIVERS.is_file()
     waivers = read_waivers(options.waivers) if there else []
-    found, advisories = items(locked), read_advisories(options.advisories)
+    advisories = read_advisories(options.advisories)
     try:
         bad, said = audit(found, advisories, waivers, datetime.now(timezone.utc).date())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -223,8 +248,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"audit: {line}")
     for line in bad:
         print(f"audit: {line}", file=sys.stderr)
-    packages = f"{len(locked.conda) + len(locked.wheels)} packages, {len(advisories)} advisories"
-    print(f"audit: {options.stack}: {packages}: {len(bad)} fail, {len(said)} waived")
+    # A Python package of conda's stands there under both names.
+    packages = sum(one.ecosystem == "conda" or "conda" not in one.where for one in found)
+    counts = f"{packages} packages, {len(advisories)} advisories: {len(bad)} fail, {len(said)} waived"
+    print(f"audit: {options.stack}: {counts}")
     return 1 if bad else 0
 
 
@@ -241,6 +268,7 @@ def main(words: list[str] | None = None) -> None:
         metavar="FILE",
         help="JSON list of OSV records; without it nothing is checked",
     )
+    add("--bill", type=Path, metavar="FILE", help="what an image holds, from make sbom, instead of the locks")
     add(
         "--waivers",
         type=Path,

@@ -207,7 +207,14 @@ def build(request: Request) -> None:
     given = [*as_labels(labels), "--output", into]
     run(*build_words(request, stack, request.target, *given))
     print(f"image: {request.name} is built; {size_of(request.name) / 1e9:.2f} GB unpacked")
+    if not request.tag:
+        run("docker", "tag", request.name, dated(request.name, datetime.now(timezone.utc)))
     check_size(request, stack)
+
+
+def dated(name: str, now: datetime) -> str:
+    """The name that a day's image keeps when the next one is built."""
+    return f"{name}-{now:%Y%m%d}"
 
 
 def has_containerd_store() -> bool:

@@ -63,6 +63,11 @@ MADE = (
     Made("opt/*/conda-meta/history", text=""),  # conda takes a folder without it for no environment
     Made("opt/conda/.condarc", text="channels: [conda-forge]\ndefault_channels: []\n"),
     Made("opt/image/entrypoint", like="scripts/entrypoint"),
+    Made("opt/image/bin/uv", like="scripts/uv"),
+    # Of packages_on_top.py; what stands in the last is compared in tests/container.
+    Made("opt/env/lib/python3.*/site-packages/packages_on_top.pth"),
+    Made("opt/env/pip.conf"),
+    Made("opt/image/constraints.txt"),
     Made(REMOVED),
 )
 

@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,7 +286,9 @@ def up(options: argparse.Namespace) -> None:
     listed = call(*compose, "ps", "--services", "--status", "running").stdout.split()
     check_ports({SERVICES[one]: port for one, port in _wanted_ports(compose).items() if one not in listed})
     seen, blind = container_gpus(image)
-    say(f"with {GPU_FILE}: containers see {len(seen)} GPUs" if seen else f"without {GPU_FILE}: {blind}")
+    say(f"image {options.image}" if options.image else f"stack {stack.name}")
+    kinds = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in seen).items())
+    say(f"with {GPU_FILE}: containers see {kinds}" if seen else f"without {GPU_FILE}, on the CPU: {blind}")
     compose += ["-f", GPU_FILE] if seen else []
     environment[IMAGE_DIGEST] = image_digest(image)
     compose += ["up", "--detach", "--wait", "--no-build", *options.words]

@@ -48,6 +48,20 @@ def package(folder: Path, name: str, version: str, files: dict[str, bytes], link
     return f"{CHANNEL}/{target.relative_to(folder)}#{digest}\n"
 
 
+def pip_of(library: Path, folder: Path) -> str:
+    """Packs the pip of an environment, as conda does, without its wheel's RECORD."""
+    (info,) = (library / "site-packages").glob("pip-*.dist-info")
+    files = {
+        f"lib/{path.relative_to(library.parent)}": path.read_bytes()
+        for place in (info.with_name("pip"), info)
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc" and path.name != "RECORD"
+    }
+    program = "import sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
+    files["bin/pip"] = f"#!/opt/env/bin/python\n{program}".encode()
+    return package(folder, "pip", info.stem.removeprefix("pip-"), files, {})
+
+
 def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,6 +81,7 @@ def main() -> None:
     python = {f"bin/{name}": f"python{minor}" for name in ("python", "python3")}
     python[f"bin/python{minor}"] = f"/usr/bin/python{minor}"
     lock = package(folder, "python", full, {"pyvenv.cfg": configuration}, python)
+    lock += pip_of(tree / f"opt/conda/lib/python{minor}", folder)
     (folder / "conda.lock").write_text(f"@EXPLICIT\n{lock}")
     tools = {"share/tools": b"git and openssh are Debian's own in this image\n"}
     (folder / "conda-dev.lock").write_text(f"@EXPLICIT\n{package(folder, 'tools', '1.0', tools, {})}")

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OWNER = 12345
 ONE_THREAD = ("--set", "parallel.threads=1")
 QUICK = ("digits", *ONE_THREAD, "--set", "max_steps=20")
-STOPPED = "the same command goes on from there"
+STOPPED = "the same command resumes from there"
 LONG = (
     "digits",
     *ONE_THREAD,
@@ -153,7 +153,7 @@ def token(project: Project) -> str:
 
 
 def test_up_says_what_it_does_and_nothing_warns(project: Project) -> None:
-    assert "runtime: without scripts/compose/gpu.yml: " in project.env["SAID"]
+    assert "runtime: without scripts/compose/gpu.yml, on the CPU: " in project.env["SAID"]
     assert "docker compose -f docker-compose.yml up --detach" in project.env["SAID"]
     # The tests that follow ask without a token, which JupyterLab notes.
     check_log(project.compose("logs", "--no-log-prefix", expected=(r"\[W .* 403 GET",)), r"\[W .* 403 GET")
@@ -239,7 +239,7 @@ def test_stop_ends_with_a_checkpoint(project: Project) -> None:
         assert list((project.root / "runs/stopped/checkpoints").glob("*/SHA256SUMS"))
         # The same command goes on.
         project.compose(*files, "up", "--detach", "--no-build", "train")
-        wait_for(lambda: "goes on after step" in engine("logs", container), "going on")
+        wait_for(lambda: "resumes after step" in engine("logs", container), "going on")
     finally:
         project.compose(*files, "kill", "train")
     assert project.strangers() == []

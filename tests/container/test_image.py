@@ -16,8 +16,10 @@ import pytest
 from image import Request, commit_of, labels_of, mismatches, push, read_stack
 from image_archives import differing_files, read_layers
 from prune_env import digest_of, strip
+from wheels import canonical, read_lock
 
 from tests.container.run import engine
+from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.container
@@ -113,6 +115,50 @@ def test_a_run_that_would_go_with_the_container_says_so(train_image: str, tmp_pa
         out = engine("run", *LIMITED, *given, train_image, *words)
         assert ('docker run -v "$PWD/runs:/workspace/runs" keeps it' in out) == told
     assert list(tmp_path.glob("digits-*/manifest.json"))
+
+
+def test_packages_go_on_top_and_leave_the_images_as_they_are(train_image: str, tmp_path: Path) -> None:
+    """As a user with a checkout; each command in a container of its own."""
+    for name, version, needs in (("on_top", "1.0", "torch"), ("torch", "2.0.0", "")):
+        wheel(tmp_path, name, version, needs)
+    os.chown(tmp_path, 1000, 1000)
+    mount = ["-v", f"{tmp_path}:/workspace", "--read-only", "--tmpfs=/tmp:exec", "--tmpfs=/cache"]
+    pip = ["pip", "install", "--no-index", "--find-links", "/workspace"]
+    out = engine("run", *LIMITED, *mount, train_image, *pip, "on-top")
+    assert out.endswith("Successfully installed on_top-1.0\n")
+    asked = "import on_top, torch; print(on_top.version, torch.__file__)"
+    out = engine("run", *LIMITED, *mount, "--entrypoint=python", train_image, "-c", asked)
+    assert out.startswith("1.0 /opt/env/lib/")
+    out = engine("run", *LIMITED, *mount, train_image, *pip, "torch==2.0.0", code=1, expected=["ERROR: "])
+    assert "(constraint) torch==2.9.1" in out
+    held = engine("run", *LIMITED, train_image, "cat", "/opt/image/constraints.txt").split()
+    locked = {
+        f"{canonical(one.name)}=={one.version}"
+        for one in read_lock((ROOT / "stacks" / STACK / "wheels.lock").read_text())
+        if {"train", "image"} & set(one.groups)
+    }
+    assert {line for line in held if line.startswith(("torch", "nvidia-", "triton", "numpy"))} <= locked
+    assert len(held) > 80
+    out = engine("run", *LIMITED, train_image, "uv", "pip", "install", "x", code=127)
+    assert out == "uv: it isn't in the image; pip install uv puts it on PATH\n"
+
+
+def test_an_image_of_ones_own_is_four_lines(train_image: str, tmp_path: Path) -> None:
+    """Those of docs/image.md, with a package of this machine."""
+    page = (ROOT / "docs/image.md").read_text()
+    lines = page.partition("```dockerfile\n")[2].partition("```")[0]
+    assert lines.startswith(f"FROM {train_image}\n")
+    wheel(tmp_path, "einops", "1.0", "torch")
+    (tmp_path / "Dockerfile").write_text(lines.replace("USER 0\n", "USER 0\nCOPY *.whl /tmp/\n", 1))
+    name = "trainer:with-einops"
+    local = ["--build-arg", "PIP_NO_INDEX=1", "--build-arg", "PIP_FIND_LINKS=/tmp"]
+    text = (tmp_path / "Dockerfile").read_text()
+    (tmp_path / "Dockerfile").write_text(text.replace("COPY", "ARG PIP_NO_INDEX PIP_FIND_LINKS\nCOPY"))
+    engine("buildx", "build", *local, "--tag", name, "--load", tmp_path, expected=["WARN", "WARNING"])
+    where = "import einops, os; print(einops.__file__, os.getuid())"
+    out = engine("run", *LIMITED, name, "python", "-c", where)
+    assert out.startswith("/opt/env/lib/") and out.endswith("einops.py 1000\n")
+    engine("rmi", name)
 
 
 def test_what_the_train_image_lacks_is_a_line(train_image: str) -> None:

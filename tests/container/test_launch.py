@@ -57,7 +57,7 @@ def test_docker_stops_with_a_checkpoint_goes_on_and_stops_at_the_time_limit(spec
     assert exit_code(NAME) == 75
     engine("start", NAME)
     wait_for(lambda: engine("logs", NAME, expected=(".*",)).count("run folder") == 2, "a second start")
-    wait_for(lambda: "goes on after step" in engine("logs", NAME, expected=(".*",)), "going on")
+    wait_for(lambda: "resumes after step" in engine("logs", NAME, expected=(".*",)), "going on")
     assert container.timed(spec)[5] == "86400"
     assert "stopped by SIGUSR1" not in engine("logs", NAME, expected=(".*",))
     engine("exec", NAME, "sh", "-c", RING)

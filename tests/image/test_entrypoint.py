@@ -71,3 +71,28 @@ def test_jupyterlab_never_starts_without_a_token(
     assert "JupyterLab needs a token: leave JUPYTER_TOKEN unset" in done.stderr
     assert done.stderr.count("\n") == 1
     assert entrypoint("jupyter", "lab", "--IdentityProvider.token=x").stdout.startswith("jupyter lab")
+
+
+def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
+    """The host's driver shows in a container that was given none of its GPUs."""
+    driver, control = tmp_path / "version", tmp_path / "nvidiactl"
+    text = (ROOT / "scripts/entrypoint").read_text()
+    text = text.replace("/proc/driver/nvidia/version", str(driver)).replace("/dev/nvidiactl", str(control))
+    program = tmp_path / "entrypoint"
+    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
+    program.chmod(0o755)
+
+    def said(**env: str) -> str:
+        words = [str(program), "echo", "done"]
+        path = {"PATH": "/usr/bin:/bin", "NVIDIA_VISIBLE_DEVICES": "all"}
+        done = subprocess.run(words, env={**path, **env}, capture_output=True, text=True, check=True)
+        assert done.stdout == "done\n"
+        return done.stderr
+
+    assert said() == ""
+    driver.touch()
+    assert said().count("\n") == 1 and "docker run --gpus all" in said() and "make up" in said()
+    for hidden in ({"NVIDIA_VISIBLE_DEVICES": "void"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert said(**hidden) == ""
+    control.touch()
+    assert said() == ""

@@ -6,6 +6,7 @@ The engine and nvidia-smi are small programs: they answer what a test tells them
 import ast
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -498,14 +499,15 @@ def test_up_says_whether_it_takes_the_gpu_file(machine: Machine) -> None:
     said = f"  http://127.0.0.1:{port}/lab?token=abc\n      http://127.0.0.1:8888/lab?token=abc\n"
     machine.engine(**{"compose logs": (0, said, "")})
     out, _ = machine.run("up")
-    assert "runtime: without scripts/compose/gpu.yml: the engine has no NVIDIA runtime" in out
+    assert "runtime: stack torch2.9-cu128\n" in out
+    assert "runtime: without scripts/compose/gpu.yml, on the CPU: the engine has no NVIDIA runtime" in out
     started = "docker compose -f docker-compose.yml up --detach --wait --no-build"
     assert started in out.splitlines()
     assert started.split()[1:] in machine.asked()
     assert f"JupyterLab   http://127.0.0.1:{port}/lab?token=abc\n" in out
     machine.engine(**{"run --rm --pull=never": (0, LISTED, "")})
     out, _ = machine.run("up")
-    assert "runtime: with scripts/compose/gpu.yml: containers see 2 GPUs" in out
+    assert "runtime: with scripts/compose/gpu.yml: containers see 2 x NVIDIA" in out
     files = ["-f", "docker-compose.yml", "-f", "scripts/compose/gpu.yml"]
     assert ["compose", *files, "up"] in [words[:6] for words in machine.asked()]
 
@@ -621,6 +623,40 @@ def test_make_passes_everything_on(machine: Machine) -> None:
     ]
     assert "there/x:1" in machine.asked()[-1]
     assert make("shell", "STACK=torch2.6-cu124", "ARGS=id")[-2:] == ["trainer:torch2.6-cu124-dev", "id"]
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make here")
+def test_env_sets_runtime_and_stack_once(machine: Machine) -> None:
+    """As Compose reads it: the last line counts, and what is typed goes before."""
+    shutil.copy(ROOT / "Makefile", machine.root)
+    (machine.root / ".env").write_text("#STACK=no\nSTACK=torch2.6-cu124\nRUNTIME=auto\nRUNTIME='cloud'\n")
+    for name, program in (("python3", sys.executable), ("sed", shutil.which("sed"))):
+        (machine.tools / name).symlink_to(str(program))
+    machine.engine()
+
+    def make(*words: str) -> tuple[int, str]:
+        assert MAKE
+        command, out = [MAKE, *words], subprocess.STDOUT
+        done = subprocess.run(
+            command, cwd=machine.root, env=machine.env, stdout=subprocess.PIPE, stderr=out, check=False
+        )
+        return done.returncode, done.stdout.decode()
+
+    code, out = make("train")
+    assert code == 2 and "RUNTIME is auto, local (.venv) or container, not 'cloud'" in out
+    code, out = make("train", "RUNTIME=container")
+    assert code == 0 and "trainer:torch2.6-cu124-train is here" in out
+
+
+def test_every_line_of_the_example_is_a_comment() -> None:
+    """So that a copy changes nothing; what it names is what Compose and make ask for."""
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    assert all(line.startswith("#") or not line for line in lines)
+    names = {match[1] for line in lines if (match := re.match(r"#([A-Z_]+)=", line))}
+    asked = (ROOT / "docker-compose.yml").read_text() + (ROOT / "Makefile").read_text()
+    assert {name for name in names - {"COMPOSE_FILE"} if name not in asked} == set()
+    (files,) = (line.partition("=")[2] for line in lines if line.startswith("#COMPOSE_FILE="))
+    assert all((ROOT / name).is_file() for name in files.split(":"))
 
 
 @pytest.mark.skipif(MAKE is None, reason="no make here")

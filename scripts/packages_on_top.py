@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Lets users add packages to an image whose environment isn't theirs to change.
+
+pip and uv install below /workspace, which is mounted; Python looks there after the environment's own
+packages. What the image has stays as it is: a file of constraints holds it. Runs while the image is built;
+the standard library is enough.
+"""
+
+import argparse
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib.metadata import distributions
+from pathlib import Path
+
+
+def folder_of(stack: str) -> str:
+    """Where packages on top of a stack's go: another stack's may be built for another torch."""
+    return f"/workspace/.packages/{stack}"
+
+
+def constraints(installed: Iterable[tuple[str, str]]) -> str:
+    """What holds packages, names and versions, as they are: a requirement of each."""
+    lines = {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}" for name, version in installed}
+    return "".join(f"{line}\n" for line in sorted(lines))
+
+
+def pip_settings(stack: str, held: Path) -> str:
+    """pip.conf of the environment: a virtual environment that a user makes doesn't read it."""
+    install = f"[install]\nprefix = {folder_of(stack)}\nconstraint = {held}\n"
+    return f"[global]\ndisable-pip-version-check = true\n\n{install}"
+
+
+def search_path(stack: str, version: str) -> str:
+    """A line of a .pth file: the folder may come later, and have .pth files of its own."""
+    return f"import site; site.addsitedir('{folder_of(stack)}/lib/python{version}/site-packages')\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file unless a layer below has it."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def main() -> None:
+    """Reads the arguments; the environment is that of the Python that runs this."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stack", help="folder of stacks/")
+    parser.add_argument("held", type=Path, help="the file of constraints to write")
+    options = parser.parse_args()
+    site = sysconfig.get_path("purelib")
+    installed = [(one.metadata["Name"], one.version) for one in distributions(path=[site])]
+    write(options.held, constraints(installed))
+    write(Path(sys.prefix) / "pip.conf", pip_settings(options.stack, options.held))
+    line = search_path(options.stack, sysconfig.get_python_version())
+    write(Path(site) / "packages_on_top.pth", line)
+
+
+if __name__ == "__main__":
+    main()
