@@ -53,9 +53,9 @@ def test_a_checkpoint_of_this_attempt_is_enough_to_go_on(tmp_path: Path, whole: 
     folder = tmp_path / "run"
     ended = attempt(folder, stop_at=8, before=failing(8))
     assert ended.code == 75
-    assert "stopped by SIGTERM after step 8; the same command goes on after step 5" in ended.said
+    assert "stopped by SIGTERM after step 8; the same command resumes after step 5" in ended.said
     done = attempt(folder)
-    assert done.code == 0 and "goes on after step 5" in done.said
+    assert done.code == 0 and "resumes after step 5" in done.said
     assert same(folder, whole)
 
 
@@ -100,7 +100,7 @@ def test_without_any_checkpoint_it_is_no_requeue(tmp_path: Path, stopped: Path) 
 def test_what_an_earlier_attempt_left_counts_while_it_is_there(tmp_path: Path, stopped: Path) -> None:
     folder = changed(tmp_path / "run", stopped)
     ended = attempt(folder, stop_at=9, before=failing(9))
-    assert ended.code == 75 and "goes on after step 8" in ended.said.splitlines()[-1]
+    assert ended.code == 75 and "resumes after step 8" in ended.said.splitlines()[-1]
     # And a damaged one doesn't: nobody has read it in this attempt.
     (folder / "checkpoints" / "step-00000005" / "model.safetensors").unlink()
     ended = attempt(folder, stop_at=9, before=failing(9, remove=8))
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_run_is_named_and_put_aside(
     done = attempt(folder, small(checkpoint={"keep": 1}))
     assert done.code == 0, done.said
     assert re.search(r"left out: step-00000012: it is of another run \(\w{8}; this one is \w{8}\)", done.said)
-    assert "goes on after step 8" in done.said
+    assert "resumes after step 8" in done.said
     assert same(folder, whole)
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["foreign-step-00000012", "step-00000016"], "it isn't one of those that are kept"
@@ -201,7 +201,7 @@ def test_a_foreign_checkpoint_costs_no_own_one_however_often_it_comes(tmp_path: 
     for after, names in ((9, {"foreign-step-00000012"}), (10, {"foreign-step-00000012-1"})):
         copy_checkpoint(other / "checkpoints" / "step-00000012", folder)
         done = attempt(folder, small(checkpoint={"keep": 1}), stop_after=after)
-        assert done.code == 75 and "without --stop-after it goes on from there" in done.said
+        assert done.code == 75 and "without --stop-after it resumes from there" in done.said
         assert f"checkpoints of other runs were renamed: {', '.join(names)}" in done.said
         there = {path.name for path in (folder / "checkpoints").iterdir()}
         assert there >= {f"step-{after:08d}", *names}
@@ -243,7 +243,7 @@ def test_a_forced_change_keeps_the_checkpoints_of_before(tmp_path: Path, stopped
     folder, faster = changed(tmp_path / "run", stopped), small(optim={"lr": 0.002})
     assert attempt(folder, faster, "force", stop_at=9).code == 75
     shutil.rmtree(folder / "checkpoints" / "step-00000009")
-    assert "goes on after step 8" in attempt(folder, faster, stop_at=10).said
+    assert "resumes after step 8" in attempt(folder, faster, stop_at=10).said
 
 
 def test_a_finished_run_is_extended_from_its_end(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_finished_run_is_extended_from_its_end(tmp_path: Path) -> None:
     refused = attempt(folder, small(max_steps=9))
     assert refused.code == 2
     assert "it ended at step 6, and its newest good checkpoint is of step 5" in refused.line
-    assert "goes on after step 5" in attempt(folder, small(max_steps=9), "force").said
+    assert "resumes after step 5" in attempt(folder, small(max_steps=9), "force").said
 
 
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) 
     assert earlier.code == 2 and "(max_steps: 6, now 3)" in earlier.line
     done = attempt(folder, long)
     assert done.code == 0, done.said
-    assert "goes on after step 6: the run ended at step 6 and is extended" in done.said
+    assert "resumes after step 6: the run ended at step 6 and is extended" in done.said
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["steps"], manifest["status"]) == (12, "finished")
     assert attempt(tmp_path / "long", long).code == 0
@@ -295,7 +295,7 @@ def test_an_extension_that_was_stopped_goes_on_and_can_be_extended_again(tmp_pat
     assert attempt(folder, to(9), stop_after=8).code == 75
     done = attempt(folder, to(12))
     assert done.code == 0, done.line
-    assert "goes on after step 8: its end moves from step 9 to 12" in done.said
+    assert "resumes after step 8: its end moves from step 9 to 12" in done.said
     assert attempt(tmp_path / "long", to(12)).code == 0
     assert same(folder, tmp_path / "long")
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_without_its_hashes_is_left_out(tmp_path: Path, stopped: Pa
     folder = changed(tmp_path / "run", stopped)
     (folder / "checkpoints" / "step-00000008" / "SHA256SUMS").unlink()
     said = attempt(folder, stop_at=9).said
-    assert "left out: step-00000008: SHA256SUMS is missing" in said and "goes on after step 5" in said
+    assert "left out: step-00000008: SHA256SUMS is missing" in said and "resumes after step 5" in said
 
 
 def test_newest_and_restarts_without_our_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(tmp_path: Path, whole
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     done = trainer(*RUN, "--out", str(folder))
     assert done.returncode == 0, done.stderr
-    assert "goes on after step 31" in done.stdout
+    assert "resumes after step 31" in done.stdout
     assert weights_of(folder) == weights_of(whole)
     assert rows_of(folder) == rows_of(whole)
     before = weights_of(folder)
@@ -149,7 +149,7 @@ def test_a_killed_rank_is_started_again_and_ends_with_the_same_bits(tmp_path: Pa
     run = stopped(tmp_path / "run", "--max-restarts", "3", to="0", number=signal.SIGKILL)
     assert run.returncode == 0, run.stderr
     assert "starting again (1 of 3)" in run.stderr
-    assert "goes on after step 30" in run.stdout
+    assert "resumes after step 30" in run.stdout
     assert weights_of(tmp_path / "run") == weights_of(whole)
     assert rows_of(tmp_path / "run") == rows_of(whole)
 

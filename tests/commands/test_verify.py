@@ -554,7 +554,7 @@ def test_the_commands_prove_a_run(tmp_path: Path, ranks: int, trained: str) -> N
     asked = ["train", "digits", *words, "--out", "run", "--nproc-per-node", str(ranks), "--stop-after", "6"]
     cut = trainer(*asked)
     assert (cut.returncode, cut.stderr) == (75, "")
-    assert "stopped after step 6 as asked; without --stop-after it goes on from there" in cut.stdout
+    assert "stopped after step 6 as asked; without --stop-after it resumes from there" in cut.stdout
     folder = tmp_path / "run"
     assert json.loads((folder / "manifest.json").read_text())["command"] == f"trainer {' '.join(asked)}"
     assert attempt(folder, load_recipe("digits", settings)).code == 0

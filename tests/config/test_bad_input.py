@@ -250,6 +250,7 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
         "train --help": (0, "--help-config"),
         "recipes": (0, "digits"),
         "train digits --help-config": (0, "optim.lr "),
+        "train --help-config": (0, "optim.lr "),
         f"train {task} --help-config": (0, f"({task}: "),
         "train digist": (2, "no recipe 'digist'; did you mean 'digits'?"),
         "train digits --set optim.lrr=1": (2, "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),

@@ -154,7 +154,7 @@ def test_a_node_that_is_gone_is_named(cluster: Cluster) -> None:
     assert outcome[:2] == (False, 75)
     assert outcome.text.startswith("trainer: node 1 (")
     assert "is gone: its launcher ended\n" in outcome.text
-    assert "the same command goes on from the newest checkpoint" in outcome.text
+    assert "the same command resumes from the newest checkpoint" in outcome.text
 
 
 def test_a_cut_cable_is_noticed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

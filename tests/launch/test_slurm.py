@@ -92,9 +92,9 @@ def test_a_job_that_is_preempted_cancelled_and_submitted_again_ends_with_the_sam
     until(lambda: _rows(run) > 2)
     slurm.tell("scancel", "--signal=USR1", job)  # as Slurm does before the time is up
     until(lambda: "requeued, number 1" in _text(log))
-    assert "the same command goes on from there" in _text(log)
+    assert "the same command resumes from there" in _text(log)
     slurm.release(job)
-    until(lambda: _text(log).count("goes on after step") == 1 and _manifest(run)["status"] == "running")
+    until(lambda: _text(log).count("resumes after step") == 1 and _manifest(run)["status"] == "running")
     (first, second) = [attempt["job"] for attempt in _manifest(run)["attempts"]]  # type: ignore[attr-defined]
     assert first == {"slurm_job": job, "slurm_nodes": f"{PREFIX}[1-2]"}
     assert second == {**first, "slurm_restarts": "1"}
@@ -168,7 +168,7 @@ def test_a_task_of_an_array_comes_back_by_itself(slurm: Slurm, tmp_path: Path) -
         slurm.release(task)
     for _, run, log in tasks:
         until(partial(_is_finished, run))
-        assert _text(log).count("goes on after step") == 1
+        assert _text(log).count("resumes after step") == 1
 
 
 def _has_rows(run: Path) -> bool:
@@ -212,7 +212,7 @@ def test_a_node_that_is_down_gives_the_job_back(slurm: Slurm, tmp_path: Path) ->
     slurm.tell("scontrol", "update", f"nodename={NODES[1]}", "state=resume")
     slurm.release(job)
     slurm.completes(job, log)
-    assert "goes on after step" in _text(log)
+    assert "resumes after step" in _text(log)
     assert _manifest(run)["status"] == "finished"
 
 

@@ -128,7 +128,7 @@ def test_rollback(tmp_path: Path, harm: Harm) -> None:
     trace = [json.loads(line) for line in (folder / "checksums.jsonl").read_text().splitlines()]
     rows = [(row["kind"], int(row["step"])) for row in trace]
     assert len(rows) == len(set(rows)), "rows of what was rolled back are still there"
-    assert "back to the checkpoint before it" in done.said and "goes on after step 10" in done.said
+    assert "back to the checkpoint before it" in done.said and "resumes after step 10" in done.said
     assert "without step 13" in done.said
     assert ending(folder) == ending(whole)
     (anomaly,) = read_anomalies(folder)
@@ -190,14 +190,14 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
 def test_a_checkpoint_under_way_is_finished_before_a_rollback(tmp_path: Path) -> None:
     recipe = watched(nonfinite="rollback")
     done = attempt(tmp_path / "run", recipe, before=slowly(0.4))
-    assert done.code == 0 and "goes on after step 10" in done.said
+    assert done.code == 0 and "resumes after step 10" in done.said
 
 
 def test_a_stop_that_comes_with_an_anomaly_is_a_stop(tmp_path: Path) -> None:
     recipe = watched(nonfinite="rollback")
     folder = tmp_path / "run"
     stopped = attempt(folder, recipe, before=slowly(0.0, signal.SIGTERM, 13))
-    assert stopped.code == 75 and "goes on after step 10" in stopped.said
+    assert stopped.code == 75 and "resumes after step 10" in stopped.said
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
     assert attempt(folder, recipe).code == 0
     whole = leaves_out_the_13th(tmp_path / "whole", "nonfinite")
@@ -350,7 +350,7 @@ def test_a_rollback_may_take_as_long_as_the_start(tmp_path: Path) -> None:
         replace(module, "build", looked_at)
 
     done = attempt(tmp_path / "run", small(**SEED, anomaly={"nonfinite": "rollback"}), before=install)
-    assert done.code == 0 and "goes on after step 10" in done.said, done.line
+    assert done.code == 0 and "resumes after step 10" in done.said, done.line
     assert seen.read_text().splitlines() == ["start 0"] * 2
 
 

@@ -121,7 +121,7 @@ def test_a_killed_run_goes_on_with_the_same_id_and_no_row_comes_twice(told: Any,
     assert manifest(run)["trackers"] == {"watching": f"id-{first[0]}"}
     done = attempt(run, recipe, before=patiently)
     assert done.code == 0, done.said
-    assert "goes on after step 5" in done.said
+    assert "resumes after step 5" in done.said
     _, (process, _, about) = told("open")
     assert about["id"] == f"id-{first[0]}"
     assert about["rows"] == sum(event[0] == first[0] for event in told("row"))
@@ -178,7 +178,7 @@ def test_a_stop_is_not_delayed_by_one_that_hangs(told: Any, tmp_path: Path) -> N
         run, small(**logged("hanging")), stop_at=7, before=lambda: replace(feed, "_LEAVE_S", 0.5)
     )
     assert stopped.code == EXIT_REQUEUE, stopped.said
-    assert "the same command goes on from there" in stopped.said
+    assert "the same command resumes from there" in stopped.said
     until_gone(*{event[0] for event in told("open")})
 
 

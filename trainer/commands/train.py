@@ -250,6 +250,9 @@ def find_recipe(options: argparse.Namespace, resumed: Path | None) -> None:
     named = resumed or (options.source.run if options.source else None)
     if options.source and options.out is not None and (options.out / MANIFEST).is_file():
         named = options.out  # it has begun already: what it began from may be gone
+    if named is None and options.help_config:
+        options.recipe = "digits"  # the keys are those of all
+        return
     if named is None:
         raise BadInputError(
             "RECIPE is missing: give one (trainer recipes lists them), or --resume RUN or --from RUN for "

@@ -76,7 +76,7 @@ def end_on_signal(resumable: Callable[[], bool]) -> None:
 
     def end(number: int, _: object) -> None:
         requeue = resumable()
-        left = "the same command goes on from its checkpoint" if requeue else "there is no checkpoint yet"
+        left = "the same command resumes from its checkpoint" if requeue else "there is no checkpoint yet"
         line = f"trainer: stopped by {signal.Signals(number).name} before it began; {left}"
         os.write(2, f"{as_line(line, 'warning')}\n".encode())
         os._exit(EXIT_REQUEUE if requeue else EXIT_FAILED)

@@ -117,7 +117,7 @@ def resume_notes(
         return notes
     if not step:
         return [*notes, "begins again: the earlier attempt left no checkpoint"]
-    notes.append(f"goes on after step {step}")
+    notes.append(f"resumes after step {step}")
     if stored.status == "finished":
         early = ", out of patience," if stored.out_of_patience else ""
         notes[-1] += f": the run ended at step {stored.steps}{early} and is extended"

@@ -202,12 +202,12 @@ def _how_to_resume(number: int, done: int, checkpoints: Checkpoints, command: st
     if not number:
         if step < 0:
             raise BadInputError(f"--stop-after {done}: no checkpoint could be written; make room on the disk")
-        return f"stopped after step {done} as asked; without --stop-after it goes on {where}"
+        return f"stopped after step {done} as asked; without --stop-after it resumes {where}"
     name = signal.Signals(number)
     if step < 0:
         raise Stopped(name, "no checkpoint could be written to go on from")
     more = words_to_resume(command)
-    return f"stopped by {name.name} after step {done}; the same command goes on {where}{more}"
+    return f"stopped by {name.name} after step {done}; the same command resumes {where}{more}"
 
 
 def words_to_resume(typed: str) -> str:

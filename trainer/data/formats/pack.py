@@ -183,7 +183,7 @@ def _work_off(
                 raise
     except BrokenProcessPool as error:
         raise BadInputError(
-            "a process of the pool was killed (out of memory?); the same command goes on, with a smaller "
+            "a process of the pool was killed (out of memory?); the same command resumes, with a smaller "
             "--processes perhaps"
         ) from error
 

@@ -115,7 +115,7 @@ def outcome_of(
     if lost:
         # Whatever the others' ranks say, they say it because of that.
         lines = "".join(f"trainer: {line}\n" for line in lost)
-        tail = "" if elastic else "trainer: the same command goes on from the newest checkpoint\n"
+        tail = "" if elastic else "trainer: the same command resumes from the newest checkpoint\n"
         return Outcome(elastic, EXIT_REQUEUE, lines + tail)
     if code in (EXIT_FAILED, EXIT_HANG, EXIT_DONE):
         return Outcome(False, code, text)
