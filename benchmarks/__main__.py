@@ -39,6 +39,7 @@ BENCHES = {
         "scale.bench",
         "a job on many GPUs, from figures measured here: communication, failures, checkpoints, loading",
     ),
+    "growth": ("growth", "how time and memory grow with samples, shards and steps"),
     "pictures": ("pictures", "the documentation's pictures: the rooms of the package, the losses of runs"),
     "targets": ("targets", "the targets on one H200 with 16 CPU cores, 8 minutes at most"),
 }
