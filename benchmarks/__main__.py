@@ -16,6 +16,7 @@ BENCHES = {
     "overhead": ("overhead", "host time per step over a hand-written loop"),
     "accumulation": ("accumulation", "gradient of every step against its samples concatenated"),
     "loader": ("loader", "CPU time, speed and memory of loading images"),
+    "decoders": ("decoders", "what decoding the crop of a JPEG costs, by each decoder that is installed"),
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
@@ -38,6 +39,7 @@ BENCHES = {
         "scale.bench",
         "a job on many GPUs, from figures measured here: communication, failures, checkpoints, loading",
     ),
+    "growth": ("growth", "how time and memory grow with samples, shards and steps"),
     "pictures": ("pictures", "the documentation's pictures: the rooms of the package, the losses of runs"),
     "targets": ("targets", "the targets on one H200 with 16 CPU cores, 8 minutes at most"),
 }

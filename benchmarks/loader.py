@@ -112,7 +112,7 @@ def bench_loader(folder: Path | None, against: str, rounds: int, workers: int) -
     check_proc()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        images = _images(folder, work / "images")
+        images = images_of(folder, work / "images")
         print(f"{conditions()}\n{about(folder, images, rounds, workers)}\n", flush=True)
         times = measure_loading(images, work, libraries, rounds, workers)
         print(_table(times), flush=True)
@@ -197,7 +197,7 @@ _CHECKS = (
 )
 
 
-def _images(folder: Path | None, here: Path) -> Path:
+def images_of(folder: Path | None, here: Path) -> Path:
     """A folder of 1024 images: made, or links to some of the user's."""
     if folder is None:
         write_photographs(here, IMAGES)

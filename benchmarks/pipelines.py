@@ -24,7 +24,7 @@ from trainer.data.formats.sharded import INDEX, in_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.observe.phases import enter_phase
-from trainer.tasks.augment import Normalisation, flip
+from trainer.tasks.augment import Normalisation
 
 BATCH, SIDE = 64, 224
 _EPOCHS = 10_000
@@ -134,7 +134,7 @@ def device_side_us(batch: torch.Tensor) -> float:
     times = []
     for _ in range(9):
         began = time.process_time_ns()
-        normalise(flip(batch, random), channels_last=True)
+        normalise(batch, True, flips=random)
         times.append((time.process_time_ns() - began) / 1e3 / len(batch))
     return statistics.median(times)
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,19 @@ def test_a_line_that_a_kill_cut_off_needs_no_words(tmp_path: Path) -> None:
     file.write_bytes(b'{"step": 1}\n{"step": 9}\n{"win')
     assert keep_rows(file, 5) == 0
     assert file.read_bytes() == b'{"step": 1}\n'
+
+
+def test_rows_are_cut_line_by_line(tmp_path: Path) -> None:
+    """In memory that doesn't grow with the length of a run."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(b'{"step": %d, "what": "%s"}\n' % (n, b"x" * 1000) for n in range(1, 2001)))
+    tracemalloc.start()
+    try:
+        assert keep_rows(file, 1500) == 0
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+    finally:
+        tracemalloc.stop()
+    assert file.read_bytes().count(b"\n") == 1500
 
 
 @pytest.mark.parametrize("bad", [b"2,\xff\n", b"\n", b"x,1\n"])

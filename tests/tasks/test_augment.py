@@ -1,5 +1,8 @@
 """Promise: what is drawn for an image is its own, and comes back after a resume."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torchvision.transforms import v2
@@ -77,9 +80,67 @@ def test_normalising_gives_the_same_in_both_layouts(channels: int) -> None:
 
 def test_half_of_the_images_are_mirrored() -> None:
     byte, random = images().permute(0, 2, 3, 1).contiguous(), torch.tensor([[0.1], [0.9]] * 3)
-    flipped = flip(byte, random)
-    assert torch.equal(flipped[0], byte[0].flip(1)), "left and right"
-    assert torch.equal(flipped[1], byte[1])
+    for image in (byte, byte.float()):
+        flipped = flip(image, random)
+        assert torch.equal(flipped[0], image[0].flip(1)), "left and right"
+        assert torch.equal(flipped[1], image[1])
+        assert torch.equal(flipped, torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(2), image))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 5, 7, 3), (5, 31, 33, 1), (9, 151, 149, 3)])
+def test_flip_and_normalisation_in_one_go_have_the_bits_of_one_after_the_other(
+    shape: tuple[int, ...], threads: int
+) -> None:
+    """In blocks and in memory that was written before, for any layout."""
+    generator = torch.Generator().manual_seed(0)
+    byte = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    random = torch.rand(shape[0], 1, generator=generator)
+    mean, std = torch.tensor([0.4, 0.5, 0.6])[: shape[3]], torch.tensor([0.2, 0.3, 0.4])[: shape[3]]
+    normalise = Normalisation(mean.tolist(), std.tolist())
+    planes = torch.where(random.view(-1, 1, 1, 1) < 0.5, byte.flip(2), byte).permute(0, 3, 1, 2)
+    scale, shift = (row.view(-1, 1, 1) for row in (1 / (255 * std), -mean / std))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for layout in (torch.channels_last, torch.contiguous_format) * 2:
+            floats = planes.contiguous(memory_format=layout).float()
+            expected = torch.addcmul(shift, floats, scale, out=floats)
+            found = normalise(byte, layout == torch.channels_last, random)
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randint(0, 256, (2, 2, 128, 128, 3), dtype=torch.uint8, generator=generator)
+    normalise = Normalisation((0.5,) * 3, (0.3,) * 3)
+    place = normalise(first, True).data_ptr()
+    assert normalise(second, True).data_ptr() == place
+
+    weight = torch.ones((), requires_grad=True)
+    holders: list[Callable[[torch.Tensor], Any]] = [
+        lambda image: image[1:, 0],
+        lambda image: image.numpy(),
+        lambda image: image * weight,
+    ]
+    for held in holders:
+        expected = normalise(first, True).sum()
+        kept = held(normalise(first, True))
+        content = torch.as_tensor(kept).detach().clone()
+        normalise(second, True).zero_()
+        assert torch.equal(torch.as_tensor(kept).detach(), content)
+        if isinstance(kept, torch.Tensor) and kept.requires_grad:  # by the graph alone
+            (gradient,) = torch.autograd.grad(kept.sum(), weight)
+            assert torch.equal(gradient, expected)
+        del kept
+    place = normalise(first, True).data_ptr()
+    assert normalise(first[:1], True).data_ptr() == place, "a smaller batch"
+    with torch.inference_mode():
+        assert normalise(second, True).data_ptr() == place
+    assert not normalise(second, True).is_inference()
 
 
 def test_a_crop_is_the_image_shifted_by_up_to_an_eighth() -> None:

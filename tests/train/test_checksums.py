@@ -1,6 +1,7 @@
 """Promise: a fingerprint tells any change of a tensor, and the first row that differs is named."""
 
 import io
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.observe.checksums import (
     checksums_to,
     fingerprints_of,
     first_difference,
+    last_names,
     read_checksums,
 )
 from trainer.rng import Purpose, key, keys
@@ -204,6 +206,21 @@ def test_what_is_written_is_read_to_the_bit(tmp_path: Path) -> None:
     assert read_checksums(tmp_path / "none") == ([], [], 0)
     file.write_text(text + "[]\n{}\nx\n" + '{"kind": "train", "step": 4, "tensors": ["1"]}\n')
     assert len(read_checksums(file)[0]) == 2 and read_checksums(file)[2] == 4
+
+
+def test_the_last_names_are_found_without_keeping_the_rows(tmp_path: Path) -> None:
+    file = tmp_path / "checksums.jsonl"
+    assert last_names(file) == []
+    row = ({"kind": "train", "step": 2, "loss": 1.0}, [1, 2])
+    file.write_text(written(row) + 'x "names"\n["names"]\n{"kind": "train", "names": 1, "step": 3}\n')
+    assert last_names(file) == ["a", "b"]
+    later = json.dumps({"kind": "names", "step": 4, "tensors": ["c"]})
+    with file.open("a") as rows:
+        rows.write(later)
+    assert last_names(file) == ["a", "b"] == read_checksums(file)[1], "the last line was cut off"
+    with file.open("a") as rows:
+        rows.write("\n" + written(row, known=["a", "b"]))
+    assert last_names(file) == ["c"] == read_checksums(file)[1]
 
 
 def test_names_are_written_once_for_all_attempts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 too.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -170,6 +171,25 @@ def read_checksums(file: Path) -> tuple[list[ChecksumRow], list[str], int]:
     return rows, names, bad
 
 
+def last_names(file: Path) -> list[str]:
+    """The names of the tensors that a trace names last; none if there is no file.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    names = list[str]()
+    if file.exists():
+        with file.open("rb") as lines:
+            for line in lines:
+                # Parsing each row, with a fingerprint of each tensor, would take seconds and its memory.
+                if b'"names"' in line and line.endswith(b"\n"):
+                    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+                        row = json.loads(line)
+                        if row["kind"] == "names":
+                            names = [str(name) for name in row["tensors"]]
+    return names
+
+
 def rows_as_text(file: Path) -> Iterator[Any]:
     """The rows of a file, with numbers as text: equal texts are equal bits, -0.0 and all.
 
@@ -178,12 +198,14 @@ def rows_as_text(file: Path) -> Iterator[Any]:
     Raises:
         OSError: If it can't be read.
     """
-    *lines, _ = file.read_bytes().split(b"\n")
-    for line in lines:
-        try:
-            yield json.loads(line, parse_float=str, parse_int=str)
-        except (ValueError, RecursionError):
-            yield None
+    with file.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line, parse_float=str, parse_int=str)
+            except (ValueError, RecursionError):
+                yield None
 
 
 @dataclass(frozen=True)

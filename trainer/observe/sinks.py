@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from trainer.host import strict_json
@@ -57,18 +58,25 @@ def keep_rows(file: Path, step: int) -> int:
     """
     if not file.exists():
         return 0
-    *lines, _ = file.read_bytes().split(b"\n")
-    kept, done = list[bytes](), _step_in_json
-    if file.suffix == ".csv":
-        kept = [line for line in lines[:1] if "step" in _cells(line)]
-        column = _cells(kept[0]).index("step") if kept else -1
-        lines, done = lines[1:] if kept else lines, partial(_step_in_table, column)
-    steps = [done(line) for line in lines]
-    kept += [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step and step]
-    beside = file.with_suffix(".tmp")
-    beside.write_bytes(b"".join(line + b"\n" for line in kept))
+    beside, done, unreadable = file.with_suffix(".tmp"), _step_in_json, 0
+    # Line by line: a long run has gigabytes of them.
+    with file.open("rb") as before, beside.open("wb") as kept:
+        lines: Iterator[bytes] = (line for line in before if line.endswith(b"\n"))
+        if file.suffix == ".csv":
+            header = next(lines, b"")
+            column = _cells(header).index("step") if "step" in _cells(header) else -1
+            if column >= 0:
+                kept.write(header)
+            elif header:
+                lines = chain([header], lines)
+            done = partial(_step_in_table, column)
+        for line in lines:
+            at = done(line)
+            unreadable += at is None
+            if at is not None and at <= step and step:
+                kept.write(line)
     beside.replace(file)
-    return steps.count(None)
+    return unreadable
 
 
 def _step_in_json(line: bytes) -> int | None:

@@ -1,5 +1,7 @@
 """Augmentation of a whole batch on its device; the numbers that it draws on are keyed, not carried."""
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,10 +10,15 @@ from torch.nn import functional as F
 
 # ITU-R BT.601, as torchvision's rgb_to_grayscale.
 _GREY = (0.2989, 0.587, 0.114)
+# Pixels times channels: from how many on memory is new pages each time, how many fit a CPU's cache as floats.
+_NEW_PAGES, _IN_CACHE = 1 << 15, 1 << 19
 
 
 class Normalisation:
     """Bytes to floats: (pixel / 255 - mean) / std, as one multiplication and one addition.
+
+    On a CPU a few images at a time, which stay in its cache, and into the memory of the batch before where
+    that is free: new pages would cost more than what is written into them.
 
     Args:
         mean: Of each channel, on the scale 0 to 1.
@@ -23,19 +30,46 @@ class Normalisation:
         self._scale = 1 / (255 * torch.tensor(std))
         self._shift = -torch.tensor(mean) / torch.tensor(std)
         self._there: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memory = _Memory()
 
-    def __call__(self, byte: torch.Tensor, channels_last: bool) -> torch.Tensor:
-        """uint8 (n, h, w, c), contiguous, to float32 (n, c, h, w), channels last in memory or contiguous."""
+    def __call__(
+        self, byte: torch.Tensor, channels_last: bool, flips: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Writes the floats of a batch.
+
+        Args:
+            byte: uint8 (n, h, w, c), contiguous.
+            channels_last: Whether the result is channels last in memory, or contiguous.
+            flips: Numbers (n, 1) in [0, 1) by which half of the images are mirrored, see `flip`.
+
+        Returns:
+            float32 (n, c, h, w).
+        """
         n, height, width, channels = byte.shape
-        if not channels_last:
+        last = channels_last or channels == 1  # where it is both in memory, by whole rows
+        shape = (n, height, width, channels) if last else (n, channels, height, width)
+        block = max(1, n)
+        if byte.device.type != "cpu" or byte.numel() < _NEW_PAGES:
+            image = torch.empty(shape, device=byte.device)
+        else:
+            image = self._memory.take(shape)
+            if torch.get_num_threads() == 1:  # several would wait for each other after each block
+                block = max(1, _IN_CACHE // byte[0].numel())
+        parts = zip(image.split(block), byte.split(block), strict=True)
+        for number, (floats, pixels) in enumerate(parts):
+            numbers = None if flips is None else flips[number * block : (number + 1) * block]
+            self._write(floats, pixels if numbers is None else flip(pixels, numbers), last)
+        return image.permute(0, 3, 1, 2) if last else image
+
+    def _write(self, image: torch.Tensor, byte: torch.Tensor, last: bool) -> None:
+        """uint8 (n, h, w, c) into float32 of the same shape, or (n, c, h, w)."""
+        if last:  # whole rows of pixels: along three channels alone no processor gets into its stride
+            scale, shift = self._rows(byte.device, byte.shape[2])
+            rows = image.flatten(2)
+            torch.addcmul(shift, rows.copy_(byte.flatten(2)), scale, out=rows)
+        else:
             scale, shift = (row.view(-1, 1, 1) for row in self._rows(byte.device, 1))
-            planes = byte.permute(0, 3, 1, 2).contiguous().float()
-            return torch.addcmul(shift, planes, scale, out=planes)
-        # Whole rows of pixels: along three channels alone no processor gets into its stride.
-        scale, shift = self._rows(byte.device, width)
-        rows = byte.reshape(n, height, width * channels).float()
-        torch.addcmul(shift, rows, scale, out=rows)  # in place: a CPU pays for each new page of memory
-        return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+            torch.addcmul(shift, byte.float().permute(0, 3, 1, 2), scale, out=image)
 
     def _rows(self, device: torch.device, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         if (device, width) not in self._there:
@@ -44,9 +78,35 @@ class Normalisation:
         return self._there[device, width]
 
 
+class _Memory:
+    """Of a float tensor on the CPU, taken again once nothing holds the one before: view, graph or array."""
+
+    def __init__(self) -> None:
+        self._base = torch.empty(0)
+        self._holder: Callable[[], object] = lambda: None
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        """float32, contiguous; what is in it is anything."""
+        count = math.prod(shape)
+        if self._holder() is not None or len(self._base) < count:
+            self._base = torch.empty(count)
+        # torch keeps the array for as long as anything of the tensor lives, and says so to nobody else.
+        array = self._base.numpy()[:count]
+        self._holder = weakref.ref(array)
+        return torch.from_numpy(array).view(*shape)
+
+
 def flip(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """Mirrors half of the images: any dtype (n, h, w, c), numbers (n, 1) in [0, 1)."""
-    return torch.where(random.view(-1, 1, 1, 1) < 0.5, image.flip(2), image)
+    mirrored = random.view(-1, 1, 1, 1) < 0.5
+    flipped = image.flip(2)
+    if image.device.type != "cpu" or image.dtype != torch.uint8:
+        return torch.where(mirrored, flipped, image)
+    # The same by bits, a quarter of the time: a CPU chooses byte by byte.
+    flipped ^= image
+    flipped *= mirrored.view(torch.uint8)
+    flipped ^= image
+    return flipped
 
 
 def crop(image: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

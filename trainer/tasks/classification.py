@@ -98,11 +98,10 @@ class Classification:
             if chosen.jitter:
                 planes = jitter(planes, random[:, -3:], chosen.jitter)
             byte = planes.permute(0, 2, 3, 1).contiguous()
-        if chosen.augment in ("flip", "crop"):  # bytes: a quarter of the floats' memory traffic
-            byte = flip(byte, random[:, :1])
-        if chosen.augment == "crop":
-            byte = crop(byte, random[:, 1:3])
-        image = self._normalise(byte, self._model.channels_last)
+        if chosen.augment == "crop":  # bytes: a quarter of the floats' memory traffic
+            byte = crop(flip(byte, random[:, :1]), random[:, 1:3])
+        flips = random[:, :1] if chosen.augment == "flip" else None
+        image = self._normalise(byte, self._model.channels_last, flips)
         return affine(image, random[:, :5]) if chosen.augment == "affine" else image
 
     def _numbers(self, batch: Batch) -> torch.Tensor:

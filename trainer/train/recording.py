@@ -18,7 +18,7 @@ from trainer.errors import BadInputError, DivergedError
 from trainer.host.files import write_file, written_whole
 from trainer.launch.signals import Stopped
 from trainer.models.finetune import plain_state
-from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, read_checksums
+from trainer.observe.checksums import Checksums, checksums_to, fingerprints_of, last_names
 from trainer.observe.console import warn
 from trainer.observe.log import Sink
 from trainer.observe.rows import FILES
@@ -101,7 +101,7 @@ def _open(
 
 
 def _open_trace(path: Path, state: TrainState, closing: contextlib.ExitStack) -> Checksums:
-    _, known, _ = read_checksums(path)
+    known = last_names(path)
     file = path.open("a")
     closing.callback(_despite_the_disk(file.close))
     write = checksums_to(file, list(state.model.state_dict()), known, state.step)

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import stat
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,15 +242,19 @@ def in_table(file: Path) -> Files:
     Raises:
         BadInputError: If the table can't be read or lacks a column.
     """
+    lines, paths, labels = array("q"), list[bytes](), list[str]()
     try:
-        rows = _parquet(file) if file.suffix == ".parquet" else _csv(file)
+        for line, path, label in _parquet(file) if file.suffix == ".parquet" else _csv(file):
+            lines.append(line)
+            paths.append(path)
+            labels.append(sys.intern(label))  # one text for each class, and not for each of millions of rows
     except OSError as error:
         raise BadInputError(f"{file}: can't be read ({error.strerror or error})") from error
-    if not rows:
+    if not paths:
         raise BadInputError(f"{file}: holds no rows")
-    labels, classes = numbered([label for _, _, label in rows])
-    listed = Listed(file, "row" if file.suffix == ".parquet" else "line", [number for number, _, _ in rows])
-    return Files(file.parent, [path for _, path, _ in rows], labels, classes, listed)
+    numbers, classes = numbered(labels)
+    listed = Listed(file, "row" if file.suffix == ".parquet" else "line", lines)
+    return Files(file.parent, paths, numbers, classes, listed)
 
 
 def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -267,18 +273,25 @@ def numbered(labels: Sequence[str]) -> tuple[list[int], list[str]]:
 _Row = tuple[int, bytes, str]
 
 
-def _csv(file: Path) -> list[_Row]:
+def _csv(file: Path) -> Iterator[_Row]:
     with file.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as text:
-        table = csv.DictReader(text, strict=True)
+        table = csv.reader(text, strict=True)
         try:
-            _check_columns(file, table.fieldnames or [])
-            rows = [_row(file, "line", table.line_num, row["path"], row["label"]) for row in table]
+            columns = next(table, [])
+            _check_columns(file, columns)
+            place = {name: number for number, name in enumerate(columns)}
+            path, label = place["path"], place["label"]
+            most = max(path, label)
+            for cells in table:
+                if not cells:
+                    continue
+                pair = (cells[path], cells[label]) if len(cells) > most else ("", "")
+                yield _row(file, "line", table.line_num, *pair)
         except csv.Error as error:
             raise BadInputError(f"{file}: line {table.line_num}: {error}") from error
-    return rows
 
 
-def _parquet(file: Path) -> list[_Row]:
+def _parquet(file: Path) -> Iterator[_Row]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -290,7 +303,8 @@ def _parquet(file: Path) -> list[_Row]:
         raise BadInputError(f"{file}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
     _check_columns(file, table.column_names)
     pairs = zip(table["path"].to_pylist(), table["label"].to_pylist(), strict=True)
-    return [_row(file, "row", number, path, label) for number, (path, label) in enumerate(pairs, 1)]
+    for number, (path, label) in enumerate(pairs, 1):
+        yield _row(file, "row", number, path, label)
 
 
 def _check_columns(file: Path, columns: Sequence[str]) -> None:
