@@ -64,6 +64,11 @@ class LanguageConfig(GPTConfig):
         description="stream (cut at equal lengths), packed (whole documents side by side in a sample, none "
         "seeing another) or padded (a document in a sample; batches of similar lengths, cut to the longest)",
     )
+    attention: Literal["auto", "mask"] = Field(
+        "auto",
+        description="how packed documents are kept apart: auto (on a GPU by blocks of places, with "
+        "FlexAttention, where it can; by a mask elsewhere) or mask (of sequence_length squared, by sample)",
+    )
     buckets: int = Field(
         8, ge=1, le=64, description="lengths that a batch is cut to, equally far apart (padded)"
     )

@@ -1,12 +1,17 @@
 """A decoder-only transformer, and text from it."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from trainer.config.tasks import GPTConfig
+from trainer.models.packed import attend_by_blocks, blocks_mask, pairs_mask
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 _ROTARY_BASE = 10_000.0
 _STD = 0.02  # of the weights at first (Radford et al., 2019)
@@ -18,6 +23,9 @@ class GPT(nn.Module):
     Rotary positions: Su et al., 2021; RMSNorm: Zhang and Sennrich, 2019; SwiGLU: Shazeer, 2020; tied
     embeddings: Press and Wolf, 2017. With learned positions, LayerNorm, GELU and biases it is GPT-2 (Radford
     et al., 2019).
+
+    Attributes:
+        by_blocks: Whether documents in one row are kept apart by blocks, with FlexAttention; see `packed`.
     """
 
     def __init__(self, config: GPTConfig, vocabulary: int) -> None:
@@ -25,6 +33,7 @@ class GPT(nn.Module):
         super().__init__()
         self.sequence_length = config.sequence_length
         self.head_width = config.width // config.heads
+        self.by_blocks = False
         self.embedding = _embedding(vocabulary, config.width)
         self.positions = None
         if config.positions == "learned":
@@ -48,7 +57,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 (n, length), length at most the sequence length for learned positions.
-            segment: Integers (n, length), rising: places with the same number are of one document, whose
+            segment: Integers (n, length): neighbors with the same number are of one document, whose
                 positions start at 0, and see each other only; None where a row is one document.
 
         Returns:
@@ -58,9 +67,7 @@ class GPT(nn.Module):
         mask = None
         if segment is not None:
             place = place_in_segment(segment)
-            later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
-            mask = (segment[:, None, :] == segment[:, :, None]) & later.tril()
-            mask = mask[:, None]
+            mask = blocks_mask(segment) if self.by_blocks else pairs_mask(segment)
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions(place)
@@ -107,7 +114,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
     ) -> torch.Tensor:
         """Float (n, length, width) to the same; see `Attention`."""
         hidden = hidden + self.attention(self.norm1(hidden), turn, mask)
@@ -127,14 +134,14 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: torch.Tensor | None
+        self, hidden: torch.Tensor, turn: torch.Tensor | None, mask: "torch.Tensor | BlockMask | None"
     ) -> torch.Tensor:
         """Mixes places with those before them.
 
         Args:
             hidden: Float (n, length, width).
             turn: From `turns`, for rotary positions.
-            mask: bool (n, 1, length, length), which place sees which; None: all before it.
+            mask: Which place sees which, from `pairs_mask` or `blocks_mask`; None: all before it.
 
         Returns:
             Float (n, length, width).
@@ -144,14 +151,12 @@ class Attention(nn.Module):
         if turn is not None:
             qk = turned(qk, turn)
         query, key = qk.chunk(2, 2)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            mask,
-            self.rate if self.training else 0.0,
-            is_causal=mask is None,
-        )
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if mask is None or isinstance(mask, torch.Tensor):
+            rate = self.rate if self.training else 0.0
+            mixed = F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=mask is None)
+        else:
+            mixed = attend_by_blocks(query, key, value, mask)
         result: torch.Tensor = self.dropout(self.out(mixed.transpose(1, 2).reshape(n, length, width)))
         return result
 

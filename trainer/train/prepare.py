@@ -27,7 +27,9 @@ from trainer.models.compiling import (
     uncompiled,
 )
 from trainer.models.finetune import fine_tune
+from trainer.models.gpt import GPT
 from trainer.models.nonfinite import FirstNonFinite
+from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
@@ -102,6 +104,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
     checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
     notes.extend(cost_of_checkpointing)
+    if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
+        model.by_blocks = _can_attend_by_blocks(recipe, world, notes)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
         compile_blocks(blocks(model).values(), recipe.compile, device)
@@ -264,13 +268,32 @@ def _cost_line(
     )
 
 
+def _missing_somewhere(missing: str | None, world: World) -> str | None:
+    """What this rank misses, or that another one does: so that all ranks compute alike."""
+    if world.group is None:
+        return missing
+    unable = torch.tensor([float(missing is not None)], device=world.device)
+    there = not float(sum_over_ranks(unable, world.group))
+    return None if there else missing or "another rank's host lacks a compiler or Python.h"
+
+
+def _can_attend_by_blocks(recipe: Recipe, world: World, notes: list[str]) -> bool:
+    """Whether every rank can, and is to; otherwise all of them take a mask."""
+    if recipe.language.attention == "mask" or world.device.type == "cpu":
+        return False
+    if missing := _missing_somewhere(missing_for_blocks(recipe.language, world.device), world):
+        length = recipe.language.sequence_length
+        notes.append(f"packed text: attends with a mask of {length} x {length} for each sample: {missing}")
+        return False
+    prepare_cache()
+    notes.append("packed text: attends by blocks (FlexAttention), compiled in the first step")
+    return True
+
+
 def _can_compile(recipe: Recipe, world: World, notes: list[str]) -> bool:
     """Whether every rank can; otherwise all of them train eagerly, so that they compute alike."""
-    missing = missing_for_compiling(world.device)
-    unable = torch.tensor([float(missing is not None)], device=world.device)
-    if float(sum_over_ranks(unable, world.group)):
-        why = missing or "another rank's host lacks a compiler or Python.h"
-        notes.append(f"compile.mode={recipe.compile.mode}: {why}; training eagerly")
+    if missing := _missing_somewhere(missing_for_compiling(world.device), world):
+        notes.append(f"compile.mode={recipe.compile.mode}: {missing}; training eagerly")
         return False
     folder, problem = prepare_cache()
     if problem:
