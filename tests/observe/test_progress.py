@@ -127,6 +127,17 @@ def test_numbers_and_labels_of_any_kind() -> None:
     assert r'trainer_eval{metric="a\"b\\c\nd"} 1.0' in page
 
 
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    board = json.loads((Path(__file__).parents[2] / "scripts/grafana/trainer.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [one["query"] for one in board["templating"]["list"]]
+    row = {**TRAIN, "grad_norm": 1.0, "tokens_per_s": 1.0, "memory_bytes": 1.0}
+    page = told(row, {"kind": "eval", "step": 1, "loss": 1.0}, saved=1).page()
+    asked = {name for query in queries for name in re.findall(r"\btrainer_\w+", query)}
+    assert asked - {name.partition("{")[0] for name in read(page)} == set()
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 12
+
+
 def test_prometheus_own_parser_reads_the_same() -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
     page = told({**TRAIN, "loss": math.inf}, {"kind": "eval", "step": 1, 'a"b\\c\nd': 1.0}, saved=1).page()

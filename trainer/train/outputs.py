@@ -152,7 +152,7 @@ def open_outputs(
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
     sinks += [*load_sinks(run.recipe.log, config), *theirs]
-    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say))
+    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say, len(left_out)))
     writer = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
     if run.recipe.log.metrics_port:
