@@ -302,6 +302,17 @@ class LogConfig(Section):
         "mlflow, a name that an installed package brings, or a function of one's own, module:NAME or "
         "file.py:NAME",
     )
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="where Prometheus finds the run's progress, /metrics on rank 0's host; 0: nowhere",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address that this listens on; 0.0.0.0: any, for whoever reaches the host or pod",
+    )
     price_per_hour: float = Field(
         0.0,
         ge=0,

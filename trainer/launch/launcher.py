@@ -37,6 +37,7 @@ from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
+from trainer.launch.termination import leave_message
 from trainer.observe.console import Level, logs_as_json, tell, verbosity
 
 _POLL_SECONDS = 0.05
@@ -103,12 +104,14 @@ def launch(
             group = WorkerGroup(signals, range(local.ranks), local.ranks, grace_seconds)
             records = group.run(module, request, local, _alone(), output)
             code = job_code(records)
-            say(exit_message(records, local.ranks), "warning" if code == EXIT_REQUEUE else "error")
+            text = exit_message(records, local.ranks)
+            say(text, "warning" if code == EXIT_REQUEUE else "error")
             if code != EXIT_FAILED or signals.received or attempt > max_restarts:
                 break
             say(f"trainer: starting again ({attempt} of {max_restarts})\n", "warning")
             if request.get("resume") == "never":  # what this launch began is its own
                 request = {**request, "resume": "auto"}
+    leave_message(code, text)
     return code
 
 

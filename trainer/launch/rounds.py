@@ -20,6 +20,7 @@ from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Outcome, Rendezvous, Round
 from trainer.launch.nodes.server import RendezvousServer
 from trainer.launch.signals import SignalReceiver
+from trainer.launch.termination import leave_message
 
 
 def launch_with_others(
@@ -83,6 +84,7 @@ def launch_with_others(
                 if not outcome.again:
                     text = outcome.text if nodes.number == 0 else _brief(outcome, nodes)
                     say(text, "warning" if outcome.code == EXIT_REQUEUE else "error")
+                    leave_message(outcome.code, text)
                     if nodes.number == 0 and folder is not None:
                         with suppress(OSError):  # for a script that sees only the codes of all nodes together
                             (folder / EXIT_CODE).write_text(f"{outcome.code}\n")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config.redact import redact_text
-from trainer.observe.text import duration
+from trainer.observe.text import duration, seconds_left
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -159,8 +159,8 @@ class ProgressBar:
         elif self._bar is None and time.monotonic() - self._shown > _LINE_SECONDS:
             self._shown = time.monotonic()
             step = int(row["step"])
-            each = (self._shown - self._started) / max(1, step - self._first)
-            left = duration(round(each * (self._steps - step))).replace("\u00a0", " ")
+            seconds = seconds_left(self._steps, step, self._first, self._shown - self._started)
+            left = duration(round(seconds)).replace("\u00a0", " ")
             self.say(f"  step {step}/{self._steps}  {self._figures}  {left} left")
 
     def say(self, line: str) -> None:

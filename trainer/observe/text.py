@@ -44,6 +44,11 @@ def plain(value: Any, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def seconds_left(steps: int, step: int, first: int, seconds: float) -> float:
+    """Time until the last step, by the steps since `first`, which took so many seconds."""
+    return seconds / max(1, step - first) * (steps - step)
+
+
 def escaped(value: Any, most: int = 300) -> str:
     """`plain`, for HTML: within elements and within quoted attributes."""
     return html.escape(plain(value, most), quote=True)

@@ -31,6 +31,7 @@ from trainer.observe.machine import Machine
 from trainer.observe.memory import memory_source, start_history
 from trainer.observe.oom import explain_oom, held_by, is_out_of_memory
 from trainer.observe.profile import Profile
+from trainer.observe.progress import Progress, served
 from trainer.train.anomalies import AnomalyLog, write_anomalies
 from trainer.train.checkpoints import Checkpoints
 from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sinks, make_hooks
@@ -45,6 +46,7 @@ from trainer.train.step import take_metrics
 from trainer.train.summary import introduce
 from trainer.train.tracking.feed import tracked
 from trainer.train.updates import brings_optimizer
+from trainer.version import __version__
 
 _PAUSE_S = 0.25  # where rows come more often than that, they explain themselves now and then
 
@@ -150,9 +152,11 @@ def open_outputs(
     if run.nonfinite is not None:
         sinks.append(run.nonfinite.name_first)
     sinks += [*load_sinks(run.recipe.log, config), *theirs]
-    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say))
+    sinks += stack.enter_context(tracked(folder, run, manifest, progress_bar.say, len(left_out)))
     writer = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn, run.state.step or None)
     stack.callback(writer.abandon)
+    if run.recipe.log.metrics_port:
+        sinks.append(stack.enter_context(_served(folder, run, manifest, writer)))
     logger = _make_logger(run, sinks, checksums, sources, left_out)
     advisor = _add_advisor(stack, run, logger, sources)
     profile = _open_profile(stack, request, run)
@@ -174,6 +178,27 @@ def open_outputs(
         advisor=advisor,
         profile=profile,
     )
+
+
+@contextlib.contextmanager
+def _served(
+    folder: Path, run: Run, manifest: Mapping[str, Any], writer: BackgroundWriter
+) -> Iterator[Progress]:
+    """Where Prometheus looks, as a sink."""
+    begun = run.state.step
+    about = {
+        "run": folder.name,
+        "recipe": Path(manifest["recipe"]).stem,
+        "run_id": manifest["run_id"],
+        "config_hash": manifest["config_hash"],
+        "commit": manifest["commit"] or "",
+        "version": __version__,
+    }
+    progress = Progress(
+        about, run.steps, begun, lambda: (begun or None) if writer.written is None else writer.written
+    )
+    with served(run.recipe.log, progress.page):
+        yield progress
 
 
 def _make_logger(

@@ -16,6 +16,7 @@ from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
 from trainer.observe.console import detail, say, warn
+from trainer.observe.progress import check_metrics_port
 from trainer.tasks import Task
 from trainer.train.begin import find_beginning, keep_beginning
 from trainer.train.local_ranks import check_threads, plan_local_ranks
@@ -89,6 +90,7 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
     begins = stored is None and not (nodes and nodes.number)
     if begins:
         check_reachable(recipe.log.to)
+        check_metrics_port(recipe.log)
     folder, made = _folder(options.recipe, recipe, wanted, begins)
     warn_of_loss(wanted or RUNS)
     detail(f"the launcher starts {local.ranks} rank{'s' * (local.ranks > 1)} here")

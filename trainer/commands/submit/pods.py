@@ -65,6 +65,8 @@ def pod(
         "env": [*fixed, {"name": "POD_NAME", "valueFrom": {"fieldRef": _NAME}}, *environment],
         **({"ports": list(ports)} if ports else {}),
         "resources": resources(spec),
+        # The launcher writes one (`trainer.launch.termination`); of other ends it is the log's last lines.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,

@@ -70,6 +70,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
             f"device={run.manifest.device.kind}",
             "log.fingerprints=true",
             "log.to=[]",
+            "log.metrics_port=0",
             "hooks.enabled=false",
             "checkpoint={every: 0, minutes: 0, best: false}",
         ],

@@ -22,7 +22,7 @@ from trainer.train.recording import status_of
 from trainer.train.run_folder import MANIFEST, write_json
 from trainer.train.state import Run
 from trainer.train.tracking import as_tracker
-from trainer.train.tracking.tracker import trackers_of
+from trainer.train.tracking.tracker import trackers_here
 
 _ROWS = 1000  # that wait at most for the pipe
 _FINISH_S = 30.0  # for the last rows of a run that is through
@@ -139,7 +139,7 @@ class Feed:
 
 @contextlib.contextmanager
 def tracked(
-    folder: Path, run: Run, manifest: dict[str, Any], say: Callable[[str], object]
+    folder: Path, run: Run, manifest: dict[str, Any], say: Callable[[str], object], left_out: int = 0
 ) -> Iterator[list[Feed]]:
     """Opens the trackers of `log.to`; at the end they are told how the run stands, and waited for, not long.
 
@@ -155,9 +155,9 @@ def tracked(
             write_json(folder / MANIFEST, {**facts, "trackers": manifest["trackers"]})
 
     try:
-        for name in trackers_of(run.recipe.log.to):
+        for name in trackers_here(run.recipe.log.to):
             try:
-                feeds.append(Feed(name, _about(folder, run, manifest, name), found))
+                feeds.append(Feed(name, {**_about(folder, run, manifest, name), "left_out": left_out}, found))
             except OSError as error:
                 warn(f"{name}: can't be started ({error.strerror}); its rows are lost, the training goes on")
         yield feeds
@@ -180,6 +180,8 @@ def _about(folder: Path, run: Run, manifest: Mapping[str, Any], name: str) -> di
         "folder": str(folder),
         "config": redact(run.recipe.model_dump(mode="json")),
         "id": manifest["trackers"].get(name),
+        "step": run.state.step,
+        "steps": run.steps,
     }
 
 

@@ -68,17 +68,27 @@ class _Sent:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.id, self.rows = "", 0
+        self.id, self.rows, self._left_out = "", 0, 0
         self._steps: dict[str, int] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             told = json.loads(file.read_text())
             self.id, self.rows, self._steps = str(told["id"]), int(told["rows"]), dict(told["steps"])
+            self._left_out = int(told.get("left_out", 0))
         self._before = dict(self._steps)
 
-    def begin(self, id_: str) -> None:
-        """Says to which run they go; what another one has doesn't count."""
+    def begin(self, id_: str, step: int, left_out: int) -> None:
+        """Says to which run they go; what another one has doesn't count, nor what was rolled back.
+
+        Args:
+            step: Steps that are done.
+            left_out: How many are left out: where those are more than before, later ones were rolled back.
+        """
         if id_ != self.id:
             self.id, self.rows, self._steps, self._before = id_, 0, {}, {}
+        if left_out > self._left_out:
+            self._before = {kind: min(last, step) for kind, last in self._before.items()}
+            self._steps = dict(self._before)
+        self._left_out = left_out
 
     def new(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that no earlier attempt sent."""
@@ -91,7 +101,8 @@ class _Sent:
             self._steps[row["kind"]] = max(row["step"], self._steps.get(row["kind"], 0))
         with contextlib.suppress(OSError):
             beside = self._file.with_suffix(".tmp")
-            beside.write_text(json.dumps({"id": self.id, "rows": self.rows, "steps": self._steps}) + "\n")
+            told = {"id": self.id, "rows": self.rows, "steps": self._steps, "left_out": self._left_out}
+            beside.write_text(json.dumps(told) + "\n")
             beside.replace(self._file)
 
 
@@ -118,7 +129,7 @@ def main(name: str, about: Mapping[str, Any], parent: int) -> None:
         known = about["id"] or sent.id or None  # a run that was killed may not have heard of it
         told_it = {**about, "id": known, "rows": sent.rows if sent.id == known else 0}
         id_, where = _tried(partial(tracker.open, told_it), inbox, tell, last=False)
-        sent.begin(id_)
+        sent.begin(id_, about["step"], about["left_out"])
         tell(id=id_, where=where)
         while rows := inbox.take():
             fresh = sent.new(rows)

@@ -18,6 +18,8 @@ from trainer.errors import BadInputError
 from trainer.observe.rows import tag
 
 METHODS = ("open", "log", "close")
+# Nobody asks for it in `log.to`: it is on where Kubeflow's controller sets this variable.
+_KUBEFLOW, _KUBEFLOW_URL = "kubeflow", "KUBEFLOW_TRAINER_SERVER_URL"
 _WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 _WANDB = "https://api.wandb.ai"
 _REACH_S = 5.0  # for the answer of a server before the training
@@ -35,7 +37,9 @@ class Tracker(Protocol):
 
         Args:
             about: `name`, `recipe`, `run_id`, `commit`, `folder` and `config` (without secrets) of the run;
-                `id`: what an earlier attempt returned, or None; `rows`: so many rows were sent to that.
+                `id`: what an earlier attempt returned, or None; `rows`: so many rows were sent to that;
+                `step`: steps that are done; `steps`: those of the run in all; `left_out`: how many are left
+                out, by rollbacks: where there are more than before, rows from `step` on come again.
 
         Returns:
             Its id, for the manifest; and where it is, for people.
@@ -44,7 +48,8 @@ class Tracker(Protocol):
     def log(self, rows: list[dict[str, Any]]) -> None:
         """Takes rows in their order, each with `kind`, `step` and `time` (seconds since 1970).
 
-        Rows that an earlier attempt sent to the same id don't come again. After an error the same rows come
+        Rows that an earlier attempt sent to the same id don't come again, but after a rollback, by which they
+        are others. After an error the same rows come
         again, a few times.
         """
 
@@ -63,7 +68,7 @@ def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def tracker_class(name: str) -> Callable[[], Tracker]:
     """The class of a tracker that was checked."""
-    if name in TRACKERS:
+    if name in (*TRACKERS, _KUBEFLOW):
         module = import_module(f"trainer.train.tracking.to_{name}")
         made: Callable[[], Tracker] = getattr(module, f"To{name.title()}")
         return made
@@ -99,6 +104,11 @@ def plugged(name: str) -> Callable[..., object] | None:
         )
     function: Callable[..., object] = found
     return function
+
+
+def trackers_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """`trackers_of`, and what the environment asks for besides."""
+    return [*trackers_of(names), *([_KUBEFLOW] if environment.get(_KUBEFLOW_URL) else [])]
 
 
 def trackers_of(names: Sequence[str]) -> list[str]:

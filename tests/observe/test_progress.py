@@ -1,0 +1,211 @@
+"""Promise: Prometheus reads a run's progress, and neither the training nor a secret pays for it."""
+
+import contextlib
+import http.client
+import json
+import math
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.ports import free_port
+from tests.helpers.rows import read_rows
+from tests.helpers.toys import before_each_step_ends
+from trainer.config.training import LogConfig
+from trainer.errors import BadInputError
+from trainer.observe.progress import CONTENT_TYPE, Progress, check_metrics_port, served
+
+ABOUT = {"run": "a", "run_id": "0f"}
+TRAIN = {
+    "kind": "train",
+    "step": 20,
+    "epoch": 1.5,
+    "loss": 0.25,
+    "loss/box": 0.125,
+    "lr": 1e-3,
+    "updates": 19.0,
+    "samples_per_s": 800.0,
+    "time/wall": 2.0,
+    "time/data": 0.5,
+    "time/forward": 1.5,
+    "time/gc": 0.1,
+    "slow_phase": "data",
+    "cpu/used": 1.25,
+}
+_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+_SAMPLE = re.compile(
+    rf"(?P<name>{_NAME})(?:\{{(?P<labels>(?:[a-zA-Z_]\w*=\"(?:[^\"\\\n]|\\[\\\"n])*\",?)*)\}})? "
+    r"(?P<value>NaN|[+-]Inf|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+)
+
+
+def read(page: str) -> dict[str, float]:
+    """Samples by name and labels, each of a family with HELP and TYPE, whose samples stand together."""
+    found: dict[str, float] = {}
+    families, family = list[str](), ""
+    assert page.endswith("\n")
+    for line in page[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            family = line.split(" ")[2]
+            assert family not in families, "a family stands in one place"
+            families.append(family)
+        elif line.startswith("#"):
+            assert line == f"# TYPE {family} gauge"
+        else:
+            sample = _SAMPLE.fullmatch(line)
+            assert sample is not None, line
+            assert sample["name"] == family
+            key = f"{family}{{{sample['labels']}}}" if sample["labels"] else family
+            assert key not in found
+            found[key] = float(sample["value"])
+    return found
+
+
+def told(*rows: dict[str, Any], saved: int | None = None, **about: str) -> Progress:
+    made = Progress({**ABOUT, **about}, 100, 10, lambda: saved)
+    for row in rows:
+        made(row)
+    return made
+
+
+def test_a_row_is_the_page_that_prometheus_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 105.0])
+    times = SimpleNamespace(time=lambda: 1700000000.5, monotonic=lambda: next(clock))
+    monkeypatch.setattr("trainer.observe.progress.time", times)
+    evaluation = {"kind": "eval", "step": 20, "epoch": 1.5, "accuracy": 0.75, "night/accuracy": 0.5}
+    verdict = {"kind": "verdict", "step": 20, "text": "data-cpu", "share": 0.4}
+    assert read(told(TRAIN, evaluation, verdict, saved=15).page()) == {
+        'trainer_run_info{run="a",run_id="0f"}': 1,
+        "trainer_step": 20,
+        "trainer_steps": 100,
+        "trainer_updates": 19,
+        "trainer_epoch": 1.5,
+        "trainer_loss": 0.25,
+        "trainer_lr": 0.001,
+        "trainer_samples_per_second": 800,
+        "trainer_remaining_seconds": 40,  # 10 steps took 5 s, 80 are left
+        "trainer_checkpoint_step": 15,
+        'trainer_phase_share{phase="data"}': 0.25,
+        'trainer_phase_share{phase="forward"}': 0.75,
+        'trainer_train{metric="loss/box"}': 0.125,
+        'trainer_train{metric="cpu/used"}': 1.25,
+        "trainer_eval_step": 20,
+        'trainer_eval{metric="accuracy"}': 0.75,
+        'trainer_eval{metric="night/accuracy"}': 0.5,
+        "trainer_row_time_seconds": 1700000000.5,
+    }
+
+
+def test_before_the_first_row_there_is_what_is_known() -> None:
+    page = read(told().page())
+    del page["trainer_row_time_seconds"]
+    assert page == {'trainer_run_info{run="a",run_id="0f"}': 1, "trainer_step": 10, "trainer_steps": 100}
+
+
+def test_phases_stay_where_a_row_does_not_explain_itself() -> None:
+    brief = {name: value for name, value in TRAIN.items() if not name.startswith("time/")}
+    page = read(told(TRAIN, {**brief, "step": 21}).page())
+    assert page["trainer_step"] == 21
+    assert page['trainer_phase_share{phase="data"}'] == 0.25
+
+
+def test_numbers_and_labels_of_any_kind() -> None:
+    odd = {"kind": "eval", "step": 1, "epoch": 0.1, 'a"b\\c\nd': 1.0}
+    row = {**TRAIN, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
+    page = told(row, odd, run="AWS_SECRET_ACCESS_KEY=hunter2hunter2").page()
+    assert "hunter2" not in page
+    found = read(page)
+    assert math.isnan(found["trainer_loss"])
+    assert (found["trainer_grad_norm"], found["trainer_lr"]) == (math.inf, -math.inf)
+    assert r'trainer_eval{metric="a\"b\\c\nd"} 1.0' in page
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    board = json.loads((Path(__file__).parents[2] / "scripts/grafana/trainer.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [one["query"] for one in board["templating"]["list"]]
+    row = {**TRAIN, "grad_norm": 1.0, "tokens_per_s": 1.0, "memory_bytes": 1.0}
+    page = told(row, {"kind": "eval", "step": 1, "loss": 1.0}, saved=1).page()
+    asked = {name for query in queries for name in re.findall(r"\btrainer_\w+", query)}
+    assert asked - {name.partition("{")[0] for name in read(page)} == set()
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 12
+
+
+def test_prometheus_own_parser_reads_the_same() -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+    page = told({**TRAIN, "loss": math.inf}, {"kind": "eval", "step": 1, 'a"b\\c\nd': 1.0}, saved=1).page()
+    theirs = [sample for family in parser.text_string_to_metric_families(page) for sample in family.samples]
+    assert sorted((one.name, one.value) for one in theirs) == sorted(
+        (name.partition("{")[0], value) for name, value in read(page).items()
+    )
+    assert {one.labels["metric"] for one in theirs if one.name == "trainer_eval"} == {'a"b\\c\nd'}
+
+
+def test_the_page_is_served_on_this_host_alone_and_nothing_else_is() -> None:
+    config = LogConfig(metrics_port=free_port())
+    address = f"http://127.0.0.1:{config.metrics_port}"
+    with served(config, lambda: "trainer_step 1\n"):
+        with urllib.request.urlopen(f"{address}/metrics?x=1", timeout=60) as answer:
+            assert answer.read() == b"trainer_step 1\n"
+            assert answer.headers["Content-Type"] == CONTENT_TYPE
+        for other in ("/", "/metrics/../etc/passwd", "/config.yaml"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address + other, timeout=60)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", config.metrics_port)) as raw:
+            raw.request("POST", "/metrics", b"x")
+            assert raw.getresponse().status == 501
+        with pytest.raises(ConnectionRefusedError):  # another address of the same host
+            socket.create_connection(("127.0.0.2", config.metrics_port), timeout=60)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", config.metrics_port), timeout=60)
+
+
+def test_a_port_that_is_taken_is_refused_or_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = LogConfig(metrics_port=other.getsockname()[1])
+        words = rf"log.metrics_port={config.metrics_port}: nothing can listen on 127.0.0.1 there \(Address"
+        with pytest.raises(BadInputError, match=words):
+            check_metrics_port(config)
+        with served(config, lambda: ""):
+            pass
+        said = capsys.readouterr().err
+        assert re.match(f"trainer: {words}.*; give another one, or 0 for none; the training goes on", said)
+    check_metrics_port(config)
+    check_metrics_port(LogConfig())
+    with pytest.raises(BadInputError, match=r"log.metrics_host"):
+        check_metrics_port(LogConfig(metrics_port=free_port(), metrics_host="no.such.host.invalid"))
+
+
+def test_a_run_shows_what_its_rows_say_and_trains_the_same(tmp_path: Path) -> None:
+    port, seen = free_port(), tmp_path / "seen.json"
+
+    def look_at_step_12() -> None:
+        def look(done: int) -> None:
+            if done == 12:
+                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+                seen.write_text(json.dumps(page.decode()))
+
+        before_each_step_ends(look)
+
+    log = {"every": 2, "to": ["jsonl"], "metrics_port": port}
+    done = attempt(tmp_path / "run", small(log=log), before=look_at_step_12)
+    assert done.code == 0, done.said
+    page = read(json.loads(seen.read_text()))
+    rows = [row for row in read_rows(tmp_path / "run", ("train",)) if row["step"] == page["trainer_step"]]
+    assert page["trainer_step"] >= 8
+    assert (page["trainer_loss"], page["trainer_lr"]) == (rows[0]["loss"], rows[0]["lr"])
+    assert (page["trainer_steps"], page["trainer_checkpoint_step"]) in [(16, 5), (16, 10)]
+    measured = [row for row in read_rows(tmp_path / "run", ("eval",)) if row["step"] == 8]
+    assert page['trainer_eval{metric="accuracy"}'] == measured[0]["accuracy"]
+    assert any(name.startswith('trainer_run_info{run="run",recipe=') for name in page)
+    plain = attempt(tmp_path / "plain", small())
+    assert plain.code == 0, plain.said
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "plain")]
+    assert weights[0] == weights[1]
