@@ -237,6 +237,11 @@ def test_what_differs_is_said_and_can_be_forced(tmp_path: Path) -> None:
     assert stored is not None
     changed = make_recipe(optim={"lr": 0.5}, data={"workers": 3}, log={"every": 2}).model_dump(mode="json")
     assert differences(stored.config, changed) == ["optim.lr: 0.001, now 0.5"], "workers and logging are free"
+    # A version before had no such key, and did what is the default now.
+    older = {**stored.config, "language": {}, "precision": {}}
+    assert differences(older, stored.config) == []
+    packed = {**stored.config, "language": {**stored.config["language"], "text": "packed"}}
+    assert differences(older, packed) == ['language.text: "stream", now "packed"']
     with pytest.raises(
         BadInputError, match=r"another configuration \(optim\.lr: 0\.001, now 0\.5\); .* force"
     ):

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override
 from trainer.config.redact import REDACTED, redact
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
@@ -87,8 +89,12 @@ def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Keys whose values differ from those of a manifest, and matter, each as "key: before, now after"."""
+    """Keys whose values differ from those of a manifest, and matter, each as "key: before, now after".
+
+    A key that the manifest lacks is newer than its run, which did what the key's default says.
+    """
     before, after = flat(stored), flat(redact(now))
+    before = {key: value for key, value in _defaults().items() if key in after} | before
     return [
         f"{key}: {json.dumps(before.get(key))}, now {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -98,6 +104,11 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         # Only skipping is a part of the arithmetic.
         if key != "anomaly.nonfinite" or "skip" in (before.get(key), after.get(key))
     ]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat(Recipe(epochs=1).model_dump(mode="json", exclude={"epochs"}))
 
 
 def _of_end(difference: str) -> bool:
