@@ -8,6 +8,7 @@ from trainer.config.redact import is_secret, redact_text
 from trainer.errors import BadInputError
 
 CLUSTERS = ("kubernetes", "kubeflow")
+DSTACK = "keep it in dstack's secrets, and put NAME: ${{ secrets.NAME }} below env of what --dry-run prints"
 # A secret is an object of Kubernetes; a file lies where the engine, or every node of Slurm, reads it.
 _OBJECT = re.compile(r"secret:(?P<name>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)")
 # A line that docker, Compose and the shell of a batch script read alike.
@@ -27,6 +28,8 @@ def refuse_secret(name: str, value: str, place: Place, option: str = "") -> None
             "put NAME=VALUE into a file, 'kubectl create secret generic mine --from-env-file=FILE', and give "
             "--env-from secret:mine"
         )
+    elif place == "dstack":
+        way = DSTACK
     else:
         way = "put NAME=VALUE into a file that only you may read (chmod 600), and give --env-from file:PATH"
     what = option or f"--env {name}"

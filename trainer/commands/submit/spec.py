@@ -37,7 +37,7 @@ _OBJECT = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _RDMA = re.compile(r"host|[a-z0-9.-]+/[A-Za-z0-9._-]+(=[1-9]\d*)?")
 _USER = re.compile(r"\d+:\d+")
 
-Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow"]
+Place = Literal["docker", "compose", "slurm", "kubernetes", "kubeflow", "dstack"]
 
 
 def minutes_of(text: str) -> int:
