@@ -82,8 +82,8 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
     program.chmod(0o755)
 
-    def said(**env: str) -> str:
-        words = [str(program), "echo", "done"]
+    def said(*given: str, **env: str) -> str:
+        words = [str(program), *(given or ("echo", "done"))]
         path = {"PATH": "/usr/bin:/bin", "NVIDIA_VISIBLE_DEVICES": "all"}
         done = subprocess.run(words, env={**path, **env}, capture_output=True, text=True, check=True)
         assert done.stdout == "done\n"
@@ -94,5 +94,8 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     assert said().count("\n") == 1 and "docker run --gpus all" in said() and "make up" in said()
     for hidden in ({"NVIDIA_VISIBLE_DEVICES": "void"}, {"CUDA_VISIBLE_DEVICES": ""}):
         assert said(**hidden) == ""
+    (tmp_path / "tensorboard").write_text("#!/bin/sh\necho done\n")  # Compose gives its service no GPU
+    (tmp_path / "tensorboard").chmod(0o755)
+    assert said("tensorboard", PATH=f"{tmp_path}:/usr/bin:/bin") == ""
     control.touch()
     assert said() == ""
