@@ -99,3 +99,29 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     assert said("tensorboard", PATH=f"{tmp_path}:/usr/bin:/bin") == ""
     control.touch()
     assert said() == ""
+
+
+def test_kernels_find_the_folder_of_packages_on_top(tmp_path: Path) -> None:
+    """Python forgets a folder of its search path that wasn't there when it first looked."""
+    env, top = tmp_path / "env", tmp_path / "on-top"
+    (env / "lib/python3.12/site-packages").mkdir(parents=True)
+    (env / "lib/python3.1").symlink_to("python3.12")  # as conda's
+    program, lab = tmp_path / "entrypoint", tmp_path / "jupyter-lab"
+    lab.write_text("#!/bin/sh\necho started\n")
+    lab.chmod(0o755)
+    text = (ROOT / "scripts/entrypoint").read_text().replace("/opt/env", str(env))
+    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
+    program.chmod(0o755)
+
+    def start() -> str:
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.check_output([str(program), "jupyter"], env=path, text=True)
+
+    assert start() == "started\n" and not top.exists()
+    (env / "pip.conf").write_text(f"[install]\nprefix = {top}\n")
+    assert start() == "started\n"
+    assert [path.relative_to(top).as_posix() for path in top.glob("lib/*/*")] == [
+        "lib/python3.12/site-packages"
+    ]
+    (env / "pip.conf").write_text("[install]\nprefix = /proc/cannot\n")  # a read-only root
+    assert start() == "started\n"
