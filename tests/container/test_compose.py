@@ -21,6 +21,7 @@ import pytest
 from tests.container.kernel import KERNEL
 from tests.container.run import check_log, engine, trouble, wait_for
 from tests.helpers.browser import chromium, find_chromium
+from tests.helpers.packages import wheel
 from tests.helpers.ports import free_port
 
 # One project for all, so one process.
@@ -186,6 +187,23 @@ def test_a_kernel_computes(project: Project) -> None:
     words = ("exec", "-T", "jupyter", "python", "-c", KERNEL, token(project), textwrap.dedent(code))
     assert project.compose(*words) == f"3.0 /workspace/trainer/__init__.py {OWNER}\n"
     assert (project.root / "by-kernel").stat().st_uid == OWNER
+
+
+def test_a_kernel_sees_a_package_that_it_has_installed(project: Project) -> None:
+    """At once, also where nothing was installed before; and a new process does."""
+    wheel(project.root, "fresh", "1.0", "torch")
+    code = """
+        %pip install --quiet --no-index --find-links /workspace fresh
+        import fresh, torch
+        print(fresh.version, torch.__file__)
+    """
+    words = ("exec", "-T", "jupyter", "python", "-c", KERNEL, token(project), textwrap.dedent(code))
+    said = project.compose(*words)
+    assert re.search(r"^1\.0 /opt/env/lib/", said, re.M), said
+    asked = ("exec", "-T", "--user", f"{OWNER}:{OWNER}", "tensorboard", "python", "-c", "import fresh")
+    project.compose(*asked)
+    (project.root / "fresh-1.0-py3-none-any.whl").unlink()  # it is root's
+    assert project.strangers() == []
 
 
 def test_a_notebook_opens_in_the_browser(project: Project) -> None:

@@ -82,8 +82,8 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
     program.chmod(0o755)
 
-    def said(**env: str) -> str:
-        words = [str(program), "echo", "done"]
+    def said(*given: str, **env: str) -> str:
+        words = [str(program), *(given or ("echo", "done"))]
         path = {"PATH": "/usr/bin:/bin", "NVIDIA_VISIBLE_DEVICES": "all"}
         done = subprocess.run(words, env={**path, **env}, capture_output=True, text=True, check=True)
         assert done.stdout == "done\n"
@@ -94,5 +94,34 @@ def test_a_driver_without_a_gpu_is_told(tmp_path: Path) -> None:
     assert said().count("\n") == 1 and "docker run --gpus all" in said() and "make up" in said()
     for hidden in ({"NVIDIA_VISIBLE_DEVICES": "void"}, {"CUDA_VISIBLE_DEVICES": ""}):
         assert said(**hidden) == ""
+    (tmp_path / "tensorboard").write_text("#!/bin/sh\necho done\n")  # Compose gives its service no GPU
+    (tmp_path / "tensorboard").chmod(0o755)
+    assert said("tensorboard", PATH=f"{tmp_path}:/usr/bin:/bin") == ""
     control.touch()
     assert said() == ""
+
+
+def test_kernels_find_the_folder_of_packages_on_top(tmp_path: Path) -> None:
+    """Python forgets a folder of its search path that wasn't there when it first looked."""
+    env, top = tmp_path / "env", tmp_path / "on-top"
+    (env / "lib/python3.12/site-packages").mkdir(parents=True)
+    (env / "lib/python3.1").symlink_to("python3.12")  # as conda's
+    program, lab = tmp_path / "entrypoint", tmp_path / "jupyter-lab"
+    lab.write_text("#!/bin/sh\necho started\n")
+    lab.chmod(0o755)
+    text = (ROOT / "scripts/entrypoint").read_text().replace("/opt/env", str(env))
+    program.write_text(text.replace('"$(id -u)" = 0', "1 = 0"))
+    program.chmod(0o755)
+
+    def start() -> str:
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.check_output([str(program), "jupyter"], env=path, text=True)
+
+    assert start() == "started\n" and not top.exists()
+    (env / "pip.conf").write_text(f"[install]\nprefix = {top}\n")
+    assert start() == "started\n"
+    assert [path.relative_to(top).as_posix() for path in top.glob("lib/*/*")] == [
+        "lib/python3.12/site-packages"
+    ]
+    (env / "pip.conf").write_text("[install]\nprefix = /proc/cannot\n")  # a read-only root
+    assert start() == "started\n"

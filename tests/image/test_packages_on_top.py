@@ -93,7 +93,8 @@ def test_pip_adds_and_never_replaces(tmp_path: Path) -> None:
 def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None:
     real, program = tmp_path / "bin/uv", tmp_path / "uv"
     real.parent.mkdir()
-    real.write_text('#!/bin/sh\necho "$@"\n')
+    log = tmp_path / "log"
+    real.write_text(f'#!/bin/sh\necho "$@" >>{log}\n')
     real.chmod(0o755)
     (tmp_path / "pip.conf").write_text(pip_settings("small", Path("/held")))
     text = (ROOT / "scripts/uv").read_text().replace("/opt/env/pip.conf", str(tmp_path / "pip.conf"))
@@ -104,18 +105,67 @@ def test_uv_goes_where_pip_does(tmp_path: Path, words: str, added: bool) -> None
         command = [str(program), *words.split()]
         return subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, check=False)
 
-    lines = said(f"/usr/bin:/bin:{real.parent}").stdout.splitlines()
+    said(f"/usr/bin:/bin:{real.parent}")
+    lines = log.read_text().splitlines()
     where = f"--python /opt/env/bin/python --prefix {folder_of('small')}"
     checked = (
         f"pip install --quiet --dry-run --no-deps {where} --constraints /opt/image/constraints.txt extra"
     )
     done = f"pip install {where} --excludes /opt/image/constraints.txt extra"
     assert lines == ([checked, done] if added else [words])
-    assert said(f"/usr/bin:/bin:{real.parent}", VIRTUAL_ENV="/own").stdout.splitlines() == [words]
-    real.write_text("#!/bin/sh\nexit 1\n")
-    if added:
+    said(f"/usr/bin:/bin:{real.parent}", VIRTUAL_ENV="/own")
+    assert log.read_text().splitlines()[len(lines) :] == [words]
+    for why, told in (("No solution found when resolving dependencies", True), ("Failed to fetch", False)):
+        real.write_text(f"#!/bin/sh\necho {why} >&2\nexit 1\n")
         failed = said(f"/usr/bin:/bin:{real.parent}")
-        assert failed.returncode == 1 and "packages of the image stay as they are" in failed.stderr
+        assert failed.returncode == 1 and why in failed.stderr
+        assert ("packages of the image stay as they are" in failed.stderr) == (told and added)
     real.unlink()
     missing = said("/usr/bin:/bin")
     assert missing.returncode == 127 and "pip install uv" in missing.stderr
+
+
+def test_uv_tells_of_a_package_that_asks_for_more_than_the_image_has(tmp_path: Path) -> None:
+    """With the real uv: what it leaves out, it doesn't compare with what is there."""
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.is_file():
+        pytest.skip("no uv beside this Python")
+    venv.create(tmp_path / "env", symlinks=True)
+    python, top = tmp_path / "env/bin/python", tmp_path / "on-top"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    held, settings = tmp_path / "constraints.txt", tmp_path / "pip.conf"
+    held.write_text("pinned==1.0\n")
+    for name, number, needs in (
+        ("pinned", "1.0", ""),
+        ("pinned", "2.0", ""),
+        ("newer", "1.0", "pinned>=2"),
+    ):
+        wheel(tmp_path, name, number, needs)
+    site = tmp_path / f"env/lib/python{version}/site-packages"
+    with zipfile.ZipFile(tmp_path / "pinned-1.0-py3-none-any.whl") as file:
+        file.extractall(site)
+    where = str(top)
+    (site / "on_top.pth").write_text(search_path("small", version).replace(folder_of("small"), where))
+    settings.write_text(pip_settings("small", held).replace(folder_of("small"), where))
+    host = getattr(sys, "_base_executable", sys.executable)
+    text = (ROOT / "scripts/uv").read_text().replace("/opt/env/pip.conf", str(settings))
+    text = text.replace("/opt/env/bin/python -m pip", f"{host} -m pip --python {python}")
+    text = text.replace("/opt/env/bin/python", str(python)).replace("/opt/image/constraints.txt", str(held))
+    program = tmp_path / "program"
+    program.write_text(text)
+    program.chmod(0o755)
+    environment = {"PATH": f"{uv.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def install(name: str) -> subprocess.CompletedProcess[str]:
+        words = [str(program), "pip", "install", "--no-index", "--find-links", str(tmp_path), name]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+    done = install("pinned==2.0")
+    assert done.returncode == 1 and "packages of the image stay as they are" in done.stderr
+    assert not list(top.rglob("*.py"))
+    done = install("newer")
+    assert done.returncode == 1 and [path.name for path in top.rglob("*.py")] == ["newer.py"]
+    assert "newer 1.0 has requirement pinned>=2, but you have pinned 1.0.\n" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        "uv: installed, but packages of the image stay as they are"
+    )
