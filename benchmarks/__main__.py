@@ -31,6 +31,7 @@ BENCHES = {
     ),
     "dtmf": ("goertzel", "Goertzel's filters on the test set of the recipe dtmf"),
     "boxes": ("boxes", "what augmenting an image with its boxes costs a worker"),
+    "stages": ("stages", "what each stage of preparing a sample costs, by kind of data"),
     "compression": (
         "compression",
         "gzip and xz on the text that gpt-stdlib is measured on, and a run beside them",

@@ -402,6 +402,20 @@ def test_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
         Quarantine("training", 5, tmp_path / "quarantine.jsonl" / "x").add([Bad(7, "7.jpg", "torn")])
 
 
+def test_an_image_is_resized_alike_however_it_lies_in_memory_and_by_the_quick_path() -> None:
+    """torch takes the quick one where every stride is that of channels last, the batch's of one, too."""
+    random = np.random.default_rng(0)
+    for channels, height, width in ((3, 90, 70), (3, 20, 30), (1, 50, 60)):
+        rows = torch.from_numpy(random.integers(0, 256, (height, width, channels), np.uint8))
+        planes = rows.permute(2, 0, 1).contiguous()[None]
+        expected = torch.ops.aten._upsample_bilinear2d_aa(planes, [32, 40], False, None, None)
+        whole, part = rows.permute(2, 0, 1)[None], torch.nn.functional.pad(planes, (3, 2, 1, 4))
+        for image in (planes, whole, rows[None].permute(0, 3, 1, 2), part[:, :, 1:-4, 3:-2]):
+            found = decode.resize(image, 32, 40)
+            assert torch.equal(found, expected)
+            assert channels == 1 or found.stride() == (32 * 40 * 3, 1, 40 * 3, 3)
+
+
 def test_what_stands_in_goes_by_the_sample_alone() -> None:
     """Not by the row of a batch, which is another one in each epoch."""
 

@@ -41,6 +41,26 @@ def test_jitter_is_torchvisions() -> None:
         assert (found[row].float() - expected * 255).abs().max() <= 1
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jitter_has_the_bits_of_the_formula_and_leaves_its_input_alone(channels: int) -> None:
+    byte, random = images(channels=channels), numbers()
+    before = byte.clone()
+    brightness, contrast, saturation = (1 + 0.4 * (random * 2 - 1)).view(-1, 3, 1, 1, 1).unbind(1)
+
+    def grey(image: torch.Tensor) -> torch.Tensor:
+        weights = (0.2989, 0.587, 0.114)
+        parts = [each * weight for each, weight in zip(image.unbind(1), weights, strict=channels == 3)]
+        return (parts[0] + parts[1] + parts[2])[:, None] if channels == 3 else image
+
+    image = (byte.float() * brightness).clamp(0, 255)
+    middle = grey(image).mean((1, 2, 3), keepdim=True)
+    image = (middle + contrast * (image - middle)).clamp(0, 255)
+    if channels == 3:
+        image = (grey(image) + saturation * (image - grey(image))).clamp(0, 255)
+    assert torch.equal(jitter(byte, random, 0.4), image.round().to(torch.uint8))
+    assert torch.equal(byte, before)
+
+
 def test_one_channel_has_no_saturation() -> None:
     assert jitter(images(channels=1), numbers(), 0.4).shape == (6, 1, 16, 16)
 

@@ -172,12 +172,13 @@ def jitter(byte: torch.Tensor, random: torch.Tensor, strength: float) -> torch.T
     """
     factors = 1 + strength * random.mul(2).sub(1)
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
-    image = (byte.float() * brightness).clamp_(0, 255)
+    # In place: on a CPU new pages of memory cost more than the arithmetic.
+    image = byte.float().mul_(brightness).clamp_(0, 255)
     middle = _grey(image).mean((1, 2, 3), keepdim=True)
-    image = (middle + contrast * (image - middle)).clamp_(0, 255)
+    image.sub_(middle).mul_(contrast).add_(middle).clamp_(0, 255)
     if image.shape[1] == 3:
         grey = _grey(image)
-        image = (grey + saturation * (image - grey)).clamp_(0, 255)
+        image.sub_(grey).mul_(saturation).add_(grey).clamp_(0, 255)
     return image.round_().to(torch.uint8)
 
 

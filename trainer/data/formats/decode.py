@@ -127,8 +127,8 @@ def whole(data: bytearray) -> torch.Tensor:
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Bilinear with antialiasing, as PIL does it: uint8 (1, 3, h, w) to uint8 (1, 3, height, width)."""
-    # Contiguous first: a view of part of an image takes a path that is half as fast.
-    image = image.contiguous(memory_format=torch.channels_last)
+    # Contiguous first, with the batch's stride as well: others take a path that is half as fast.
+    image = image[0].permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     resized: torch.Tensor = _RESIZE(image, [height, width], False, None, None)
     return resized
 
