@@ -17,6 +17,7 @@ BENCHES = {
     "accumulation": ("accumulation", "gradient of every step against its samples concatenated"),
     "loader": ("loader", "CPU time, speed and memory of loading images"),
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
+    "start": ("start", "CPU seconds from the command to the first step, beside a plain script's"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimiser learns in the same updates"),
