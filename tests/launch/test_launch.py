@@ -34,7 +34,8 @@ START = (
     "launcher._AFTER_FAILURE_SECONDS, launcher._TORCHRUN_SECONDS = 0.5, 600.0\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
     "asked = json.loads(sys.argv[1])\n"
-    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'), fork=asked.pop('fork', False))\n"
+    "fork = asked.pop('fork', False)\n"
+    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'), fork=fork)\n"
     f"sys.exit(launcher.launch('{WORKER}', {{'words': sys.argv[2:]}}, local, **asked))"
 )
 
