@@ -18,6 +18,7 @@ BENCHES = {
     "loader": ("loader", "CPU time, speed and memory of loading images"),
     "decoders": ("decoders", "what decoding the crop of a JPEG costs, by each decoder that is installed"),
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
+    "start": ("start", "CPU seconds from the command to the first step, beside a plain script's"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimiser learns in the same updates"),

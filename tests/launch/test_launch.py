@@ -34,7 +34,8 @@ START = (
     "launcher._AFTER_FAILURE_SECONDS, launcher._TORCHRUN_SECONDS = 0.5, 600.0\n"
     "if os.isatty(0): os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the controlling terminal\n"
     "asked = json.loads(sys.argv[1])\n"
-    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'))\n"
+    "fork = asked.pop('fork', False)\n"
+    "local = launcher.LocalRanks(asked.pop('processes'), asked.pop('threads'), fork=fork)\n"
     f"sys.exit(launcher.launch('{WORKER}', {{'words': sys.argv[2:]}}, local, **asked))"
 )
 
@@ -46,7 +47,8 @@ def _parent(pid: int) -> int:
 class Launcher:
     """A launcher under test, its ranks' folder, and the folder for its temporary files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fork: bool) -> None:
+        self.fork = fork
         self.folder, self.temporary = folder / "ranks", folder / "temporary"
         self.process: subprocess.Popen[str]
 
@@ -60,7 +62,9 @@ class Launcher:
         """Starts `launch` in a process of its own; two ranks unless `options` says otherwise."""
         self.folder.mkdir(exist_ok=True)
         self.temporary.mkdir(exist_ok=True)
-        asked = json.dumps({"processes": 2, "threads": 1, "grace_seconds": SECONDS, **options})
+        asked = json.dumps(
+            {"processes": 2, "threads": 1, "grace_seconds": SECONDS, "fork": self.fork, **options}
+        )
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = preloaded.Popen(
             [sys.executable, "-c", START, asked, str(self.folder), *what],
@@ -101,9 +105,16 @@ class Launcher:
         return self.process.returncode, (out or "") + (err or "")
 
 
+# A single rank is a process of its own, or a fork of its launcher: nobody sees a difference.
+BOTH_WAYS = pytest.mark.parametrize("run", [False, True], indirect=True, ids=["started", "forked"])
+EACH_WAY = pytest.mark.parametrize(
+    ("run", "processes"), [(False, 1), (True, 1), (False, 2)], indirect=["run"], ids=["one", "forked", "two"]
+)
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Launcher]:
-    one = Launcher(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    one = Launcher(tmp_path, getattr(request, "param", False))
     yield one
     if hasattr(one, "process"):  # where a test failed
         one.process.kill()
@@ -158,7 +169,7 @@ def test_a_signal_before_the_ranks_are_there_waits_for_them(run: Launcher) -> No
     assert run.signals(0) == run.signals(1) == ["SIGTERM"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@EACH_WAY
 def test_ctrl_c_reaches_each_rank_once_and_a_second_one_ends_it_at_once(
     run: Launcher, processes: int
 ) -> None:
@@ -178,7 +189,7 @@ def test_ctrl_c_reaches_each_rank_once_and_a_second_one_ends_it_at_once(
     assert text.replace("^C", "").split("\r\n") == ["trainer: stopped by a second SIGINT", ""]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@EACH_WAY
 def test_kill_9_of_the_launcher_leaves_no_orphan(run: Launcher, processes: int) -> None:
     run.start("sleep", processes=processes)
     pids = set(run.ready(processes))
@@ -202,7 +213,7 @@ def test_kill_9_of_a_rank_is_named(run: Launcher) -> None:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@EACH_WAY
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(run: Launcher, processes: int) -> None:
     last = processes - 1
     run.start("0=obey" if last else "sleep", f"{last}=sleep", processes=processes, grace_seconds=1.5)
@@ -307,6 +318,7 @@ def test_plain_torchrun_works_too(tmp_path: Path) -> None:
 # --- one rank: no torchrun ---
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(
     ("what", "code", "text"),
     [
@@ -324,6 +336,7 @@ def test_one_rank_keeps_its_code(run: Launcher, what: str, code: int, text: str)
     assert run.starts() == 1
 
 
+@BOTH_WAYS
 def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     run.start("once", processes=1, max_restarts=1, environment={"COLOUR": "blue"})
     code, text = run.end()
@@ -333,6 +346,7 @@ def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
     assert text.endswith("ValueError: rank 0 is broken\ntrainer: starting again (1 of 1)\n")
 
 
+@BOTH_WAYS
 def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     run.start("stop", processes=1, max_restarts=1)
     run.ready(1)
@@ -341,6 +355,7 @@ def test_a_stop_without_checkpoint_is_one_line(run: Launcher) -> None:
     assert run.starts() == 1
 
 
+@BOTH_WAYS
 def test_an_interrupt_by_two_ways_is_one(run: Launcher) -> None:
     run.start("obey", processes=1)
     os.kill(run.ready(1)[0], signal.SIGINT)  # by Slurm, and by the launcher
@@ -349,6 +364,7 @@ def test_an_interrupt_by_two_ways_is_one(run: Launcher) -> None:
     assert run.signals(0) == ["SIGINT", "SIGINT"]
 
 
+@BOTH_WAYS
 def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
     run.start("crash", processes=1)
     code, text = run.end()
@@ -357,6 +373,7 @@ def test_a_fault_in_native_code_shows_where(run: Launcher) -> None:
     assert "worker.py" in text
 
 
+@BOTH_WAYS
 def test_what_a_rank_leaves_behind_is_ended(run: Launcher) -> None:
     run.start("leave-a-child", processes=1)
     assert run.end() == (0, "")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,15 @@ def _run(options: argparse.Namespace) -> int:
     from trainer.train.run_folder import has_checkpoint
 
     end_on_signal(lambda: has_checkpoint(options.out, options.resume == "newest", options.recipe))
+    fresh = "torch" not in sys.modules
     wait_passively()
     options.set = with_tuned(options.tuned, options.set)
     # What is wrong with it is said before torch is imported.
     given = provisional(options.recipe, options.set, options.values)
-    from trainer.train.start import start
+    from trainer.train.start import compute_alone, start
 
+    if fresh:
+        compute_alone()
     return start(options, *given)
 
 

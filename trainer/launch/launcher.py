@@ -1,8 +1,8 @@
 """Starts ranks with torchrun and restores what it hides: the exit code, the cause, and the signals.
 
-This module imports no torch: it starts a process that runs torchrun's own code (or, for a single rank, the
-rank), finds the ranks through files that they write, sends them the signals directly, and reads how each
-ended. torchrun sees no signal, so that none kills it; what it logs is not shown.
+This module imports no torch: it starts a process that runs the code of torchrun (or, for a single rank, the
+rank, perhaps as a fork), finds the ranks through files that they write, sends them the signals directly, and
+reads how each ended. torchrun sees no signal, so that none kills it; what it logs is not shown.
 """
 
 import math
@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from trainer.launch.exit_record import (
     read_torchrun,
 )
 from trainer.launch.folder import Launch, write_launch, write_request
+from trainer.launch.forked import ForkedRank
 from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
@@ -63,6 +65,7 @@ class LocalRanks(NamedTuple):
     environment: Mapping[str, str] = {}
     cpus: CpuShares = CpuShares()
     path: tuple[str, ...] | None = None
+    fork: bool = False
 
     def variables(self) -> dict[str, str]:
         """All that a rank's environment has besides this process's own."""
@@ -204,23 +207,26 @@ class WorkerGroup:
             variables = local.variables()
             if self.world == 1:  # torchrun would only add the seconds in which it imports torch
                 variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+                if local.fork:
+                    return self._run(partial(ForkedRank, module, folder, variables, path, output))
                 words = [module, folder]
             else:
                 base = [f"--nproc-per-node={len(self.ranks)}", "--max-restarts=0", f"--log-dir={folder}"]
                 words = ["trainer.launch.agent", folder, module, *base, *joining]
-            return self._run([sys.executable, "-u", as_launcher.__file__, *words], variables, output)
-
-    def _run(
-        self, command: Sequence[str], variables: Mapping[str, str], output: int | None
-    ) -> list[ExitRecord]:
-        kills = out_of_memory_kills()
-        # torchrun takes defaults from PET_ variables, which are for those who start it without us.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
-        with blocked():  # and a session of its own: a terminal's Ctrl-C reaches the launcher alone
-            process = subprocess.Popen(
-                command, env={**environment, **variables}, stdout=output, start_new_session=True
+            # torchrun takes defaults from PET_ variables, which are for those who start it without us.
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+            command = [sys.executable, "-u", as_launcher.__file__, *words]
+            # A session of its own: a terminal's Ctrl-C reaches the launcher alone.
+            whole = {**environment, **variables}
+            return self._run(
+                lambda: subprocess.Popen(command, env=whole, stdout=output, start_new_session=True)
             )
+
+    def _run(self, start: "Callable[[], subprocess.Popen[bytes] | ForkedRank]") -> list[ExitRecord]:
+        kills = out_of_memory_kills()
+        # Slurm signals every process of a step. A blocked signal waits: in a rank until it can be taken.
+        with blocked():
+            process = start()
         try:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
@@ -234,6 +240,7 @@ class WorkerGroup:
             process.wait()
             self._look()
             self._kill_groups()  # what a rank started and left behind
+        assert process.returncode is not None
         records = self._all_records(process.returncode)
         if count := max(0, out_of_memory_kills() - kills):
             return [by_memory(record, _out_of_memory(count, read_limits())) for record in records]
@@ -283,7 +290,7 @@ class WorkerGroup:
     def _end_within(self, seconds: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
-    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+    def _kill(self, process: "subprocess.Popen[bytes] | ForkedRank") -> None:
         """Ends what did not end in time: the ranks, registered or not, then torchrun."""
         self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
         self._kill_groups(*children(process.pid))

@@ -12,6 +12,7 @@ from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.section import config_hash
 from trainer.errors import EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
+from trainer.launch.forked import can_fork
 from trainer.launch.launcher import launch
 from trainer.launch.nodes.discover import Nodes, find_nodes
 from trainer.launch.rounds import launch_with_others
@@ -45,6 +46,7 @@ from trainer.train.updates import check_end
 from trainer.version import __version__
 
 _RANK = "trainer.train.rank"
+_OUR_SINKS = {"jsonl", "csv", "tensorboard"}
 
 
 def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int | None = None) -> int:
@@ -113,7 +115,7 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
             return launch(
                 _RANK,
                 request,
-                local,
+                local._replace(fork=_may_fork(recipe)),
                 max_restarts=options.max_restarts,
                 grace_seconds=options.grace,
                 output=output,
@@ -133,6 +135,17 @@ def start(options: argparse.Namespace, recipe: Recipe, auto: bool, output: int |
     finally:
         if made:
             remove_unused(folder)
+
+
+def _may_fork(recipe: Recipe) -> bool:
+    """Whether the rank may be a fork, which CUDA, OpenMP's threads and code of the user's don't survive."""
+    own = recipe.hooks.use or Path(recipe.task).suffix or set(recipe.log.to) - _OUR_SINKS
+    return not own and device_kind(recipe) == "cpu" and torch.get_num_threads() == 1 and can_fork()
+
+
+def compute_alone() -> None:
+    """Keeps a process that has computed nothing yet to one thread: a rank may be a fork of it then."""
+    torch.set_num_threads(1)
 
 
 def train_without_launcher(options: argparse.Namespace) -> int:

@@ -1,0 +1,83 @@
+"""Promise: a start imports once, and no more than it needs; what each phase of it costs is told."""
+
+import re
+import sys
+import threading
+
+import pytest
+
+from benchmarks import start
+from benchmarks.__main__ import main
+from benchmarks.start import one_start, read_marks
+from tests.helpers.tables import table_rows
+from tests.helpers.toys import make_recipe
+from trainer.launch import forked
+from trainer.train import start as starting
+
+# Seen with torch 2.9.1: 1,396 and 1,751. TensorBoard's writer is 320 of them; torch's compiler has 830.
+MOST_MODULES = (1500, 1900)
+
+MARKS = """began 7 0.1 9.0 100.1 50
+validated 7 0.5 9.0 100.5 400
+imported 7 2.0 9.0 102.0 1300
+data 7 2.25 9.0 102.3 1310
+launched 7 2.5 9.0 102.6 1320
+imported 8 0.0 2.5 102.7 1320
+data 8 0.25 2.5 103.0 1320
+model 8 0.5 2.5 103.5 1330
+stepped 8 1.5 2.75 104.5 1700"""
+
+
+def test_a_start_is_one_interpreter_with_few_modules() -> None:
+    """A start as a user has it; the rank is a fork of its launcher."""
+    found = one_start()
+    assert found.interpreters == 1
+    assert all(few <= most for few, most in zip(found.modules, MOST_MODULES, strict=True)), found.modules
+
+
+def test_phases_are_between_the_marks() -> None:
+    found = read_marks(MARKS.splitlines(), 99.5)
+    assert list(found.phases.values()) == [0.5, 1.5, 0.25, 0.25, 0.0, 0.25, 0.25, 1.0, 0.25]
+    assert (found.seconds, found.modules, found.interpreters) == (5.0, (1320, 1700), 1)
+
+
+@pytest.mark.parametrize(("script", "code"), [(4.0, 0), (3.0, 1)])
+def test_the_ratio_is_to_the_script_that_imports_no_more(
+    script: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "one_start", lambda: read_marks(MARKS.splitlines(), 99.5))
+    monkeypatch.setattr(start, "cpu_seconds", lambda words: script if words[1:] == ["by-hand"] else 9.0)
+    assert main(["start", "--rounds", "2"]) == code
+    text = capsys.readouterr().out
+    assert [row[1] for row in table_rows(text)][-4:] == [
+        "4.25 (4.25 to 4.25)",
+        f"{script:.2f} ({script:.2f} to {script:.2f})",
+        "9.00 (9.00 to 9.00)",
+        "9.00 (9.00 to 9.00)",
+    ]
+    assert re.search(rf"\n{4.25 / script:.2f} times the script \(target: 1.2\)", text)
+
+
+def test_whose_rank_may_be_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that computed with nothing yet, without a GPU and without code of the user's."""
+    monkeypatch.setattr(starting, "can_fork", lambda: True)
+    monkeypatch.setattr(starting, "device_kind", lambda recipe: recipe.device.replace("auto", "cpu"))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert starting._may_fork(make_recipe())
+    assert not starting._may_fork(make_recipe(device="cuda"))
+    assert not starting._may_fork(make_recipe(hooks={"use": ["mine.py:hook"]}))
+    assert not starting._may_fork(make_recipe(log={"to": ["jsonl", "mine.py:sink"]}))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert not starting._may_fork(make_recipe())
+
+
+def test_what_does_not_come_through_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # a test runner has some of its own
+    for name in forked._UNFORKABLE:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert forked.can_fork()
+    monkeypatch.setitem(sys.modules, "pyarrow", forked)
+    assert not forked.can_fork()
+    monkeypatch.delitem(sys.modules, "pyarrow")
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert not forked.can_fork()

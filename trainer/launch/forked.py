@@ -1,0 +1,87 @@
+"""A rank as a fork of its launcher: it finds imported what the launcher has imported, torch first of all."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from runpy import run_module
+
+# They have threads that a fork lacks and waits for.
+_UNFORKABLE = ("fsspec", "pyarrow", "wandb", "mlflow")
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process would be as good as a process of its own.
+
+    On Linux, and without another thread of Python's or a library that doesn't come through it. Whoever asks
+    must not have computed with several threads: OpenMP's don't come through it either.
+    """
+    return (
+        sys.platform == "linux"
+        and threading.active_count() == 1
+        and not any(name in sys.modules for name in _UNFORKABLE)
+    )
+
+
+class ForkedRank:
+    """A module, run as `as_launcher` runs it but in a fork; what a launcher needs of `subprocess.Popen`."""
+
+    def __init__(
+        self, module: str, folder: str, variables: Mapping[str, str], path: Sequence[str], output: int | None
+    ) -> None:
+        """Starts it, in a session of its own.
+
+        Args:
+            module: What it runs.
+            folder: Of the launch, the module's only argument.
+            variables: What its environment has besides this one.
+            path: Where it finds modules.
+            output: A file descriptor that takes its standard output, if not this process's own.
+        """
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(
+            target=_run, args=(module, folder, dict(variables), list(path), output), name="MainProcess"
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As of `Popen`."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """As of `Popen`."""
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        """As of `Popen`."""
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """As of `Popen`."""
+        self._process.kill()
+
+
+def _run(module: str, folder: str, variables: Mapping[str, str], path: list[str], output: int | None) -> None:
+    gc.freeze()  # no collection need look at what was imported, and copy its pages
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # the launcher's handlers
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if output is not None:
+        os.dup2(output, 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # torchrun takes defaults from PET_ variables, which are for those who start it without us.
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
+    os.environ.update(variables)
+    sys.path[:], sys.argv[:] = path, [module, folder]
+    run_module(module, run_name="__main__", alter_sys=True)
