@@ -82,7 +82,7 @@ stand_in() {
 engine_processes() {
     local folder process
     for folder in /proc/[0-9]*; do
-        process=$(tr '\0' ' ' <"$folder/cmdline" 2>/dev/null) || continue
+        { process=$(tr '\0' ' ' <"$folder/cmdline"); } 2>/dev/null || continue  # it has ended
         case $process in
             *dockerd*" $1/"* | *containerd*" $1/"*) echo "${folder#/proc/}" ;;
         esac
