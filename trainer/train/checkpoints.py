@@ -14,7 +14,7 @@ from trainer.config.section import config_hash
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.observe.console import warn
 from trainer.train.hooks import HookError
-from trainer.train.state import Run, numbers_of, tensors_of
+from trainer.train.state import Run, numbers_of, whole_tensors
 
 
 class Checkpoints:
@@ -63,6 +63,7 @@ class Checkpoints:
         run, state = self._run, self._run.state
         self._set_clock()
         losses = run.reduction.gather_losses(state.loss)
+        tensors = whole_tensors(state)
         if self._writer is None:
             return
         numbers = {
@@ -76,7 +77,7 @@ class Checkpoints:
         best = state.best[1] if state.best and self._config.best else None
         if self._on_written is not None:  # before another takes its place
             self.finish()
-        self._writer.submit(state.step, stage(tensors_of(state)), numbers, best)
+        self._writer.submit(state.step, stage(tensors), numbers, best)
 
     def look(self, _done: int = 0) -> None:
         """Tells of a checkpoint that has been written since the last call."""

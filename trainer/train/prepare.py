@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
-from trainer.distributed.parallel import World, check_agreement, sum_over_ranks
+from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
 from trainer.errors import BadInputError
 from trainer.host.memory import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
@@ -33,7 +33,6 @@ from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronise_batchnorm
 from trainer.models.weights import load_initial
-from trainer.optim.average import WeightAverage
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
@@ -50,7 +49,6 @@ class Prepared:
         model: The model itself.
         call: What is called in training: the model, or compiled.
         compiled: Whether torch.compile is in use.
-        average: Moving average of its weights, or None.
         nonfinite: Looks for NaNs, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs.
         notes: Lines for the user.
@@ -59,14 +57,13 @@ class Prepared:
     model: nn.Module
     call: Callable[..., Any]
     compiled: bool
-    average: WeightAverage | None
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
     notes: list[str]
 
 
 def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
-    """Builds the model of a recipe on this rank's device.
+    """Builds the model of a recipe on this rank's device; on the CPU, if it is to be sharded.
 
     Args:
         fresh: Whether it takes the weights that it starts from: a checkpoint's would replace them.
@@ -75,6 +72,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         BadInputError: If the recipe names what the model doesn't have.
     """
     device, notes = world.device, []
+    if recipe.parallel.strategy != "ddp" and world.group is None:
+        notes.append(f"parallel.strategy={recipe.parallel.strategy}: a rank alone has nothing to share")
+    home = torch.device("cpu") if is_sharded(recipe.parallel, world) else device
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
@@ -87,7 +87,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if line := fine_tune(model, recipe.model):
         notes.append(line)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
-    model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
     mend_pointwise(model)
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
@@ -98,9 +98,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         matrices = hidden_matrices(model)
         others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
         notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
-    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
-    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home)
     notes.extend(cost_of_checkpointing)
     compiled = recipe.compile.mode != "none" and _can_compile(recipe, world, notes)
     if compiled and recipe.compile.scope == "blocks":
@@ -113,7 +112,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         else model
     )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
+    return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
 
 def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
