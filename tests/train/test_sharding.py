@@ -20,7 +20,7 @@ from trainer.errors import BadInputError
 from trainer.train.build import build
 from trainer.train.evaluate import evaluate
 from trainer.train.run import make_task
-from trainer.train.state import Run, whole_model, whole_tensors
+from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
@@ -183,8 +183,8 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         run.state.rows is not None
     )
     whole = {
-        kind: {name: one.clone() for name, one in tensors.items()}
-        for kind, tensors in whole_tensors(run.state).items()
+        kind: {name: one.clone() for name, one in gather_tensors(run.state, kind, tensors).items()}
+        for kind, tensors in tensors_of(run.state).items()
     }
     run.close()
     return {"losses": losses, "metrics": metrics, "state": whole, "norm": float(run.state.norm)}

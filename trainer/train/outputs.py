@@ -124,7 +124,11 @@ def open_outputs(
     if run.world.rank:
         checksums = other_ranks_checksums(run)
         logger = _make_logger(run, theirs, checksums, metric_sources(stack, run), left_out)
-        return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
+        part = None
+        if run.state.rows is not None and run.state.rows.first:  # writes its rows
+            part = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn)
+            stack.callback(part.abandon)
+        return Outputs(logger, Checkpoints(run, part), AnomalyLog(None, run.plan))
     manifest = make_manifest(
         run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
     )

@@ -238,27 +238,35 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
 
 def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a model, whole: of a sharded one on rank 0; collective."""
-    return _gathered(state, "model", {name: own_rows(t) for name, t in state.model.state_dict().items()})
+    model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
+    return gather_tensors(state, "model", model)
 
 
-def whole_tensors(state: TrainState) -> Tensors:
-    """`tensors_of` all ranks together: of a sharded run on rank 0 and in the host's memory; collective."""
-    return {kind: _gathered(state, kind, tensors) for kind, tensors in tensors_of(state).items()}
-
-
-def _gathered(state: TrainState, kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    rows = state.rows
-    if rows is None:
-        return tensors
-    shapes, whole = whole_shapes(state.model), dict[str, torch.Tensor]()
+def gather_tensors(
+    state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Some of `tensors_of`, whole: what is sharded on rank 0, in the host's memory; collective."""
+    shapes, whole = shapes_of(state, kind, tensors), dict[str, torch.Tensor]()
     for name, own in tensors.items():
-        shape = shapes.get(parameter_of(kind, name))
-        # A count of steps is no parameter's size, and the same on all ranks.
-        if shape is None or own.shape != rows.shape_of(shape):
+        if state.rows is None or name not in shapes:
             whole[name] = own
-        elif (gathered := rows.gather(own, shape)) is not None:
+        elif (gathered := state.rows.gather(own, shapes[name])) is not None:
             whole[name] = gathered
     return whole
+
+
+def shapes_of(state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """The whole shapes of those of `tensors_of` that are sharded, by name."""
+    if state.rows is None:
+        return {}
+    shapes = whole_shapes(state.model)
+    found = {name: shapes.get(parameter_of(kind, name)) for name in tensors}
+    # A count of steps belongs to a parameter, but has no rows.
+    return {
+        name: shape
+        for name, shape in found.items()
+        if shape is not None and tensors[name].shape == state.rows.shape_of(shape)
+    }
 
 
 def own_tensors(
