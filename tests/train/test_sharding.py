@@ -17,8 +17,12 @@ from trainer.distributed import sharding
 from trainer.distributed.parallel import World
 from trainer.distributed.sharding import check_sharding, weights
 from trainer.errors import BadInputError
+from trainer.models.compiling import missing_for_compiling
+from trainer.observe.flops import Count
 from trainer.train.build import build
 from trainer.train.evaluate import evaluate
+from trainer.train.model_table import describe_model, top_parts
+from trainer.train.prepare import memory_to_come
 from trainer.train.run import make_task
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
@@ -217,6 +221,43 @@ def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> No
             assert sharded["state"][kind][name].shape == tensor.shape
             assert sharded["state"][kind][name].dtype == tensor.dtype
     assert int(sharded["state"]["optimizer"]["updates"]) == int(whole["state"]["optimizer"]["updates"])
+
+
+@pytest.mark.slow
+def test_blocks_may_be_compiled(ranks: Ranks) -> None:
+    if missing := missing_for_compiling(torch.device("cpu")):
+        pytest.skip(missing)
+    values = {**DIGITS, "memory": {"checkpointing": "blocks"}}
+    eager = ranks.run(2, trained, values, FSDP)[0]
+    compiled = ranks.run(2, trained, {**values, "compile": {"mode": "default", "scope": "blocks"}}, FSDP)[0]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+
+
+def told_memory(world: World, micro_batch_size: int) -> tuple[int, dict[str, int], int, int, int]:
+    """Bytes in the table of the model, those to come, the model's, this rank's, and those of a block."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": micro_batch_size},
+        parallel={"threads": 1, **FSDP},
+        memory={"checkpointing": "blocks"},
+    )
+    task = TokenTask(16, dtype=torch.float32, blocks=4)
+    run = build(recipe, task, world, workers=0)
+    model = run.state.model
+    table = describe_model(recipe, model, top_parts(model), Count())["total"]["bytes"]
+    whole = sum(one.nbytes for one in model.parameters())
+    own = sum(one.nbytes for one in weights(model).values())
+    block = sum(one.nbytes for one in model[2][0].parameters())  # type: ignore[index]
+    return table, memory_to_come(recipe, task, model, world), whole, own, block
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 2], ids=["at once", "accumulated"])
+def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> None:
+    for table, coming, whole, own, block in ranks.run(2, told_memory, micro_batch_size):
+        assert table == 4 * own  # weights, gradients, two moments
+        gathered = whole - 4 * block + 2 * block
+        gradients = whole if micro_batch_size == 2 else gathered
+        assert coming["gradients and optimizer state"] == 3 * own
+        assert coming["gathered parameters and gradients"] == gathered + gradients
 
 
 def overflowing(world: World) -> tuple[float, bool]:

@@ -15,6 +15,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
+from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.host.memory import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
@@ -141,10 +142,11 @@ def memory_to_come(
     """
     if world.device.type != "cpu":
         return {}
-    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    learned = sum(p.nbytes for p in weights(model).values() if p.requires_grad)
     own_optimizer = brings_optimizer(task)
     moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
-    copies = 1 + (world.group is not None) + moments  # with DDP's buckets
+    sharded = is_sharded(recipe.parallel, world)
+    copies = 1 + (world.group is not None and not sharded) + moments  # with DDP's buckets
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
     numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
@@ -162,26 +164,45 @@ def memory_to_come(
     what = "gradients (the state of the task's own optimizer comes on top)"
     return {
         "activations": activations,
+        **({"gathered parameters and gradients": _gathered(recipe, model, world)} if sharded else {}),
         what if own_optimizer else "gradients and optimizer state": copies * learned,
     }
 
 
-def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
+def _gathered(recipe: Recipe, model: nn.Module, world: World) -> int:
+    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes.
+
+    The rest of the model outside of blocks, a block and the one that is fetched ahead; with accumulation the
+    gradients of all until the last micro-batch.
+    """
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
+    whole = sum(p.nbytes for p in model.parameters())
+    at_once = whole - sum(sizes) + 2 * max(sizes, default=0)
+    accumulates = recipe.data.global_batch_size > recipe.data.micro_batch_size * world.size
+    return at_once + (whole if accumulates else at_once)
+
+
+def too_much(room: Room, ranks: int, needs: Mapping[str, int], ddp_ranks: int = 0) -> str:
     """A line about memory that won't be enough, or nothing.
 
     Args:
         room: The container's memory, once the ranks have their models.
         needs: Bytes that each of them will want besides, by what for.
+        ddp_ranks: Ranks that hold the same model each and could share it.
     """
     if ranks * sum(needs.values()) <= room.spare_bytes:
         return ""
+    state = sum(size for what, size in needs.items() if what.startswith("gradients"))
+    shared = ""
+    if ddp_ranks > 1 and ranks * (sum(needs.values()) - state + state / ddp_ranks) <= room.spare_bytes:
+        shared = f", or share gradients and moments among the {ddp_ranks} ranks by parallel.strategy=fsdp"
     parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     return (
         f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
         f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}; when it is full, the "
         "kernel kills a process: lower data.micro_batch_size, data.workers or data.prefetch, or start fewer "
-        "ranks"
+        f"ranks{shared}"
     )
 
 

@@ -158,7 +158,8 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
         needs = memory_to_come(recipe, task, run.state.model, world, room.spare_bytes / world.local_size)
         if loading.bytes:
             needs["loading"] = loading.bytes
-        if line := too_much(room, world.local_size, needs):
+        alike = world.size if recipe.parallel.strategy == "ddp" else 0
+        if line := too_much(room, world.local_size, needs, alike):
             warn(line)
     return run, [loading.line] if loading.line else []
 
