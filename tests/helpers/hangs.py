@@ -240,7 +240,7 @@ def _put(where: Hang, step: Callable[[], int]) -> None:
         "forward": (Classification, "loss"),
         "stopped": (Classification, "loss"),
         "communication": (dist, "all_reduce"),
-        "update": (step_file, "clip_gradients"),
+        "update": (reduction, "clip_gradients"),
         "evaluation": (Classification, "measure"),
         "logging": (MetricLogger, "stage"),
         # Only rank 0 stages a checkpoint; the others give it their losses.

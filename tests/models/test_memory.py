@@ -185,6 +185,16 @@ def test_too_little_memory_is_told_with_what_takes_it() -> None:
     assert too_much(Room(0, 0, "unknown"), 2, needs) == ""
 
 
+def test_what_sharding_would_save_is_told_where_it_is_enough() -> None:
+    gigabyte = 10**9
+    room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
+    needs = {"activations": gigabyte // 10, "gradients and optimizer state": 6 * gigabyte // 10}
+    assert "among the 2 ranks by parallel.strategy=fsdp" in too_much(room, 2, needs, ddp_ranks=2)
+    assert "fsdp" not in too_much(room, 2, needs), "it is sharded already"
+    too_large = {**needs, "activations": gigabyte // 2}
+    assert "fsdp" not in too_much(room, 2, too_large, ddp_ranks=2), "which would not be enough"
+
+
 @given(blocks=st.lists(costs, max_size=8), least=st.integers(0, 50), budget=st.integers(0, 300))
 def test_a_budget_is_kept_with_nothing_in_excess(blocks: list[BlockCost], least: int, budget: int) -> None:
     cost = ModelCost({str(number): block for number, block in enumerate(blocks)}, least)

@@ -1,18 +1,23 @@
 """Checkpoints written while training goes on: staged to host memory, then written by a thread."""
 
+import contextlib
+import errno
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from trainer.checkpoint import store
-from trainer.checkpoint.folder import Contents, contents
+from trainer.checkpoint.folder import Shapes, contents, shard_contents, shared_contents
+from trainer.host.files import remove
 from trainer.observe.phases import heartbeat
 
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+_PAUSE_S = 0.02
 
 
 def stage(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
@@ -38,6 +43,42 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+class Exchange(Protocol):
+    """How the writing threads of the ranks that share a model tell each other how far they are.
+
+    Attributes:
+        rank: This rank's number among them.
+        ranks: How many they are.
+    """
+
+    rank: int
+    ranks: int
+
+    def tell(self, topic: str, word: str) -> None:
+        """Tells all ranks a word on a topic."""
+        ...
+
+    def told(self, topic: str) -> list[str] | None:
+        """What each rank has told on it; None until all have."""
+        ...
+
+
+class Part(NamedTuple):
+    """This rank's part of a checkpoint that all ranks write together.
+
+    Attributes:
+        exchange: With the others.
+        token: A number that is the same on all ranks, and no other write's.
+        shapes: Of the whole tensors, by kind and name, of those that are sharded.
+        seconds: How long the first rank waits for the others, after its own part.
+    """
+
+    exchange: Exchange
+    token: int
+    shapes: Shapes
+    seconds: float
+
+
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time, and removes old ones.
 
@@ -45,7 +86,7 @@ class BackgroundWriter:
 
     Attributes:
         folder: Of the checkpoints.
-        written: The last step that was written, None before the first.
+        written: The last step that was written, None before the first; of a sharded run on the first rank.
     """
 
     def __init__(
@@ -67,7 +108,14 @@ class BackgroundWriter:
         self._abandoned = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def submit(self, step: int, tensors: Tensors, state: Mapping[str, Any], best: int | None = None) -> float:
+    def submit(
+        self,
+        step: int,
+        tensors: Tensors,
+        state: Mapping[str, Any],
+        best: int | None = None,
+        part: Part | None = None,
+    ) -> float:
         """Starts writing a checkpoint and returns, once the one before is done.
 
         Args:
@@ -75,6 +123,7 @@ class BackgroundWriter:
             tensors: From `stage`: nobody may change them any more.
             state: What JSON keeps; taken as it is now.
             best: The step to keep whatever its age.
+            part: Of a checkpoint that all ranks write together; None: this one writes it alone.
 
         Returns:
             Seconds of waiting for the one before.
@@ -82,13 +131,15 @@ class BackgroundWriter:
         Raises:
             ValueError: If the contents can't be read back as they are: a mistake in the caller.
         """
-        files = contents(step, tensors, state)
+        commit = (
+            self._alone(step, tensors, state) if part is None else self._shared(step, tensors, state, part)
+        )
         started = time.monotonic()
         self.finish()
         waited = time.monotonic() - started
         # A daemon: a disk that hangs must not keep a process that wants to end.
         self._thread = threading.Thread(
-            target=self._write, args=(step, files, best), name="checkpoint", daemon=True
+            target=self._write, args=(step, commit, best), name="checkpoint", daemon=True
         )
         self._thread.start()
         return waited
@@ -125,9 +176,67 @@ class BackgroundWriter:
         heartbeat()  # it is asked for each tensor: a disk that is slow does not hang
         return self._abandoned.is_set()
 
-    def _write(self, step: int, files: Contents, best: int | None) -> None:
-        try:
+    def _alone(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Callable[[], bool]:
+        files = contents(step, tensors, state)
+
+        def commit() -> bool:
             store.commit(self.folder, step, files, self._is_abandoned)
+            return True
+
+        return commit
+
+    def _shared(
+        self, step: int, tensors: Tensors, state: Mapping[str, Any], part: Part
+    ) -> Callable[[], bool]:
+        exchange, name = part.exchange, store.shared_name(step, part.token)
+        files = shard_contents(tensors, part.shapes, exchange.rank, exchange.ranks)
+        shared = shared_contents(step, tensors, part.shapes, exchange.ranks, state)
+
+        def commit() -> bool:
+            """Returns whether this rank has made a checkpoint of the parts: the first one does."""
+            try:
+                beside = store.begin_shared(self.folder, name)
+                hashes = store.commit_part(beside, files, self._is_abandoned)
+                exchange.tell(name, json.dumps(hashes))
+            except Exception as error:
+                if not self._abandoned.is_set():
+                    exchange.tell(name, json.dumps(_why(error)))
+                if exchange.rank:  # the first one says it
+                    return False
+                raise
+            if exchange.rank:
+                return False
+            try:
+                everyones = self._of_all(name, part)
+                store.commit_shared(beside, step, shared, everyones, self._is_abandoned)
+            except Exception:
+                with contextlib.suppress(OSError):
+                    remove(beside)
+                raise
+            return True
+
+        return commit
+
+    def _of_all(self, name: str, part: Part) -> dict[str, str]:
+        """The hashes of all ranks' files, once they are on the disk."""
+        end, hashes = time.monotonic() + part.seconds, dict[str, str]()
+        while (words := part.exchange.told(name)) is None:
+            if self._is_abandoned():
+                raise store.Abandoned
+            if time.monotonic() > end:
+                raise OSError(errno.ETIMEDOUT, f"not all ranks wrote their part within {part.seconds:.0f} s")
+            time.sleep(_PAUSE_S)
+        for rank, word in enumerate(words):
+            told = json.loads(word)
+            if isinstance(told, str):
+                raise OSError(errno.EIO, f"rank {rank}: {told}")
+            hashes |= told
+        return hashes
+
+    def _write(self, step: int, commit: Callable[[], bool], best: int | None) -> None:
+        try:
+            if not commit():
+                return
         except store.Abandoned:
             return
         except Exception as error:

@@ -2,6 +2,9 @@
 
     step-00001200/{model,optimizer,ema}.safetensors  state.json  SHA256SUMS
 
+Of a sharded run each rank writes its rows: `model_00001_of_00004.safetensors` and so on, counted from 0. The
+first rank's files also hold what isn't sharded; `state.json` has the shapes of all that is.
+
 `sha256sum -c SHA256SUMS` checks it without this package.
 """
 
@@ -9,7 +12,7 @@ import contextlib
 import errno
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,12 +29,14 @@ _STATE = "state.json"
 _SUFFIX = ".safetensors"
 _TENSORS = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([a-z][a-z0-9_]{0,31}\.(?:safetensors|json))")
-_SUMS_BYTES = 64 << 10
+_SUMS_BYTES = 4 << 20
+_MOST_RANKS = 10_000  # that share a model
 
 # A second folder of a step stands there for a moment while the step is written again.
 _FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 
 Contents = Mapping[str, Iterable[files.Buffer]]
+Shapes = Mapping[str, Mapping[str, Sequence[int]]]  # by kind ("model") and name, of tensors that are sharded
 
 
 class Damaged(Exception):  # noqa: N818  (a finding about a file, not a mistake of the caller)
@@ -94,13 +99,63 @@ def contents(
     }
 
 
-def write_files(path: Path, contents: Contents) -> None:
-    """Writes `contents` to a new, empty folder and makes them last; their hashes come last.
+def shard_contents(
+    tensors: Mapping[str, Mapping[str, torch.Tensor]], shapes: Shapes, rank: int, ranks: int
+) -> Contents:
+    """A rank's files of a sharded checkpoint.
+
+    Args:
+        tensors: By kind and name, this rank's rows of those in `shapes`.
+        shapes: Of the whole ones.
+        rank: Of those that share the model; the first also writes what isn't sharded.
+        ranks: How many these are.
+    """
+    return {
+        _shard_name(kind, rank, ranks) + _SUFFIX: tensor_file.encode(
+            {name: one for name, one in group.items() if not rank or name in shapes.get(kind, {})}
+        )
+        for kind, group in sorted(tensors.items())
+    }
+
+
+def shared_contents(
+    step: int, kinds: Iterable[str], shapes: Shapes, ranks: int, state: Mapping[str, Any]
+) -> Contents:
+    """What a sharded checkpoint has once; the state is taken as it is now."""
+    listed = {kind: {name: list(shape) for name, shape in group.items()} for kind, group in shapes.items()}
+    shards = {"ranks": ranks, "shapes": listed}
+    about = {"format": _FORMAT, "step": step, "tensors": sorted(kinds), "state": dict(state)}
+    return {_STATE: [strict_json.dump({**about, "shards": shards})]}
+
+
+def _shard_name(kind: str, rank: int, ranks: int) -> str:
+    return f"{kind}_{rank:05d}_of_{ranks:05d}"
+
+
+def write_part(path: Path, contents: Contents) -> dict[str, str]:
+    """Writes some files of a checkpoint and makes them last; returns their hashes.
 
     Raises:
         OSError: If they can't be written.
     """
-    sums = [f"{files.write_file(path / name, parts)}  {name}\n" for name, parts in contents.items()]
+    hashes = {name: files.write_file(path / name, parts) for name, parts in contents.items()}
+    files.sync_folder(path)
+    return hashes
+
+
+def write_files(path: Path, contents: Contents, before: Mapping[str, str] | None = None) -> None:
+    """Writes `contents` to a folder and makes them last; the hashes of all files come last.
+
+    Args:
+        path: New and empty, but for the files of `before`.
+        contents: By name.
+        before: Hashes of files that are there already.
+
+    Raises:
+        OSError: If they can't be written.
+    """
+    hashes = {name: files.write_file(path / name, parts) for name, parts in contents.items()}
+    sums = [f"{digest}  {name}\n" for name, digest in {**(before or {}), **hashes}.items()]
     files.write_file(path / _SUMS, ["".join(sums).encode()])
     files.sync_folder(path)
 
@@ -128,12 +183,24 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
-    """Which tensors one of a checkpoint's files holds, as its header says; they aren't read.
+    """Which tensors a checkpoint holds of a kind, as headers say; they aren't read.
+
+    Of sharded ones the shape is the whole's, and the place that of the first rank's rows.
 
     Raises:
-        Damaged: If the file is missing, or is none.
+        Damaged: If a file is missing, or is none.
         Unreadable: If it can't be read now.
     """
+    with _reason("the folder"), files.opened_folder(path) as folder:
+        shards = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly).get("shards")
+    if shards is None:
+        return _slots_of(path, name)
+    shapes = shards["shapes"].get(name, {})
+    slots = _slots_of(path, _shard_name(name, 0, shards["ranks"]))
+    return [slot._replace(shape=shapes.get(slot.name, slot.shape)) for slot in slots]
+
+
+def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
     name += _SUFFIX
     with _opened(path, name) as (file, size):
         start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
@@ -180,7 +247,11 @@ def _read(path: Path, keep: bool, advance: Callable[[int], object]) -> Checkpoin
     with _reason("the folder"), files.opened_folder(path) as folder:
         sums = _read_sums(folder)
         about = _read_about(folder, sums.get(_STATE, ""), advance)
-        names = about["tensors"]
+        kinds, shards = about["tensors"], about.get("shards")
+        names = kinds
+        if shards is not None:
+            ranks = shards["ranks"]
+            names = [_shard_name(kind, rank, ranks) for kind in kinds for rank in range(ranks)]
         if set(sums) != {_STATE, *(f"{name}{_SUFFIX}" for name in names)}:
             raise Damaged(f"{_SUMS} doesn't list the files that {_STATE} does")
         if (named := parse_name(path.name)) and named[0] != about["step"]:
@@ -188,7 +259,52 @@ def _read(path: Path, keep: bool, advance: Callable[[int], object]) -> Checkpoin
         one = partial(_read_tensors, folder, sums, keep=keep, advance=advance)
         with ThreadPoolExecutor(4) as pool:  # hashing is what takes time, and it leaves the GIL alone
             tensors = dict(zip(names, pool.map(one, names), strict=True))
+    if shards is not None and keep:
+        tensors = {kind: _joined(kind, tensors, ranks, shards["shapes"].get(kind, {})) for kind in kinds}
     return Checkpoint(about["step"], path, tensors, about["state"])
+
+
+def _are_shards(shards: Any, kinds: Sequence[str]) -> bool:
+    """Whether this says how a checkpoint is cut."""
+    return (
+        isinstance(shards, dict)
+        and set(shards) == {"ranks", "shapes"}
+        and type(shards["ranks"]) is int
+        and 0 < shards["ranks"] <= _MOST_RANKS
+        and isinstance(shards["shapes"], dict)
+        and set(shards["shapes"]) <= set(kinds)
+        and all(isinstance(group, dict) for group in shards["shapes"].values())
+        and all(
+            isinstance(shape, list) and shape and all(type(size) is int and size >= 0 for size in shape)
+            for group in shards["shapes"].values()
+            for shape in group.values()
+        )
+    )
+
+
+def _joined(
+    kind: str,
+    tensors: dict[str, dict[str, torch.Tensor]],
+    ranks: int,
+    shapes: Mapping[str, Sequence[int]],
+) -> dict[str, torch.Tensor]:
+    """The whole tensors of a kind; the ranks' files are dropped."""
+    parts = [tensors.pop(_shard_name(kind, rank, ranks)) for rank in range(ranks)]
+    whole = {}
+    for name, first in parts[0].items():
+        if (shape := shapes.get(name)) is None:
+            whole[name] = first
+            continue
+        rows = [part.pop(name, None) for part in parts[1:]]
+        for rank, one in enumerate([first, *rows]):
+            if one is None or one.shape[1:] != torch.Size(shape[1:]) or one.dtype != first.dtype:
+                raise Damaged(f"{_shard_name(kind, rank, ranks)}{_SUFFIX} has no rows of '{name}'")
+        whole[name] = torch.cat([first, *(one for one in rows if one is not None)])
+        if list(whole[name].shape) != shape:
+            raise Damaged(f"{kind}: the ranks' rows of '{name}' aren't {shape[0]} together")
+    if odd := [name for part in parts[1:] for name in part] + [name for name in shapes if name not in whole]:
+        raise Damaged(f"{kind}: '{odd[0]}' isn't in all files that {_STATE} says")
+    return whole
 
 
 @contextlib.contextmanager
@@ -231,12 +347,13 @@ def _read_about(folder: int, wanted: str, advance: Callable[[int], object]) -> d
             raise ValueError(f"isn't a checkpoint of format {_FORMAT}")
         step, names, state = about.get("step"), about.get("tensors"), about.get("state")
         if not (
-            set(about) == {"format", "step", "tensors", "state"}
+            set(about) - {"shards"} == {"format", "step", "tensors", "state"}
             and type(step) is int
             and isinstance(names, list)
             and all(isinstance(name, str) and _TENSORS.fullmatch(name) for name in names)
             and len(set(names)) == len(names)
             and isinstance(state, dict)
+            and ("shards" not in about or _are_shards(about["shards"], names))
         ):
             raise ValueError("isn't the state of a checkpoint")
     return about

@@ -28,6 +28,7 @@ from trainer.checkpoint.folder import (
     read,
     read_state,
     write_files,
+    write_part,
 )
 from trainer.host import files
 
@@ -91,6 +92,55 @@ def commit(folder: Path, step: int, contents: Contents, abandoned: Callable[[], 
         with contextlib.suppress(OSError):
             files.remove(beside)
         raise
+
+
+def begin_shared(folder: Path, name: str) -> Path:
+    """Makes the hidden folder that all ranks write their parts of a checkpoint to; returns it.
+
+    Args:
+        folder: Of the checkpoints; made if its parent exists.
+        name: From `shared_name`.
+    """
+    files.make_folder(folder)
+    files.make_folder(folder / name)
+    return folder / name
+
+
+def shared_name(step: int, token: int) -> str:
+    """The name of that folder, the same for all ranks by a number that no other write of the step has."""
+    return f".{folder_name(step)}.tmp-{token}"
+
+
+def commit_part(beside: Path, contents: Contents, abandoned: Callable[[], bool]) -> dict[str, str]:
+    """Writes a rank's part of a checkpoint; returns its files' hashes: then they are on the disk.
+
+    Raises:
+        Abandoned: If it was told to stop.
+        OSError: If the files can't be written.
+    """
+    return write_part(beside, {name: _until(abandoned, parts) for name, parts in contents.items()})
+
+
+def commit_shared(
+    beside: Path, step: int, shared: Contents, hashes: Mapping[str, str], abandoned: Callable[[], bool]
+) -> Path:
+    """Makes a checkpoint of the parts that all ranks have written, and returns its folder.
+
+    Args:
+        beside: From `begin_shared`.
+        step: Its step.
+        shared: From `folder.shared_contents`.
+        hashes: Of all ranks' files.
+        abandoned: Asked once more.
+
+    Raises:
+        Abandoned: If it was told to stop.
+        OSError: If it can't be written; what was there before is untouched.
+    """
+    write_files(beside, shared, hashes)
+    if abandoned():
+        raise Abandoned
+    return _publish(beside, beside.parent, step)
 
 
 def _until(abandoned: Callable[[], bool], parts: Iterable[files.Buffer]) -> Iterator[files.Buffer]:

@@ -171,9 +171,29 @@ class Recipe(Section):
                 "log.layers_every looks at the parts of the model as they run, which one that is compiled as "
                 "a whole doesn't show: set compile.scope=blocks, or compile.mode=none"
             )
+        if self.parallel.strategy != "ddp":
+            self._refuse_what_cannot_be_sharded()
         if self.precision.keep_fp32 and self.precision.mode in ("fp32", "tf32"):
             raise ValueError(
                 f"precision.keep_fp32 has no effect with precision.mode={self.precision.mode}; "
                 "leave it out, or use fp16 or bf16"
             )
         return self
+
+    def _refuse_what_cannot_be_sharded(self) -> None:
+        reasons = {
+            "optim.name=muon": self.optim.name == "muon"
+            and "needs whole matrices, and each rank has rows of them: use adamw or sgd",
+            "model.channels_last": self.model.channels_last
+            and "lays parameters out in a way that can't be cut into rows: leave it out",
+            "compile.scope=model": self.compile.mode != "none"
+            and self.compile.scope == "model"
+            and "compiles a model whose blocks are gathered one by one: use compile.scope=blocks",
+            "log.layers_every": self.log.layers_every > 0
+            and "looks at whole gradients on one rank: leave it out",
+            "precision.debug": self.precision.debug
+            and "looks at the weights of modules before FSDP has gathered them: leave it out",
+        }
+        for key, reason in reasons.items():
+            if reason:
+                raise ValueError(f"{key} {reason}, or use parallel.strategy=ddp")

@@ -193,6 +193,12 @@ class ParallelConfig(Section):
         description="seconds without progress after which the ranks name the one that hangs and end with "
         "code 76; never more than half of timeout_s; 0: off",
     )
+    strategy: Literal["ddp", "fsdp", "hsdp"] = Field(
+        "ddp",
+        description="ddp: each rank has the whole model; fsdp: each has a part of every parameter, gradient "
+        "and moment; hsdp: the same within groups of parallel.shard ranks",
+    )
+    shard: int = Field(0, ge=0, description="ranks that share a model (hsdp); 0: all of them (fsdp)")
     bucket_mb: int = Field(25, ge=1, description="DDP's bucket size in MiB")
     reduction: Literal["all_reduce", "tree"] = Field(
         "all_reduce",
@@ -227,6 +233,36 @@ class ParallelConfig(Section):
             for key, reason in reasons.items():
                 if reason:
                     raise ValueError(f"parallel.{key} {reason}: leave it out with parallel.reduction=tree")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_have_ways_of_their_own(self) -> "ParallelConfig":
+        if self.strategy == "hsdp" and self.shard < 2:
+            raise ValueError(
+                "parallel.strategy=hsdp needs parallel.shard, the number of ranks that share a model: such "
+                "as 8, those of a host"
+            )
+        if self.shard and self.strategy != "hsdp":
+            raise ValueError(
+                f"parallel.shard is of parallel.strategy=hsdp: leave it out with {self.strategy}"
+            )
+        if self.strategy == "ddp":
+            return self
+        reasons = {
+            "reduction": self.reduction == "tree" and "=tree adds whole gradients on each rank",
+            "compress": self.compress != "none"
+            and " is DDP's: with shards precision.mode=bf16 gathers in bfloat16",
+            "static_graph": self.static_graph and " is DDP's",
+            "find_unused_parameters": self.find_unused_parameters
+            and " is DDP's: with shards all trained parameters must have a part in each step",
+            "bucket_mb": self.bucket_mb != type(self).model_fields["bucket_mb"].default
+            and " is DDP's: with shards a block is what is sent at once",
+        }
+        for key, reason in reasons.items():
+            if reason:
+                raise ValueError(
+                    f"parallel.{key}{reason}; leave it out with parallel.strategy={self.strategy}"
+                )
         return self
 
     @model_validator(mode="after")

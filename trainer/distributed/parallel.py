@@ -158,15 +158,21 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
 }
 
 
+def is_sharded(config: ParallelConfig, world: World) -> bool:
+    """Whether the model is spread over the ranks: one alone has nothing to share."""
+    return config.strategy != "ddp" and world.group is not None
+
+
 def replicate(
     model: nn.Module, group: dist.ProcessGroup | None, config: ParallelConfig, device: torch.device
 ) -> nn.Module:
     """Wraps a model so that backward sums its gradients over the ranks.
 
-    Alone it stays as it is, and so it does where a tree sums them: then all ranks take rank 0's tensors.
+    Alone it stays as it is, and so it does where it is sharded, or where a tree sums them: then all ranks
+    take rank 0's tensors.
     Buffers are not broadcast at each forward: `StepStatistics` keeps them equal at a step's cost.
     """
-    if group is None:
+    if group is None or config.strategy != "ddp":
         return model
     if config.reduction == "tree":
         for tensor in (*model.parameters(), *model.buffers()):

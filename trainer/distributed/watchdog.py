@@ -17,12 +17,10 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
 from trainer.config.training import ParallelConfig
+from trainer.distributed.exchange import store_client
 from trainer.distributed.flight_recorder import dump, parse
 from trainer.distributed.parallel import World
 from trainer.errors import EXIT_FAILED, EXIT_HANG
@@ -363,11 +361,7 @@ class Watchdog:
         return f"rank-{number}"
 
     def _connect(self) -> Any:
-        """A client of its own: that of the process group has a lock, and may wait for long."""
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=self._seconds)
-        store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        return PrefixStore(f"hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return store_client("hang", self._seconds)
 
 
 _VERDICT = "verdict"

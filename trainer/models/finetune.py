@@ -80,10 +80,10 @@ def like(model: nn.Module, trained: nn.Module) -> None:
         parameter.requires_grad_(learning.get(name, parameter.requires_grad))
 
 
-def plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's state_dict with LoRA merged: that of the model alone."""
+def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """A model's state_dict, or this one of it, with LoRA merged: that of the model alone."""
     scale = next((module.lora_scale for module in model.modules() if isinstance(module, _Lora)), 0.0)
-    return merged(model.state_dict(), scale)
+    return merged(model.state_dict() if state is None else state, scale)
 
 
 def merged(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

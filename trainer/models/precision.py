@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed as dist, nn
 from torch.amp.grad_scaler import GradScaler
 
 from trainer.config.model import PrecisionConfig
@@ -171,12 +171,19 @@ class ScaledPrecision(Precision):
     may_skip = True
 
     def __init__(
-        self, autocast: AbstractContextManager[object], scaler: GradScaler, skip_nonfinite: bool
+        self,
+        autocast: AbstractContextManager[object],
+        scaler: GradScaler,
+        skip_nonfinite: bool,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """With `skip_nonfinite` a loss that isn't finite skips the update on every rank."""
+        """With `skip_nonfinite` a loss that isn't finite skips the update on every rank.
+
+        The ranks of `group` have a part of the gradients each, and skip an update together.
+        """
         super().__init__(autocast)
         self.scaler: GradScaler = scaler
-        self._skip_nonfinite = skip_nonfinite
+        self._skip_nonfinite, self._group = skip_nonfinite, group
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """See `Precision.backward`."""
@@ -187,6 +194,8 @@ class ScaledPrecision(Precision):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Precision.unscale`."""
         self.scaler.unscale_(optimizer)
+        if self._group is not None:
+            dist.all_reduce(found_inf(self.scaler, optimizer), dist.ReduceOp.MAX, group=self._group)
 
     def judged(self, norm: torch.Tensor) -> torch.Tensor:
         """An overflow is the scaler's business, unless the scale is too small to be the cause."""
@@ -205,11 +214,26 @@ def _one_if_finite(loss: torch.Tensor) -> torch.Tensor:
     return loss * 0 + 1
 
 
-def make_precision(config: PrecisionConfig, device: torch.device, skip_nonfinite: bool) -> Precision:
-    """The precision of a recipe on a device."""
+def gathered_in(config: PrecisionConfig, model: nn.Module) -> torch.dtype | None:
+    """What the parameters of blocks are gathered in where a model is sharded; None: as they are.
+
+    In bfloat16 where autocast would round them so anyway: not where a module computes in float32, as those
+    of `precision.keep_fp32` do, and BatchNorm, whose statistics have its weights' type.
+    """
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return torch.bfloat16 if config.mode == "bf16" and not config.keep_fp32 and not norms else None
+
+
+def make_precision(
+    config: PrecisionConfig,
+    device: torch.device,
+    skip_nonfinite: bool,
+    group: dist.ProcessGroup | None = None,
+) -> Precision:
+    """The precision of a recipe on a device; `group`: the ranks that share a sharded model."""
     context = autocast(config, device)
     if config.mode == "fp16":  # which alone needs a loss scaler (Micikevicius et al., 2018)
         scale, interval = config.initial_scale, config.growth_interval
         scaler = GradScaler(device.type, init_scale=scale, growth_interval=interval)
-        return ScaledPrecision(context, scaler, skip_nonfinite)
+        return ScaledPrecision(context, scaler, skip_nonfinite, group)
     return SkippingPrecision(context) if skip_nonfinite else Precision(context)

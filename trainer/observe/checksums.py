@@ -41,24 +41,34 @@ class Checksums:
     write: Callable[[Mapping[str, Any], Sequence[int]], None]
 
 
-def fingerprints_of(model: nn.Module) -> Callable[[], torch.Tensor]:
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def fingerprints_of(
+    model: nn.Module, part: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+) -> Callable[[], torch.Tensor]:
     """Makes the function that fingerprints a model's parameters and buffers: int64 (tensors,).
 
     A tensor's bits are 64-bit integers. A row of 1024 of them becomes one: the sum of each times an odd key
     of its column, and of its upper half times another, so that sign bits count like any other. Row hashes and
     what is left of the tensor are mixed one by one with keys of their positions, and added up. All modulo
     2**64: exact, and the same in whatever order a device adds. A flipped bit always changes it.
+
+    Args:
+        model: Whose they are.
+        part: What of a tensor counts.
     """
-    state = model.state_dict()
-    device = next(iter(state.values())).device
-    words = [_words(tensor) for tensor in state.values()]
+    state = [part(tensor) for tensor in model.state_dict().values()]
+    device = state[0].device
+    words = [_words(tensor) for tensor in state]
     segments = torch.from_numpy(np.repeat(np.arange(len(words)), words)).to(device)
     positions = _keys(0, np.concatenate([np.arange(count) for count in words])).to(device)
     columns = _keys(1, np.arange(_COLUMNS)).to(device), _keys(2, np.arange(_COLUMNS)).to(device)
 
     @torch.no_grad()
     def take() -> torch.Tensor:
-        parts = [part for tensor in model.state_dict().values() for part in _parts(tensor, *columns)]
+        parts = [one for tensor in model.state_dict().values() for one in _parts(part(tensor), *columns)]
         mixed = torch.cat(parts).add_(positions)
         mixed ^= mixed >> 32
         mixed *= _MULTIPLY

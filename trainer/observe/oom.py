@@ -39,11 +39,13 @@ def held_by(
     Args:
         others: Tensors of further holders, by name ("average", "batch").
     """
-    weights = [*model.parameters(), *model.buffers()]
+    # Where they are sharded, this rank's rows (`distributed.sharding.weights`).
+    parameters = [getattr(p, "own_rows", p) for p in model.parameters()]
+    weights = [*parameters, *model.buffers()]
     state = (v for one in optimizer.state.values() for v in one.values() if isinstance(v, torch.Tensor))
     holders = {
         "weights": weights,
-        "gradients": (p.grad for p in model.parameters() if p.grad is not None),
+        "gradients": (p.grad for p in parameters if p.grad is not None),
         "optimiser state": state,
         **others,
     }

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config.training import AverageConfig
+from trainer.distributed.sharding import weights
 
 
 class WeightAverage:
@@ -21,12 +22,12 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, config: AverageConfig) -> None:
-        """Starts from the weights as they are."""
+        """Starts from the weights as they are; of a sharded model this rank's rows of them."""
         self._config = config
         self._moved = 0  # steps at the last movement
         self._ramp = 10
-        self._model = model
-        self._weights = [parameter.data for parameter in model.parameters()]
+        named = weights(model)
+        self._weights = [parameter.data for parameter in named.values()]
         self._device = self._weights[0].device
         self._moved_at = torch.zeros(1, dtype=torch.int64, device=self._device)  # updates at that time
         self._staging: _Staging | None = None
@@ -34,9 +35,7 @@ class WeightAverage:
         if config.on_cpu and self._device.type != "cpu":
             where = torch.device("cpu")
             self._staging = _Staging(self._weights)
-        self.tensors = {
-            name: parameter.detach().to(where, copy=True) for name, parameter in model.named_parameters()
-        }
+        self.tensors = {name: parameter.detach().to(where, copy=True) for name, parameter in named.items()}
         self._average = list(self.tensors.values())
 
     def update(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer.config.training import OptimConfig
+from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.optim.muon import Muon, hidden_matrices, split_groups
@@ -190,7 +191,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     factors = layer_factors(model, config.layer_decay)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for decayed in (True, False):
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights(model).items():
             if parameter.requires_grad and (parameter.ndim >= 2) == decayed:
                 alike = (config.weight_decay if decayed else 0.0, factors[name])
                 groups.setdefault(alike, []).append(parameter)
@@ -240,15 +241,23 @@ def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return norm
 
 
-def clip_gradients(gradients: list[torch.Tensor], largest: float) -> torch.Tensor:
+def clip_gradients(
+    gradients: list[torch.Tensor], largest: float, norm: torch.Tensor | None = None
+) -> torch.Tensor:
     """Scales gradients so that their joint 2-norm is at most `largest` (Pascanu et al., 2013).
 
     The arithmetic of torch.nn.utils.clip_grad_norm_ without its sorting by device and dtype, which takes
     longer than the computation: there is one device and one dtype here.
 
+    Args:
+        gradients: All of them, or a rank's.
+        largest: As above.
+        norm: That of all of them, float (), if these are a rank's.
+
     Returns:
         The norm before, float ().
     """
-    norm = grad_norm(gradients)
+    if norm is None:
+        norm = grad_norm(gradients)
     torch._foreach_mul_(gradients, (largest / (norm + 1e-6)).clamp_(max=1.0))
     return norm

@@ -7,6 +7,7 @@ checkpoint (by hard links, where it can): the other run isn't needed again.
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from trainer.train.prepare import shapes_only
 from trainer.train.resume import Source, differences, other_data
 from trainer.train.run import WEIGHTS, data_of
 from trainer.train.run_folder import KEPT, BegunFrom, RunFolder, read_run, shown
-from trainer.train.state import Run, fitting, load_tensors, tensors_of
+from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
 
 _SHOWN = 6
 
@@ -212,7 +213,7 @@ def take_over(run: Run, found: Checkpoint) -> str:
         KeyError: If a part is missing.
         ValueError: If a tensor has another name, shape or type; none has been changed then.
     """
-    state, theirs = run.state, found.tensors
+    state, theirs = run.state, own_tensors(run.state, found.tensors)
     built, saved = tensors_of(state)["optimizer"], theirs["optimizer"]
     fitted = fitting(state, saved)
     average = theirs.get("ema", {})
@@ -236,7 +237,7 @@ def take_over(run: Run, found: Checkpoint) -> str:
 
 
 def _told_of_optimizer(
-    model: nn.Module, saved: dict[str, torch.Tensor], fitted: dict[str, torch.Tensor]
+    model: nn.Module, saved: Mapping[str, torch.Tensor], fitted: Mapping[str, torch.Tensor]
 ) -> list[str]:
     names = {name for name, _ in model.named_parameters()}
     there, here = (len({key.rpartition("/")[0] for key in one} & names) for one in (saved, fitted))

@@ -10,10 +10,19 @@ from trainer.data.corrupt import Quarantine
 from trainer.data.joined import make_loaders
 from trainer.data.loader import Source, make_loader
 from trainer.data.sampling.plan import Share, evaluation_share
-from trainer.distributed.parallel import World, replicate
+from trainer.distributed.parallel import World, is_sharded, replicate
+from trainer.distributed.sharding import shard
+from trainer.models.activation_checkpointing import blocks
 from trainer.models.batchnorm import StepStatistics, batchnorm_buffers
 from trainer.models.layers import LayerStatistics
-from trainer.models.precision import autocast, check_precision, make_precision, set_matmul_mode
+from trainer.models.precision import (
+    autocast,
+    check_precision,
+    gathered_in,
+    make_precision,
+    set_matmul_mode,
+)
+from trainer.optim.average import WeightAverage
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
 from trainer.train.anomaly import make_recent_losses
@@ -25,7 +34,9 @@ from trainer.train.reduction import (
     Gradients,
     ItemCount,
     RaggedItemCount,
+    ReduceScatter,
     Reduction,
+    ShardedGradients,
     TreeSum,
 )
 from trainer.train.run import make_plan, more_sets
@@ -73,17 +84,26 @@ def build(
         generators.append(torch.cuda.default_generators[device.index])
     losses: tuple[str, ...] = getattr(task, "losses", ())
     loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
+    rows = None
+    if is_sharded(recipe.parallel, world):
+        parts, kind = blocks(model).values(), gathered_in(recipe.precision, model)
+        rows = shard(model, parts, world, recipe.parallel, kind)
     replica = replicate(loss_of, world.group, recipe.parallel, device)
+    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     optimizer, lr = make_updates(recipe, task, model, plan, device, generators)
     layers = None
     if recipe.log.layers_every and world.rank == 0:
         layers = LayerStatistics(model, recipe.log.layers_every, device)
-    precision = make_precision(recipe.precision, device, recipe.anomaly.nonfinite == "skip")
+    skips, sharing = recipe.anomaly.nonfinite == "skip", None if rows is None else rows.group
+    precision = make_precision(recipe.precision, device, skips, sharing)
     statistics = StepStatistics(model, None if in_tree else world.group, found)
     # A graph that is replayed again before its gradients are used would overwrite them.
     overwritten = prepared.cuda_graphs and (share.gradient_accumulation_steps > 1 or world.group is not None)
     gradients = FixedGradients(model) if overwritten else Gradients(model)
     reduction: Reduction = AllReduce(replica, world, statistics)
+    if rows is not None:
+        gradients = ShardedGradients(model, rows)
+        reduction = ReduceScatter(model, world, statistics, share.gradient_accumulation_steps > 1)
     if in_tree:
         reduction = TreeSum(gradients, world, statistics, recipe.parallel.bucket_mb)
     count_items = RaggedItemCount if "num_items" in task.train_data.fields else ItemCount
@@ -113,10 +133,11 @@ def build(
             optimizer=optimizer,
             lr=lr,
             scaler=precision.scaler,
-            average=prepared.average,
+            average=average,
             statistics=statistics,
             loss=torch.zeros((1 + len(losses),) if losses else (), dtype=torch.float64, device=device),
             norm=torch.zeros((), device=device),
+            rows=rows,
         ),
         recipe=recipe,
         task=task,
@@ -136,7 +157,13 @@ def build(
         evaluation_loader=evaluation,
         evaluation_share=held[0].share,
         compiled=prepared.compiled,
-        notes=(*getattr(task, "notes", ()), *prepared.notes, *found.notes, *words_for(task, optimizer)),
+        notes=(
+            *getattr(task, "notes", ()),
+            *prepared.notes,
+            *found.notes,
+            *([] if rows is None else [rows.note]),
+            *words_for(task, optimizer),
+        ),
         losses=losses,
         evaluation_sets=tuple(
             EvaluationSet(name, loaded, part.share)

@@ -1,4 +1,4 @@
-"""When a run's state is saved while it trains, and how: every rank has a part in it, rank 0 writes."""
+"""When a run's state is saved while it trains, and how: rank 0 writes it, or each rank its rows."""
 
 import math
 import time
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.background import BackgroundWriter, stage
+from trainer.checkpoint.background import BackgroundWriter, Part, stage
 from trainer.checkpoint.folder import folder_name
 from trainer.config.section import config_hash
+from trainer.distributed.exchange import StoreExchange
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.observe.console import warn
 from trainer.train.hooks import HookError
-from trainer.train.state import Run, numbers_of, tensors_of
+from trainer.train.state import Run, numbers_of, shapes_of, tensors_of
 
 
 class Checkpoints:
@@ -31,13 +32,17 @@ class Checkpoints:
         """Nothing is saved yet.
 
         Args:
-            run_id: For the checkpoints; rank 0's, who writes them.
+            writer: Of rank 0; of a sharded run also of the others that have a part in what is written.
+            run_id: For the checkpoints; rank 0's.
             data: From `data_of`: a checkpoint says what it was trained on.
             written: Told step and folder of each that was written, or None.
         """
         self._told, self._on_written = None if writer is None else writer.written, written
         self._run, self._writer, self._run_id, self._data = run, writer, run_id, dict(data or {})
-        self._config = run.recipe.checkpoint
+        self._config, rows = run.recipe.checkpoint, run.state.rows
+        self._exchange: StoreExchange | None = None
+        if rows is not None and writer is not None:
+            self._exchange = StoreExchange(rows.rank, rows.ranks, run.recipe.parallel.timeout_s)
         self._set_clock()
 
     @property
@@ -63,6 +68,7 @@ class Checkpoints:
         run, state = self._run, self._run.state
         self._set_clock()
         losses = run.reduction.gather_losses(state.loss)
+        token = self._token()
         if self._writer is None:
             return
         numbers = {
@@ -76,7 +82,19 @@ class Checkpoints:
         best = state.best[1] if state.best and self._config.best else None
         if self._on_written is not None:  # before another takes its place
             self.finish()
-        self._writer.submit(state.step, stage(tensors_of(state)), numbers, best)
+        tensors, part = tensors_of(state), None
+        if self._exchange is not None:
+            shapes = {kind: shapes_of(state, kind, group) for kind, group in tensors.items()}
+            part = Part(self._exchange, token, shapes, run.recipe.parallel.timeout_s / 2)
+        self._writer.submit(state.step, stage(tensors), numbers, best, part)
+
+    def _token(self) -> int:
+        """A number for a write that all ranks have a part in; collective where there is one."""
+        world = self._run.world
+        if self._run.state.rows is None:
+            return 0
+        token = torch.tensor([0 if world.rank else time.time_ns()])
+        return int(sum_over_ranks(token, world.control or world.group))
 
     def look(self, _done: int = 0) -> None:
         """Tells of a checkpoint that has been written since the last call."""
@@ -88,7 +106,11 @@ class Checkpoints:
 
     def newest(self) -> int:
         """The step of the newest one on the disk, whenever it was written; -1: there is none. Collective."""
-        newest = self._writer.newest() if self._writer is not None else None
+        newest = None
+        if self._run.world.rank:
+            self.close()  # of a sharded run: it has written its part
+        elif self._writer is not None:
+            newest = self._writer.newest()
         with _only_told():
             self.look()
         step = torch.tensor([0 if newest is None else newest + 1])

@@ -12,6 +12,7 @@ from trainer.config.training import MAIN_SET, EvaluationConfig
 from trainer.data.joined import EvaluationLoader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World, sum_over_ranks
+from trainer.distributed.sharding import evaluating
 from trainer.errors import BadInputError
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
@@ -78,7 +79,7 @@ def evaluate(
     num_items = torch.zeros(micro_batches, dtype=torch.float64, device=world.device)
     batches = share.batches()
     numbers = share.micro_batches(torch.arange(len(batches)).numpy())
-    with torch.inference_mode(), autocast(precision, world.device):
+    with evaluating(model), autocast(precision, world.device):
         for number, batch in zip(numbers, loader(batches), strict=True):
             enter_phase("evaluation")
             num_items[int(number)] = batch.num_items

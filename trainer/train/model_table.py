@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.config.recipe import Recipe
 from trainer.config.training import OptimConfig
+from trainer.distributed.sharding import own_rows
 from trainer.models.parts import Part, parameters_of, parts
 from trainer.observe.console import ProgressBar
 from trainer.observe.flops import Count
@@ -53,8 +54,8 @@ def describe_model(
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in trained),
                 "flops": flops if counted.per_sample else None,
-                "bytes": sum(p.nbytes * (1 + averages) for p in own)
-                + sum(p.nbytes * (1 + moments.get(id(p), 0)) for p in trained),
+                "bytes": sum(_here(p) * (1 + averages) for p in own)
+                + sum(_here(p) * (1 + moments.get(id(p), 0)) for p in trained),
             }
         )
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trainable", "bytes")}
@@ -64,6 +65,11 @@ def describe_model(
     all_of_it: dict[str, Any] = {"block": "all", "kind": type(model).__name__, **total}
     all_of_it["flops"] = counted.per_sample * samples or None
     return {"rows": rows, "total": all_of_it, "memory": memory}
+
+
+def _here(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter on this rank, between steps."""
+    return own_rows(parameter.detach()).nbytes
 
 
 def _moments(config: OptimConfig, model: nn.Module) -> Mapping[int, int]:

@@ -38,7 +38,7 @@ from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sin
 from trainer.train.manifest import make_manifest
 from trainer.train.model_table import describe_model, show_model, top_parts
 from trainer.train.operations import count_operations
-from trainer.train.recording import check_space, open_folder, writable
+from trainer.train.recording import check_space, open_folder, other_ranks_checksums, writable
 from trainer.train.request import Request
 from trainer.train.run_folder import Manifest, set_status
 from trainer.train.state import Run
@@ -124,8 +124,13 @@ def open_outputs(
     hooks = make_hooks(found, run.world.rank)
     theirs = [hook_sink(hooks, config)] if hooks else []
     if run.world.rank:
-        logger = _make_logger(run, theirs, None, metric_sources(stack, run), left_out)
-        return Outputs(logger, Checkpoints(run), AnomalyLog(None, run.plan))
+        checksums = other_ranks_checksums(run)
+        logger = _make_logger(run, theirs, checksums, metric_sources(stack, run), left_out)
+        part = None
+        if run.state.rows is not None and run.state.rows.first:  # writes its rows
+            part = BackgroundWriter(folder / FOLDER, run.recipe.checkpoint.keep, warn)
+            stack.callback(part.abandon)
+        return Outputs(logger, Checkpoints(run, part), AnomalyLog(None, run.plan))
     manifest = make_manifest(
         run, request.name, request.command, data, notes, stored, request.begun_from, request.pretrained
     )

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from trainer.config.recipe import Recipe
 from trainer.config.sizes import GIB, MIB
 from trainer.data.loader import Batch
-from trainer.distributed.parallel import World, check_agreement, sum_over_ranks
+from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
+from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.host.memory import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
@@ -35,7 +36,6 @@ from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronise_batchnorm
 from trainer.models.weights import load_initial
-from trainer.optim.average import WeightAverage
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
@@ -52,7 +52,6 @@ class Prepared:
         model: The model itself.
         call: What is called in training: the model, or compiled.
         compiled: Whether torch.compile is in use.
-        average: Moving average of its weights, or None.
         nonfinite: Looks for NaNs, or None.
         cuda_graphs: True where forward and backward are replayed as CUDA graphs.
         notes: Lines for the user.
@@ -61,14 +60,13 @@ class Prepared:
     model: nn.Module
     call: Callable[..., Any]
     compiled: bool
-    average: WeightAverage | None
     nonfinite: FirstNonFinite | None
     cuda_graphs: bool
     notes: list[str]
 
 
 def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) -> Prepared:
-    """Builds the model of a recipe on this rank's device.
+    """Builds the model of a recipe on this rank's device; on the CPU, if it is to be sharded.
 
     Args:
         fresh: Whether it takes the weights that it starts from: a checkpoint's would replace them.
@@ -77,6 +75,9 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         BadInputError: If the recipe names what the model doesn't have.
     """
     device, notes = world.device, []
+    if recipe.parallel.strategy != "ddp" and world.group is None:
+        notes.append(f"parallel.strategy={recipe.parallel.strategy}: a rank alone has nothing to share")
+    home = torch.device("cpu") if is_sharded(recipe.parallel, world) else device
     # On the CPU whatever the device, so that the same seed gives the same weights everywhere.
     torch.default_generator.manual_seed(key(recipe.seed, Purpose.WEIGHTS) >> 1)
     model = task.model()
@@ -89,7 +90,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     if line := fine_tune(model, recipe.model):
         notes.append(line)
     layout = torch.channels_last if recipe.model.channels_last else torch.preserve_format
-    model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
     mend_pointwise(model)
     if recipe.parallel.sync_batchnorm and world.group is not None:
         notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
@@ -100,9 +101,8 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         matrices = hidden_matrices(model)
         others = sum(p.requires_grad for p in model.parameters()) - len(matrices)
         notes.append(f"muon for {len(matrices)} matrices, adamw for the other {others} tensors")
-    average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None
     nonfinite = FirstNonFinite(model, device, world.group) if recipe.precision.debug else None
-    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, device)
+    checkpointed, cost_of_checkpointing = _choose_checkpointed(recipe, task, model, home)
     notes.extend(cost_of_checkpointing)
     if isinstance(model, GPT) and recipe.language.text == "packed":  # after what counts operations
         model.by_blocks = _can_attend_by_blocks(recipe, world, notes)
@@ -117,7 +117,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
         else model
     )
     graphs = compiled and device.type == "cuda" and recipe.compile.cuda_graphs
-    return Prepared(model, call, compiled, average, nonfinite, graphs, notes)
+    return Prepared(model, call, compiled, nonfinite, graphs, notes)
 
 
 def blank_batch(task: Task, micro_batch_size: int, device: torch.device) -> Batch:
@@ -146,10 +146,11 @@ def memory_to_come(
     """
     if world.device.type != "cpu":
         return {}
-    learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    learned = sum(p.nbytes for p in weights(model).values() if p.requires_grad)
     own_optimizer = brings_optimizer(task)
     moments = 0 if own_optimizer else 1 if recipe.optim.name == "sgd" else 2
-    copies = 1 + (world.group is not None) + moments  # with DDP's buckets
+    sharded = is_sharded(recipe.parallel, world)
+    copies = 1 + (world.group is not None and not sharded) + moments  # with DDP's buckets
     activations = 0
     own = recipe.model.name == "own" or recipe.task not in ("classification", "language", "audio")
     numbers = recipe.data.micro_batch_size * sum(math.prod(f.shape) for f in task.train_data.fields.values())
@@ -167,26 +168,45 @@ def memory_to_come(
     what = "gradients (the state of the task's own optimizer comes on top)"
     return {
         "activations": activations,
+        **({"gathered parameters and gradients": _gathered(recipe, model, world)} if sharded else {}),
         what if own_optimizer else "gradients and optimizer state": copies * learned,
     }
 
 
-def too_much(room: Room, ranks: int, needs: Mapping[str, int]) -> str:
+def _gathered(recipe: Recipe, model: nn.Module, world: World) -> int:
+    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes.
+
+    The rest of the model outside of blocks, a block and the one that is fetched ahead; with accumulation the
+    gradients of all until the last micro-batch.
+    """
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
+    whole = sum(p.nbytes for p in model.parameters())
+    at_once = whole - sum(sizes) + 2 * max(sizes, default=0)
+    accumulates = recipe.data.global_batch_size > recipe.data.micro_batch_size * world.size
+    return at_once + (whole if accumulates else at_once)
+
+
+def too_much(room: Room, ranks: int, needs: Mapping[str, int], ddp_ranks: int = 0) -> str:
     """A line about memory that won't be enough, or nothing.
 
     Args:
         room: The container's memory, once the ranks have their models.
         needs: Bytes that each of them will want besides, by what for.
+        ddp_ranks: Ranks that hold the same model each and could share it.
     """
     if ranks * sum(needs.values()) <= room.spare_bytes:
         return ""
+    state = sum(size for what, size in needs.items() if what.startswith("gradients"))
+    shared = ""
+    if ddp_ranks > 1 and ranks * (sum(needs.values()) - state + state / ddp_ranks) <= room.spare_bytes:
+        shared = f", or share gradients and moments among the {ddp_ranks} ranks by parallel.strategy=fsdp"
     parts = ", ".join(f"{size / 1e9:.2f} GB of {what}" for what, size in needs.items() if size)
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     return (
         f"memory may not be enough: of {room.limit_bytes / 1e9:.2f} GB ({room.source}) "
         f"{room.others_bytes / 1e9:.2f} GB are in use, and{each} come up to {parts}; when it is full, the "
         "kernel kills a process: lower data.micro_batch_size, data.workers or data.prefetch, or start fewer "
-        "ranks"
+        f"ranks{shared}"
     )
 
 

@@ -3,10 +3,11 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import nn
 
@@ -14,6 +15,7 @@ from trainer.checkpoint import FOLDER
 from trainer.checkpoint.tensor_file import encode
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
+from trainer.distributed.sharding import own_rows
 from trainer.errors import BadInputError, DivergedError
 from trainer.host.files import write_file, written_whole
 from trainer.launch.signals import Stopped
@@ -105,7 +107,20 @@ def _open_trace(path: Path, state: TrainState, closing: contextlib.ExitStack) ->
     file = path.open("a")
     closing.callback(_despite_the_disk(file.close))
     write = checksums_to(file, list(state.model.state_dict()), known, state.step)
-    return Checksums(fingerprints_of(state.model), _despite_the_disk(write))
+    return Checksums(_fingerprints(state), _despite_the_disk(write))
+
+
+def other_ranks_checksums(run: Run) -> Checksums | None:
+    """What a rank that writes nothing has to do with them: its rows of a sharded model are in them."""
+    if run.state.rows is None or not run.recipe.log.fingerprints:
+        return None
+    return Checksums(_fingerprints(run.state), lambda *_: None)
+
+
+def _fingerprints(state: TrainState) -> Callable[[], torch.Tensor]:
+    """Takes them: of a sharded model a sum over all ranks, each rank's times an odd number of its own."""
+    take, rows = fingerprints_of(state.model, own_rows), state.rows
+    return take if rows is None else lambda: rows.sum(take() * (2 * rows.rank + 1))
 
 
 def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
@@ -124,15 +139,20 @@ def _despite_the_disk(write: Callable[..., None]) -> Callable[..., None]:
     return written
 
 
-def save_weights(model: nn.Module, path: Path) -> str:
+def save_weights(model: nn.Module, path: Path, whole: Mapping[str, torch.Tensor] | None = None) -> str:
     """Writes parameters and buffers of a model as safetensors, each tied one too, and LoRA merged.
+
+    Args:
+        model: Whose they are.
+        path: The file.
+        whole: Its state_dict, if it is sharded.
 
     Returns:
         The file's hash.
     """
     with written_whole(path) as beside:
         beside.unlink(missing_ok=True)  # of an end that was killed
-        return write_file(beside, encode(plain_state(model)))
+        return write_file(beside, encode(plain_state(model, whole)))
 
 
 def check_space(folder: Path, recipe: Recipe, model: nn.Module, own_optimizer: bool = False) -> None:

@@ -10,15 +10,19 @@ all ranks, added in one order, so that the bits don't depend on the number of ra
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import fsum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import distributed as dist, nn
 
 from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World, check_reduced, sum_over_ranks, unsynchronised
+from trainer.distributed.sharding import Rows, take_gradients, weights
 from trainer.distributed.tree import TreeReduction
+from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
+from trainer.observe.text import listed
+from trainer.optim.optimizers import clip_gradients, grad_norm
 
 _NOTHING = nullcontext()
 
@@ -32,7 +36,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         """Those of a model."""
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in weights(model).values() if p.requires_grad]
 
     def present(self) -> list[torch.Tensor]:
         """The gradients that there are: none for a parameter that had no part in the step."""
@@ -54,6 +58,31 @@ class Gradients:
         """Drops them after a step."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def norm(self) -> torch.Tensor:
+        """Their joint 2-norm, float ()."""
+        return grad_norm(self.present())
+
+    def clip(self, largest: float) -> torch.Tensor:
+        """Scales them so that it is at most `largest`; returns what it was before."""
+        return clip_gradients(self.present(), largest)
+
+
+class ShardedGradients(Gradients):
+    """This rank's rows of the gradients; their norm is that of all ranks'."""
+
+    def __init__(self, model: nn.Module, rows: Rows) -> None:
+        """Those of a sharded model."""
+        super().__init__(model)
+        self._rows = rows
+
+    def norm(self) -> torch.Tensor:
+        """See `Gradients.norm`; collective."""
+        return self._rows.norm(super().norm())
+
+    def clip(self, largest: float) -> torch.Tensor:
+        """See `Gradients.clip`; collective."""
+        return clip_gradients(self.present(), largest, self.norm())
 
 
 class FixedGradients(Gradients):
@@ -158,6 +187,36 @@ class AllReduce:
         if len(losses) == self._world.size:
             return losses[self._world.rank]
         return fsum(losses) * (self._world.rank == 0)
+
+
+class ReduceScatter(AllReduce):
+    """FSDP's: gradients are summed during the last backward pass, and each rank gets those of its rows."""
+
+    def __init__(self, model: nn.Module, world: World, statistics: StepStatistics, accumulates: bool) -> None:
+        """Of a sharded model; `accumulates`: whether a step has several micro-batches."""
+        super().__init__(model, world, statistics)
+        self._model: Any = model
+        self._accumulates = accumulates
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """See `AllReduce.micro_batch`: until the last one each rank keeps whole gradients."""
+        if self._accumulates:
+            self._model.set_requires_gradient_sync(last)
+        return _NOTHING
+
+    def finish(self) -> torch.Tensor:
+        """See `Reduction.finish`.
+
+        Raises:
+            BadInputError: If a trained parameter had no part in the step.
+        """
+        if without := take_gradients(self._model):
+            raise BadInputError(
+                f"rank {self._world.rank}: a step's backward pass gave no gradient to the model's parameters "
+                f"{listed(without, 6)}; freeze these by model.freeze, remove them, or use "
+                "parallel.strategy=ddp with parallel.find_unused_parameters=true"
+            )
+        return super().finish()
 
 
 class TreeSum:

@@ -1,7 +1,8 @@
 """How an attempt begins: from the newest good checkpoint of its run folder, or from the start."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import Checkpoint, Unreadable
@@ -17,6 +18,7 @@ from trainer.train.state import Run, load_state
 from trainer.train.updates import refuse_later_end
 
 _SHOWN = 4
+_NOTHING: Mapping[str, Any] = {}
 
 
 def newest_checkpoint(
@@ -98,6 +100,7 @@ def resume_notes(
     world: World,
     left_out: Collection[int],
     steps: int = 0,
+    parallel: Mapping[str, Any] = _NOTHING,
 ) -> list[str]:
     """Lines on where an attempt begins, and what is different from the one before.
 
@@ -108,6 +111,7 @@ def resume_notes(
         world: The ranks.
         left_out: Steps that aren't trained.
         steps: Where it is to end.
+        parallel: That section of the configuration.
     """
     notes = [note] if (note := binding_note(cpu_shares())) else []
     notes += [f"checkpoint left out: {line}" for line in skipped]
@@ -129,5 +133,14 @@ def resume_notes(
         notes.append(
             f"on {world.size} rank{'s' * (world.size > 1)} instead of {stored.world_size}: the same "
             f"samples in the same steps, {sums}"
+        )
+    before, now = (
+        (one.get("strategy", "ddp"), one.get("shard", 0))
+        for one in (stored.config.get("parallel", {}), parallel)
+    )
+    if before != now and world.size > 1:
+        notes.append(
+            f"parallel.strategy={now[0]} instead of {before[0]}: the same samples in the same steps, but "
+            "sums in another order"
         )
     return notes

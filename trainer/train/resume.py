@@ -28,6 +28,8 @@ FREE = (
     "data.start_method",
     *(f"evaluation.sets.*.{key}" for key in ("path", "cache", "cache_limit", "check")),
     "model.mirror",
+    "parallel.strategy",
+    "parallel.shard",
     "parallel.timeout_s",
     "memory.allocator",
     "memory.empty_cache",

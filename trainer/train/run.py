@@ -13,6 +13,7 @@ from trainer.data.check import Part, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
+from trainer.distributed.sharding import check_sharding
 from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
@@ -25,7 +26,7 @@ from trainer.tasks import Checked, Extensible, Task
 from trainer.train.hooks import find_hooks, load_sinks
 from trainer.train.prepare import blank_batch, shapes_only
 from trainer.train.run_folder import Pretrained
-from trainer.train.updates import check_updates
+from trainer.train.updates import brings_optimizer, check_updates
 
 WEIGHTS = "initial weights"  # in the fingerprint of a run
 
@@ -180,6 +181,7 @@ def check_request(recipe: Recipe, task: Task, world_size: int, fresh: bool = Tru
             "use data.last_batch=cross, or a model without BatchNorm (small_resnet: model.norm=group)"
         )
     candidates(recipe.memory, model)
+    check_sharding(recipe.parallel, model, world_size, brings_optimizer(task))
     check_updates(recipe, task, model, plan)
     if recipe.compile.mode != "none" and recipe.compile.scope == "blocks" and not blocks(model):
         raise BadInputError(

@@ -20,6 +20,7 @@ from trainer.data.joined import EvaluationLoader
 from trainer.data.loader import Loader
 from trainer.data.sampling.plan import Plan, Share
 from trainer.distributed.parallel import World
+from trainer.distributed.sharding import Rows, own_part, own_rows, parameter_of, weights, whole_shapes
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.layers import LayerStatistics
 from trainer.models.nonfinite import FirstNonFinite
@@ -59,6 +60,7 @@ class TrainState:
         best: The best evaluation's score (the larger, the better), and its step.
         no_better: Evaluations since the best one.
         history: Losses of the last steps that spikes are compared with; by the `AnomalyDetector`, in place.
+        rows: Which rows of all that are this rank's, if the model is sharded; or None.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class TrainState:
     best: tuple[float, int] | None = None
     no_better: int = 0
     history: list[float] = field(default_factory=list)
+    rows: Rows | None = None
 
 
 class EvaluationSet(NamedTuple):
@@ -173,8 +176,12 @@ class Run:
 
 
 def tensors_of(state: TrainState) -> Tensors:
-    """The tensors of a run where they are, uncopied: `model`, `optimizer` and, if there is one, `ema`."""
-    tensors = {"model": dict(state.model.state_dict()), "optimizer": dict(_optimizer_tensors(state))}
+    """The tensors of a run where they are, uncopied: `model`, `optimizer` and, if there is one, `ema`.
+
+    Of a sharded run this rank's rows.
+    """
+    model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
+    tensors = {"model": model, "optimizer": dict(_optimizer_tensors(state))}
     if state.average is not None:
         state.average.catch_up()
         tensors["optimizer"]["ema/moved_at"] = state.average.moved_at
@@ -219,7 +226,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
         raise ValueError("state.json: losses: it is of a task with others")
     if isinstance(state.lr, HostRates) and known.own is None:
         raise ValueError("state.json: own: it holds nothing of the task's own optimizer or scheduler")
-    load_tensors(state, step, saved, known.own)
+    load_tensors(state, step, own_tensors(state, saved), known.own)
     losses = [run.reduction.own_loss([float(loss) for loss in each]) for each in zip(*rows, strict=True)]
     state.loss.copy_(torch.tensor(losses, dtype=torch.float64).view(state.loss.shape))
     state.step, state.logged = step, Logged(known.row, known.seconds, known.samples)
@@ -227,6 +234,50 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     state.best, state.no_better, state.history = known.best, known.no_better, known.history
     if state.average is not None:
         state.average.before = known.averaged_before
+
+
+def whole_model(state: TrainState) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model, whole: of a sharded one on rank 0; collective."""
+    model = {name: own_rows(tensor) for name, tensor in state.model.state_dict().items()}
+    return gather_tensors(state, "model", model)
+
+
+def gather_tensors(
+    state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Some of `tensors_of`, whole: what is sharded on rank 0, in the host's memory; collective."""
+    shapes, whole = shapes_of(state, kind, tensors), dict[str, torch.Tensor]()
+    for name, own in tensors.items():
+        if state.rows is None or name not in shapes:
+            whole[name] = own
+        elif (gathered := state.rows.gather(own, shapes[name])) is not None:
+            whole[name] = gathered
+    return whole
+
+
+def shapes_of(state: TrainState, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """The whole shapes of those of `tensors_of` that are sharded, by name."""
+    if state.rows is None:
+        return {}
+    shapes = whole_shapes(state.model)
+    found = {name: shapes.get(parameter_of(kind, name)) for name in tensors}
+    # A count of steps belongs to a parameter, but has no rows.
+    return {
+        name: shape
+        for name, shape in found.items()
+        if shape is not None and tensors[name].shape == state.rows.shape_of(shape)
+    }
+
+
+def own_tensors(
+    state: TrainState, saved: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    """What of a checkpoint's tensors is this rank's: all, or rows of them.
+
+    Raises:
+        ValueError: If one has another shape than in the model.
+    """
+    return saved if state.rows is None else own_part(state.rows, whole_shapes(state.model), saved)
 
 
 def load_tensors(
@@ -326,7 +377,7 @@ def _optimizer_tensors(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(state.lr, HostRates):
         yield from state.lr.kept()[0].items()
     else:
-        names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in weights(state.model).items()}
         for parameter, slots in state.optimizer.state.items():
             for slot, value in slots.items():
                 yield f"{names[id(parameter)]}/{slot}", value
@@ -346,7 +397,7 @@ def _of_scaler(state: TrainState, scaler: GradScaler, name: str) -> torch.Tensor
 
 def _make_optimizer_state(state: TrainState, saved: Mapping[str, torch.Tensor]) -> None:
     """Makes the state that torch's AdamW would make at its first step, so that there is a place for it."""
-    parameters = dict(state.model.named_parameters())
+    parameters = weights(state.model)
     missing = []
     for key, value in saved.items():
         name, slash, slot = key.rpartition("/")

@@ -9,7 +9,6 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import sum_over_ranks
 from trainer.models.precision import scale_of
 from trainer.observe.phases import PHASE_TIMER, enter_phase
-from trainer.optim.optimizers import clip_gradients, grad_norm
 from trainer.tasks import Several, Task
 from trainer.train.state import Run
 
@@ -100,11 +99,10 @@ def _update(run: Run, step: int, loss: torch.Tensor) -> torch.Tensor | None:
     precision.unscale(state.optimizer)
     if run.layers is not None:
         run.layers.end_step()
-    gradients = run.gradients.present()
     if run.max_grad_norm:
-        state.norm = clip_gradients(gradients, run.max_grad_norm)
+        state.norm = run.gradients.clip(run.max_grad_norm)
     elif run.recent is not None:
-        state.norm = grad_norm(gradients)
+        state.norm = run.gradients.norm()
     if run.recent is not None:
         run.recent.record(step, loss, precision.judged(state.norm))
     skipped = precision.update(state.optimizer, state.norm)

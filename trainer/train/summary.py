@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.store import listing
 from trainer.config.training import MAIN_SET
@@ -22,7 +24,7 @@ from trainer.train.evaluate import in_set, out_of_patience
 from trainer.train.recording import save_weights
 from trainer.train.report.write import NAME, leave_report
 from trainer.train.run_folder import MANIFEST, outcome, shown, write_json
-from trainer.train.state import Run, TrainState
+from trainer.train.state import Run, TrainState, whole_model
 
 _WORTH_A_WORD = 0.005  # of the time
 _PARTS = (*PHASES, "unexplained")
@@ -44,14 +46,18 @@ def finish(
     logger: MetricLogger,
     progress_bar: ProgressBar,
     advisor: Advisor | None,
+    gathered: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
     """Writes the weights and the summary, and tells it.
+
+    Args:
+        gathered: From `gather_weights`, if the run is sharded.
 
     Raises:
         DivergedError: If the evaluation isn't finite.
     """
     metric, metrics, logged = run.task.metric, run.state.metrics, logger.logged
-    weights = _leave_weights(folder, run.state)
+    weights = _leave_weights(folder, run.state, gathered or {})
     speed = logged.samples / max(logged.seconds, 1e-9)
     summary = {**metrics, "samples_per_s": speed, "seconds": logged.seconds}
     verdict = advisor.conclude(run.state.step, logger.rest()) if advisor else None
@@ -116,16 +122,33 @@ def _early(run: Run) -> str:
     )
 
 
-def _leave_weights(folder: Path, state: TrainState) -> dict[str, str]:
-    """Writes the weights, and the average; returns their hashes by the files' names."""
+def gather_weights(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of a sharded run, and their average, by file and name, on rank 0; collective."""
+    gathered = {}
+    if run.state.rows is not None:
+        for name, context in _weights(run.state).items():
+            with context:
+                gathered[name] = whole_model(run.state)
+    return gathered
+
+
+def _weights(state: TrainState) -> dict[str, AbstractContextManager[None]]:
+    """The files of weights, and the context in which the model has them."""
     contexts: dict[str, AbstractContextManager[None]] = {"model.safetensors": nullcontext()}
     if state.average is not None:
         contexts["ema.safetensors"] = state.average.in_place()
+    return contexts
+
+
+def _leave_weights(
+    folder: Path, state: TrainState, gathered: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, str]:
+    """Writes the weights, and the average; returns their hashes by the files' names."""
     hashes = dict[str, str]()
     try:
-        for name, context in contexts.items():
+        for name, context in _weights(state).items():
             with context:
-                hashes[name] = save_weights(state.model, folder / name)
+                hashes[name] = save_weights(state.model, folder / name, gathered.get(name))
     except OSError as error:
         raise _unfinished(folder, "the final weights", error) from error
     return hashes

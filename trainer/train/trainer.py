@@ -39,7 +39,7 @@ from trainer.train.resume import Mode, check_resumable, ended
 from trainer.train.run import check_request, data_of, device_kind, make_plan, make_task
 from trainer.train.run_folder import Manifest, lock, read_stored
 from trainer.train.state import Run
-from trainer.train.summary import finish
+from trainer.train.summary import finish, gather_weights
 
 
 def train_rank(request: Request, task: Task | None = None, hooks: Sequence[Any] = ()) -> int:
@@ -113,7 +113,9 @@ def _attempt(
         stack.callback(run.close)
         detail(f"model, optimizer and loaders; {run.gradient_accumulation_steps} micro-batches a step")
         load_checkpoint(run, checkpoint, request.stop_after, stored)
-        notes += [*loading, *run.notes, *resume_notes(stored, damaged, begin, world, skipped, run.steps)]
+        parallel = recipe.parallel.model_dump()
+        resumed = resume_notes(stored, damaged, begin, world, skipped, run.steps, parallel)
+        notes += [*loading, *run.notes, *resumed]
         if begun is not None:
             notes += begin_from(run, folder, begun)
         out = open_outputs(stack, request, run, stored, data, notes, anomalies, skipped, hooks)
@@ -137,10 +139,11 @@ def _attempt(
             out.leave("stopped", _how_to_resume(number, run.state.step, out.checkpoints, request.command))
             return EXIT_REQUEUE
         out.checkpoints.close()
+        gathered = gather_weights(run)
         if out.manifest is not None and out.progress_bar is not None:
             if out.profile is not None:
                 out.progress_bar.say(out.profile.close())
-            finish(folder, run, out.manifest, out.logger, out.progress_bar, out.advisor)
+            finish(folder, run, out.manifest, out.logger, out.progress_bar, out.advisor, gathered)
     return EXIT_DONE
 
 
@@ -155,7 +158,8 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
         needs = memory_to_come(recipe, task, run.state.model, world, room.spare_bytes / world.local_size)
         if loading.bytes:
             needs["loading"] = loading.bytes
-        if line := too_much(room, world.local_size, needs):
+        alike = world.size if recipe.parallel.strategy == "ddp" else 0
+        if line := too_much(room, world.local_size, needs, alike):
             warn(line)
     return run, [loading.line] if loading.line else []
 

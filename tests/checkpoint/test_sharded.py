@@ -1,0 +1,225 @@
+"""Promise: what a sharded run leaves is read on any number of ranks, whole, or named and left out."""
+
+import errno
+import json
+import os
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.helpers.forked import attempt, small
+from tests.helpers.rows import read_rows
+from tests.helpers.run_folders import rewrite
+from tests.helpers.world import Ranks
+from trainer.checkpoint import FOLDER, store
+from trainer.checkpoint.folder import Damaged, read
+from trainer.checkpoint.store import listing
+from trainer.distributed.parallel import World
+from trainer.train import trainer
+from trainer.train.model_of_run import open_run
+from trainer.train.request import Request
+
+FSDP: dict[str, Any] = {"strategy": "fsdp"}
+HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
+
+
+def whole_run(
+    world: World, folder: Path, parallel: dict[str, Any], stop_after: int | None = None
+) -> tuple[int, str]:
+    """A rank's whole part of a run; its exit code, and what it said."""
+    names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
+    names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    recipe = small(
+        data={"micro_batch_size": 2}, parallel={"threads": 1, "hang_s": 0, **parallel}, log={"every": 4}
+    )
+    said = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        for name, value in names.items():
+            patch.setenv(name, str(value))
+        patch.setattr(trainer, "joined_world", lambda *_: nullcontext(world))
+        code = trainer.train_rank(Request(recipe, "small", folder, stop_after=stop_after))
+    return code, said.getvalue()
+
+
+def run_on(
+    ranks: Ranks, size: int, folder: Path, parallel: dict[str, Any], stop_after: int | None = None
+) -> str:
+    """Trains on so many ranks; returns what the first one said."""
+    folder.mkdir(exist_ok=True)
+    answers = ranks.run(size, whole_run, folder, parallel, stop_after)
+    assert [code for code, _ in answers] == [75 if stop_after else 0] * size
+    return str(answers[0][1])
+
+
+def weights_of(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / f"{name}.safetensors")
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    rows = ("kind", "step", "loss", "grad_norm", "lr", "updates", "accuracy")
+    here, there = ([[row.get(key) for key in rows] for row in read_rows(folder)] for folder in (one, other))
+    return here == there and all(
+        torch.equal(tensor, weights_of(other, name)[key])
+        for name in ("model", "ema")
+        for key, tensor in weights_of(one, name).items()
+    )
+
+
+def close(one: Path, other: Path) -> bool:
+    theirs = weights_of(other)
+    return all(
+        torch.allclose(tensor, theirs[name], rtol=1e-3, atol=1e-5) for name, tensor in weights_of(one).items()
+    )
+
+
+@pytest.fixture(scope="module")
+def uncut(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded run on two ranks that nothing stopped."""
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    run_on(ranks, 2, folder, FSDP)
+    return folder
+
+
+def test_final_weights_are_whole_and_open(uncut: Path) -> None:
+    opened = open_run(uncut)
+    assert opened.weights == "ema.safetensors"
+    for name, tensor in weights_of(uncut, "ema").items():
+        assert torch.equal(opened.model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("parallel", [{}, HSDP], ids=["ddp", "hsdp"])
+def test_it_learns_the_same(ranks: Ranks, uncut: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    run_on(ranks, 4 if parallel else 2, tmp_path / "run", parallel)
+    assert close(tmp_path / "run", uncut)
+
+
+def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    said = run_on(ranks, 2, folder, FSDP, stop_after=7)
+    assert "stopped after step 7" in said
+    assert "goes on after step 7" in run_on(ranks, 2, folder, FSDP)
+    assert same_bits(folder, uncut)
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "then_size", "then"),
+    [
+        (2, FSDP, 4, FSDP),
+        (4, FSDP, 2, FSDP),
+        (2, FSDP, 2, {}),
+        (2, {}, 2, FSDP),
+        (4, HSDP, 2, FSDP),
+        (2, FSDP, 1, FSDP),
+    ],
+    ids=["to more", "to fewer", "to ddp", "from ddp", "from hsdp", "to one"],
+)
+def test_another_number_of_ranks_goes_on(
+    ranks: Ranks,
+    uncut: Path,
+    tmp_path: Path,
+    size: int,
+    parallel: dict[str, Any],
+    then_size: int,
+    then: dict[str, Any],
+) -> None:
+    folder = tmp_path / "run"
+    run_on(ranks, size, folder, parallel, stop_after=7)
+    said = run_on(ranks, then_size, folder, then)
+    assert "goes on after step 7" in said and "sums in another order" in said
+    assert close(folder, uncut)
+
+
+def test_each_rank_writes_its_rows(uncut: Path) -> None:
+    folder = uncut / FOLDER / "step-00000016"
+    parts = [
+        safetensors.torch.load_file(folder / f"model_0000{rank}_of_00002.safetensors") for rank in range(2)
+    ]
+    sizes = [sum(one.numel() for one in part.values()) for part in parts]
+    whole = sum(one.numel() for one in weights_of(uncut).values())
+    assert sum(sizes) == whole and max(sizes) < 0.7 * whole
+    assert not list((uncut / FOLDER).glob(".*")), "what is hidden is half a checkpoint"
+
+
+def test_checkpoints_open_and_verify(uncut: Path) -> None:
+    entries = listing(uncut / FOLDER, verify=True)
+    assert [entry.problem for entry in entries] == [None, None]
+    opened = open_run(uncut, checkpoint="last")
+    for name, tensor in weights_of(uncut, "ema").items():
+        assert torch.equal(opened.model.state_dict()[name], tensor)
+
+
+def damaged_shard(folder: Path, how: str) -> str:
+    file = max((folder / FOLDER).iterdir()) / "optimizer_00001_of_00002.safetensors"
+    if how == "missing":
+        file.unlink()
+        return f"{file.parent.name}: {file.name} is missing"
+    data = bytearray(file.read_bytes())
+    if how == "torn":
+        del data[-8:]
+        file.write_bytes(data)
+        return f"{file.parent.name}: {file.name}: holds"
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return f"{file.parent.name}: {file.name}: its hash isn't the one"
+
+
+@pytest.mark.parametrize("how", ["missing", "torn", "flipped"])
+def test_a_damaged_shard_is_named_and_the_one_before_is_used(
+    ranks: Ranks, uncut: Path, tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "run"
+    run_on(ranks, 2, folder, FSDP, stop_after=7)
+    line = damaged_shard(folder, how)
+    assert line.partition(": ")[2] in str(listing(folder / FOLDER, verify=True)[0].problem)
+    said = run_on(ranks, 2, folder, FSDP)
+    assert f"checkpoint left out: {line}" in said and "goes on after step 5" in said
+    assert same_bits(folder, uncut)
+
+
+def failing_part(world: World, folder: Path) -> tuple[int, str]:
+    """A run whose last rank can't write its rows at step 5."""
+    commit = store.commit_part
+
+    def faulty(beside: Path, *rest: Any) -> dict[str, str]:
+        if world.rank and "step-00000005" in beside.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return commit(beside, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "commit_part", faulty)
+        return whole_run(world, folder, FSDP)
+
+
+def test_a_part_that_cannot_be_written_is_told_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (code, said), _ = ranks.run(2, failing_part, folder)
+    assert code == 0
+    assert "the checkpoint of step 5 wasn't written (rank 1: No space left on device)" in said
+    assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["step-00000015", "step-00000016"]
+
+
+def test_a_new_run_begins_from_it(uncut: Path, tmp_path: Path) -> None:
+    started = attempt(tmp_path / "new", small(), source=str(uncut))
+    assert started.code == 0, started.said
+    assert "begins from" in started.said and "the optimizer's state" in started.said
+
+
+@pytest.mark.parametrize(
+    "shards", [{}, {"ranks": 0, "shapes": {}}, {"ranks": 2, "shapes": {"model": {"a": []}}}, 3]
+)
+def test_what_says_nothing_sane_of_its_shards_is_damaged(tmp_path: Path, shards: Any) -> None:
+    path = store.write(tmp_path / FOLDER, 1, {"model": {"a": torch.zeros(2)}}, {})
+
+    def change(folder: Path) -> None:
+        about = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps({**about, "shards": shards}))
+
+    rewrite(tmp_path, change)
+    with pytest.raises(Damaged, match="isn't the state of a checkpoint"):
+        read(path)

@@ -1,0 +1,389 @@
+"""Promise: a sharded model learns what the whole one learns, and each rank keeps its rows of it only."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import distributed as dist, nn
+
+from tests.helpers.digits_steps import DIGITS
+from tests.helpers.toys import TokenTask, make_recipe
+from tests.helpers.world import Ranks
+from tests.train.test_accumulation import Case, cases, expected_gradient, expected_steps, initial_model
+from trainer.config.recipe import Recipe
+from trainer.config.section import validated
+from trainer.distributed import sharding
+from trainer.distributed.parallel import World
+from trainer.distributed.sharding import check_sharding, weights
+from trainer.errors import BadInputError
+from trainer.models.compiling import missing_for_compiling
+from trainer.observe.flops import Count
+from trainer.train.build import build
+from trainer.train.evaluate import evaluate
+from trainer.train.model_table import describe_model, top_parts
+from trainer.train.prepare import memory_to_come
+from trainer.train.run import make_task
+from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
+from trainer.train.step import train_step
+
+FSDP: dict[str, Any] = {"strategy": "fsdp"}
+HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
+
+
+class Tied(TokenTask):
+    """Two blocks that share a matrix, one that lends its own to the head, and a frozen one."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        first, second, third, fourth = (block.inner[0] for block in model[2])
+        second.weight = first.weight
+        model[3] = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
+        model[3][0].weight = third.weight
+        fourth.weight.requires_grad_(False)
+        return model  # type: ignore[no-any-return]
+
+
+def the_task(kind: str, case: Case) -> TokenTask:
+    return (Tied if kind == "tied" else TokenTask)(case.samples, case.ragged, blocks=4)
+
+
+class Gathered:
+    """In the optimizer's place: keeps the whole gradients, changes nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.gradients = run, list[torch.Tensor]()
+
+    def step(self) -> None:
+        model, rows = self.run.state.model, self.run.state.rows
+        whole = []
+        for name, own in weights(model).items():
+            if own.grad is not None:
+                shape = model.get_parameter(name).shape
+                one = own.grad if rows is None else rows.gather(own.grad, shape)
+                whole += [] if one is None else [one.flatten()]
+        self.gradients += [torch.cat(whole).clone()] if whole else []
+
+
+def sharded_gradients(
+    world: World, case: Case, parallel: dict[str, Any], kind: str
+) -> tuple[list[torch.Tensor], float]:
+    """Whole gradients of each step, on rank 0; and the last gradient norm."""
+    data = {
+        "global_batch_size": case.micro_batch_size * case.gradient_accumulation_steps * case.world,
+        "micro_batch_size": case.micro_batch_size,
+        "resident": case.resident,
+        "last_batch": case.last,
+    }
+    recipe = make_recipe(epochs=case.epochs, data=data, parallel={"threads": 1, **parallel})
+    run = build(recipe, the_task(kind, case), world, workers=0)
+    assert (run.state.rows is not None) == (world.size > 1)
+    optimizer: Any = Gathered(run)
+    run.state.optimizer = optimizer
+    batches = run.loader(run.share.batches())
+    for step in range(run.plan.steps):
+        train_step(run, batches, step)
+    return optimizer.gradients, float(run.state.norm)
+
+
+def assert_concatenated(ranks: Ranks, case: Case, parallel: dict[str, Any], kind: str) -> None:
+    steps = expected_steps(case)
+    gradients, _ = ranks.run(case.world, sharded_gradients, case, parallel, kind)[0]
+    task = the_task(kind, case)
+    recipe = make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1})
+    model = build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).state.model
+    assert len(gradients) == len(steps) > 0
+    for number, samples in enumerate(steps):
+        wanted = expected_gradient(task, model, samples)
+        error = (gradients[number] - wanted).norm() / wanted.norm()
+        assert error <= 1e-12, f"step {number}: relative error {error}"
+
+
+@settings(max_examples=30)
+@given(case=cases())
+def test_every_step_is_the_concatenated_batch(ranks: Ranks, case: Case) -> None:
+    if expected_steps(case):
+        assert_concatenated(ranks, case, FSDP, "plain")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+def test_tied_and_frozen_parameters(ranks: Ranks, world: int, gradient_accumulation_steps: int) -> None:
+    case = Case(24, 2, gradient_accumulation_steps, world, "cross", 1, True, True)
+    assert_concatenated(ranks, case, FSDP, "tied")
+
+
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+def test_groups_of_ranks_share_a_model_each(ranks: Ranks, gradient_accumulation_steps: int) -> None:
+    case = Case(24, 2, gradient_accumulation_steps, 4, "cross", 1, True, True)
+    assert_concatenated(ranks, case, HSDP, "tied")
+
+
+def test_the_gradient_norm_is_that_of_all_rows(ranks: Ranks) -> None:
+    case = Case(24, 2, 1, 2, "cross", 1, True, True)
+    norms = [norm for _, norm in ranks.run(2, sharded_gradients, case, FSDP, "plain")]
+    task, model = TokenTask(24, blocks=4), None
+    recipe = make_recipe(data={"global_batch_size": 1, "micro_batch_size": 1})
+    model = build(recipe, task, World(0, 1, 0, torch.device("cpu"), None), 0).state.model
+    wanted = float(expected_gradient(task, model, expected_steps(case)[-1]).norm())
+    assert norms == pytest.approx([wanted, wanted], rel=1e-12)
+
+
+def held(world: World, parallel: dict[str, Any]) -> tuple[int, int, list[torch.Size]]:
+    """Numbers in this rank's rows and in the model, and the shapes of what a step's backward passes sum."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8 * world.size, "micro_batch_size": 4},
+        parallel={"threads": 1, **parallel},
+        ema={"decay": 0.9},
+    )
+    run, sent = build(recipe, TokenTask(32, blocks=3), world, workers=0), list[torch.Size]()
+    original = dist.reduce_scatter_tensor
+
+    def noted(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        sent.append(output.shape)
+        return original(output, *arguments, **named)
+
+    batches = run.loader(run.share.batches())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "reduce_scatter_tensor", noted)
+        train_step(run, batches, 0)
+    model = run.state.model
+    own = sum(one.numel() for one in weights(model).values())
+    moments = [state["exp_avg"].numel() for state in run.state.optimizer.state.values()]
+    assert run.state.average is not None
+    assert own == sum(moments) == sum(one.numel() for one in run.state.average.tensors.values())
+    return own, sum(one.numel() for one in model.parameters()), sent
+
+
+def test_each_rank_keeps_its_rows_and_sends_each_block_once(ranks: Ranks) -> None:
+    answers = ranks.run(2, held, FSDP)
+    assert sum(own for own, _, _ in answers) == answers[0][1]
+    assert all(own < 0.6 * whole for own, whole, _ in answers)
+    # Three blocks and the rest, in the second of two micro-batches alone.
+    assert [len(sent) for _, _, sent in answers] == [4, 4]
+
+
+@pytest.mark.parametrize("parallel", [FSDP, HSDP], ids=["fsdp", "hsdp"])
+def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks, parallel: dict[str, Any]) -> None:
+    answers = ranks.run(4, held, parallel)
+    assert sum(own for own, _, _ in answers[: 4 if parallel is FSDP else 2]) == answers[0][1]
+
+
+def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any] | None:
+    """Steps of the digits with evaluations between them, and what a checkpoint would hold; rank 0's."""
+    recipe = make_recipe(**values, parallel={"threads": 1, **parallel})
+    task = make_task(recipe)
+    run = build(recipe, task, world, 0)
+    batches, losses, metrics = run.loader(run.share.batches()), [], []
+    run.replica.train()
+    for step in range(4):
+        before = run.state.loss.clone()
+        train_step(run, batches, step)
+        losses.append(float(run.state.loss - before))
+        if step % 2 == 0:
+            arguments = run.evaluation_loader, run.evaluation_share, world, recipe.precision
+            metrics.append(evaluate(task, run.state.model, *arguments))
+    assert all(hasattr(one, "to_local") for one in run.state.model.parameters()) == (
+        run.state.rows is not None
+    )
+    whole = {
+        kind: {name: one.clone() for name, one in gather_tensors(run.state, kind, tensors).items()}
+        for kind, tensors in tensors_of(run.state).items()
+    }
+    run.close()
+    return {"losses": losses, "metrics": metrics, "state": whole, "norm": float(run.state.norm)}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
+        {"optim": {"name": "sgd", "lr": 0.05}, "anomaly": {"nonfinite": "skip"}},
+        {"precision": {"mode": "bf16"}},
+        {"precision": {"mode": "fp16", "initial_scale": 2.0**30}},
+        {"model": {"width": 8, "dropout": 0.2, "norm": "group"}, "memory": {"checkpointing": "blocks"}},
+    ],
+    ids=["adamw", "sgd", "bf16", "fp16", "checkpointed"],
+)
+def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> None:
+    values = {**DIGITS, **sections}
+    whole = ranks.run(2, trained, values, {})[0]
+    sharded = ranks.run(2, trained, values, FSDP)[0]
+    rough = 3e-2 if sections.get("precision") else 1e-4
+    assert sharded["losses"] == pytest.approx(whole["losses"], rel=rough)
+    assert sharded["norm"] == pytest.approx(whole["norm"], rel=rough, nan_ok=True)
+    for one, other in zip(sharded["metrics"], whole["metrics"], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=rough)
+    assert sharded["state"].keys() == whole["state"].keys()
+    for kind, tensors in whole["state"].items():
+        assert sharded["state"][kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert sharded["state"][kind][name].shape == tensor.shape
+            assert sharded["state"][kind][name].dtype == tensor.dtype
+    assert int(sharded["state"]["optimizer"]["updates"]) == int(whole["state"]["optimizer"]["updates"])
+
+
+@pytest.mark.slow
+def test_blocks_may_be_compiled(ranks: Ranks) -> None:
+    if missing := missing_for_compiling(torch.device("cpu")):
+        pytest.skip(missing)
+    values = {**DIGITS, "memory": {"checkpointing": "blocks"}}
+    eager = ranks.run(2, trained, values, FSDP)[0]
+    compiled = ranks.run(2, trained, {**values, "compile": {"mode": "default", "scope": "blocks"}}, FSDP)[0]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+
+
+def told_memory(world: World, micro_batch_size: int) -> tuple[int, dict[str, int], int, int, int]:
+    """Bytes in the table of the model, those to come, the model's, this rank's, and those of a block."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": micro_batch_size},
+        parallel={"threads": 1, **FSDP},
+        memory={"checkpointing": "blocks"},
+    )
+    task = TokenTask(16, dtype=torch.float32, blocks=4)
+    run = build(recipe, task, world, workers=0)
+    model = run.state.model
+    table = describe_model(recipe, model, top_parts(model), Count())["total"]["bytes"]
+    whole = sum(one.nbytes for one in model.parameters())
+    own = sum(one.nbytes for one in weights(model).values())
+    block = sum(one.nbytes for one in model[2][0].parameters())  # type: ignore[index]
+    return table, memory_to_come(recipe, task, model, world), whole, own, block
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 2], ids=["at once", "accumulated"])
+def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> None:
+    for table, coming, whole, own, block in ranks.run(2, told_memory, micro_batch_size):
+        assert table == 4 * own  # weights, gradients, two moments
+        gathered = whole - 4 * block + 2 * block
+        gradients = whole if micro_batch_size == 2 else gathered
+        assert coming["gradients and optimizer state"] == 3 * own
+        assert coming["gathered parameters and gradients"] == gathered + gradients
+
+
+def overflowing(world: World) -> tuple[float, bool]:
+    """An update where the rows of the last rank alone overflow: updates made, and whether weights changed."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": 4},
+        precision={"mode": "fp16"},
+        parallel={"threads": 1, **FSDP},
+    )
+    run = build(recipe, TokenTask(16, dtype=torch.float32, blocks=2), world, workers=0)
+    before = [one.detach().clone() for one in weights(run.state.model).values()]
+    finish = run.reduction.finish
+
+    def finish_with_an_overflow() -> torch.Tensor:
+        loss = finish()
+        if world.rank == world.size - 1:
+            run.gradients.present()[0].fill_(torch.inf)
+        return loss
+
+    run.reduction.finish = finish_with_an_overflow  # type: ignore[method-assign]
+    train_step(run, run.loader(run.share.batches()), 0)
+    after = weights(run.state.model).values()
+    changed = any(not torch.equal(one, was) for one, was in zip(after, before, strict=True))
+    return float(run.state.lr.updates), changed
+
+
+def test_an_overflow_in_one_ranks_rows_skips_the_update_of_all(ranks: Ranks) -> None:
+    assert ranks.run(2, overflowing) == [(0.0, False), (0.0, False)]
+
+
+class Unused(TokenTask):
+    """A model with a parameter that has no part in the loss."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model.register_module("left_over", nn.Identity())
+        model[0].register_parameter("left_over", nn.Parameter(torch.zeros(4, dtype=self.dtype)))
+        return model  # type: ignore[no-any-return]
+
+
+def left_over(world: World) -> str:
+    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, parallel=FSDP)
+    run = build(recipe, Unused(16), world, workers=0)
+    with pytest.raises(BadInputError) as raised:
+        train_step(run, run.loader(run.share.batches()), 0)
+    return str(raised.value)
+
+
+def test_a_parameter_that_is_left_out_is_named(ranks: Ranks) -> None:
+    for rank, line in enumerate(ranks.run(2, left_over)):
+        assert line.startswith(f"rank {rank}: a step's backward pass gave no gradient")
+        assert "0.left_over" in line and "parallel.find_unused_parameters" in line
+
+
+def with_other_weights(world: World) -> list[torch.Tensor]:
+    """The model's tensors where each rank drew others."""
+
+    class Drawn(TokenTask):
+        def model(self) -> nn.Module:
+            model = super().model()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(world.rank)
+            return model
+
+    recipe = make_recipe(data={"global_batch_size": 8, "micro_batch_size": 4}, parallel=FSDP)
+    run = build(recipe, Drawn(16, blocks=1), world, workers=0)
+    return list(whole_model(run.state).values())
+
+
+def test_all_ranks_begin_with_the_first_ones_weights(ranks: Ranks) -> None:
+    model = initial_model(TokenTask(16, blocks=1))
+    for one, other in zip(ranks.run(2, with_other_weights)[0], model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"parallel": {"strategy": "hsdp"}}, "parallel.strategy=hsdp needs parallel.shard"),
+        ({"parallel": {"strategy": "fsdp", "shard": 2}}, "parallel.shard is of parallel.strategy=hsdp"),
+        ({"parallel": {**FSDP, "reduction": "tree"}}, "parallel.reduction=tree adds whole gradients"),
+        ({"parallel": {**FSDP, "compress": "bf16"}}, "parallel.compress is DDP's"),
+        ({"parallel": {**FSDP, "static_graph": True}}, "parallel.static_graph is DDP's"),
+        ({"parallel": {**FSDP, "find_unused_parameters": True}}, "all trained parameters must have a part"),
+        ({"parallel": {**FSDP, "bucket_mb": 50}}, "parallel.bucket_mb is DDP's"),
+        ({"parallel": FSDP, "optim": {"name": "muon"}}, "optim.name=muon needs whole matrices"),
+        ({"parallel": FSDP, "model": {"channels_last": True}}, "model.channels_last lays parameters out"),
+        ({"parallel": FSDP, "compile": {"mode": "default"}}, "use compile.scope=blocks"),
+        ({"parallel": FSDP, "log": {"layers_every": 5}}, "log.layers_every looks at whole gradients"),
+        ({"parallel": FSDP, "precision": {"debug": True}}, "precision.debug looks at the weights"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(sections: dict[str, Any], line: str) -> None:
+    with pytest.raises(BadInputError) as raised:
+        validated(Recipe, {"epochs": 1, **sections}, "a recipe")
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "own", "line"),
+    [
+        (HSDP, 3, False, "3 ranks aren't several groups of 2"),
+        (HSDP, 2, False, "2 ranks aren't several groups of 2"),
+        (FSDP, 2, True, "the task's own optimizer may need whole parameters"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(
+    parallel: dict[str, Any], ranks: int, own: bool, line: str
+) -> None:
+    config = make_recipe(parallel=parallel).parallel
+    with pytest.raises(BadInputError, match=line):
+        check_sharding(config, nn.Linear(2, 2), ranks, own)
+
+
+def test_parameters_that_have_no_rows_or_several_types_are_refused() -> None:
+    config, model = make_recipe(parallel=FSDP).parallel, nn.Linear(2, 2)
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    with pytest.raises(BadInputError, match="'scale' has no rows"):
+        check_sharding(config, model, 2)
+    with pytest.raises(BadInputError, match="has float32 and float64"):
+        check_sharding(config, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), 2)
+
+
+def test_an_older_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "_is_known_to_torch", lambda: False)
+    with pytest.raises(BadInputError, match=r"parallel\.strategy=fsdp needs torch 2\.9 or newer"):
+        check_sharding(make_recipe(parallel=FSDP).parallel, nn.Linear(2, 2), 2)
+    check_sharding(make_recipe().parallel, nn.Linear(2, 2), 2)

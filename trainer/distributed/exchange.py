@@ -1,0 +1,58 @@
+"""Words between threads of the ranks, over the store at which these met.
+
+No collectives: those would come between what the ranks' main threads do together.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+
+def store_client(purpose: str, seconds: float) -> Any:
+    """A client of its own: that of the process group has a lock, and may wait for long.
+
+    Args:
+        purpose: Keys of others are out of its sight.
+        seconds: How long it waits for an answer.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+    return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class StoreExchange:
+    """What threads of several ranks tell each other.
+
+    Attributes:
+        rank: This rank's number among those that take part.
+        ranks: How many these are.
+    """
+
+    def __init__(self, rank: int, ranks: int, seconds: float) -> None:
+        """Connects to the store; `seconds`: how long it waits for an answer."""
+        self.rank, self.ranks = rank, ranks
+        self._store = store_client("checkpoint", seconds)
+
+    def tell(self, topic: str, word: str) -> None:
+        """Tells all ranks a word on a topic.
+
+        Raises:
+            RuntimeError: If the store doesn't answer.
+        """
+        self._store.set(f"{topic}/{self.rank}", word)
+
+    def told(self, topic: str) -> list[str] | None:
+        """What each rank has told on it; None until all have.
+
+        Raises:
+            RuntimeError: If the store doesn't answer.
+        """
+        keys = [f"{topic}/{rank}" for rank in range(self.ranks)]
+        if not self._store.check(keys):
+            return None
+        words = [text.decode() for text in self._store.multi_get(keys)]
+        for key in keys:
+            self._store.delete_key(key)
+        return words

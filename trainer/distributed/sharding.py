@@ -1,0 +1,299 @@
+"""A model spread over the ranks by torch's FSDP2: each rank keeps its own rows of every parameter.
+
+FSDP gathers the parameters of a block before it computes, lets go of them after it, and gives each rank the
+sum of the gradients of its rows. All else (optimizer, average, clipping, checkpoints) deals with these rows
+only, as plain tensors that lie in the same memory: see `weights` and `own_rows`. What it does with them needs
+no word of FSDP, but for norms and what is to be whole: see `Rows`.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import distributed as dist, nn
+
+from trainer.config.training import ParallelConfig
+from trainer.distributed.parallel import World, hold_gloo, silenced
+from trainer.errors import BadInputError
+
+_OWN = "own_rows"  # attribute of a sharded parameter
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of each sharded tensor this rank has: of n over s ranks those of torch.chunk(s).
+
+    Attributes:
+        rank: This rank's number among those that share a model.
+        ranks: How many share it.
+        group: These; with HSDP there are several such groups, which hold the same.
+        first: Whether this rank is in the first of these groups.
+        note: A line for the user.
+    """
+
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup
+    first: bool = True
+    note: str = ""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor, a view; none if there are fewer rows than ranks."""
+        start, stop = self.between(len(whole))
+        return whole[start:stop]
+
+    def between(self, rows: int) -> tuple[int, int]:
+        """From which to which of so many rows."""
+        each = -(-rows // self.ranks)
+        return min(self.rank * each, rows), min((self.rank + 1) * each, rows)
+
+    def shape_of(self, whole: Sequence[int]) -> torch.Size:
+        """The shape of this rank's rows of a tensor of such a shape."""
+        start, stop = self.between(whole[0])
+        return torch.Size((stop - start, *whole[1:]))
+
+    def gather(self, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+        """The whole tensor of such a shape, in the host's memory of the first rank; collective.
+
+        Each rank holds it for a moment where it computes.
+        """
+        each = -(-shape[0] // self.ranks)
+        padded = own.new_zeros((each, *shape[1:]))
+        padded[: len(own)].copy_(own)
+        together = own.new_empty((each * self.ranks, *shape[1:]))
+        dist.all_gather_into_tensor(together, padded, group=self.group)
+        return together[: shape[0]].cpu() if self.rank == 0 and self.first else None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share a model, in place; collective."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def norm(self, own: torch.Tensor) -> torch.Tensor:
+        """The joint 2-norm of all ranks' rows, from that of this rank's, float (); collective."""
+        return self.sum(own.double().square()).sqrt().to(own.dtype)
+
+
+def check_sharding(config: ParallelConfig, model: nn.Module, ranks: int, own_optimizer: bool = False) -> None:
+    """Finds what can't be sharded, before there are ranks.
+
+    Args:
+        model: Its shapes are enough.
+        ranks: Of the run.
+        own_optimizer: Whether the task brings its optimizer.
+
+    Raises:
+        BadInputError: What it is, and the remedy.
+    """
+    if config.strategy == "ddp":
+        return
+    word = f"parallel.strategy={config.strategy}"
+    if not _is_known_to_torch():
+        raise BadInputError(f"{word} needs torch 2.9 or newer (this is {torch.__version__}); use ddp")
+    if config.shard and (ranks % config.shard or ranks == config.shard):
+        raise BadInputError(
+            f"parallel.shard={config.shard}: {ranks} rank{'s' * (ranks > 1)} aren't several groups of "
+            f"{config.shard}; change the number of ranks or of parallel.shard, or use parallel.strategy=fsdp"
+        )
+    if own_optimizer:
+        raise BadInputError(
+            f"{word}: the task's own optimizer may need whole parameters, and each rank has its rows only; "
+            "use parallel.strategy=ddp, or an optimizer of optim.name"
+        )
+    parameters = dict(model.named_parameters())
+    if scalars := [name for name, parameter in parameters.items() if not parameter.ndim]:
+        raise BadInputError(f"{word}: the parameter '{scalars[0]}' has no rows; give it the shape (1,)")
+    if len(kinds := {p.dtype for p in parameters.values()}) > 1:
+        several = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise BadInputError(f"{word} gathers parameters of one type of number, and the model has {several}")
+
+
+def _is_known_to_torch() -> bool:
+    try:
+        from torch.distributed.fsdp import FSDPModule  # imported for seconds
+    except ImportError:
+        return False
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
+
+def shard(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    world: World,
+    config: ParallelConfig,
+    of_blocks: torch.dtype | None = None,
+) -> Rows:
+    """Shards a model over the ranks, in place: each block by itself, and what lies outside of them together.
+
+    All ranks take rank 0's parameters and buffers. Names, shapes and classes stay.
+
+    Args:
+        model: On the ranks' device, or on the CPU: then it goes to the device block by block.
+        blocks: Parts of it, none within another. One that shares a parameter with something else is left to
+            the rest.
+        of_blocks: What their parameters are gathered in; None: as they are. Gradients are summed in the
+            parameters' own type.
+
+    Returns:
+        Which rows are this rank's.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imported for seconds
+
+    assert world.group is not None
+    for tensor in (*model.parameters(), *model.buffers()):
+        there = tensor.detach().to(world.device).contiguous()
+        dist.broadcast(there, 0, group=world.group)
+        tensor.detach().copy_(there)
+    mesh, rows = _mesh(world, config)
+    kind = next(model.parameters()).dtype
+    parts = list(_apart(model, blocks))
+    for part in parts:
+        policy = MixedPrecisionPolicy(of_blocks, kind, cast_forward_inputs=False)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        _keep_name(part)
+    root: Any = fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    _keep_name(root)
+    for part in root.modules():
+        if hasattr(part, "set_gradient_divide_factor"):
+            # A loss is already divided by the step's total over all ranks. NCCL alone scales while it adds.
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+    # Until its first forward pass FSDP may put other memory in place of a parameter's.
+    root._get_fsdp_state()._lazy_init()
+    for parameter in root.parameters():
+        own = own_rows(parameter.detach())
+        setattr(parameter, _OWN, nn.Parameter(own, requires_grad=parameter.requires_grad))
+    low = "" if of_blocks is None else f", in {str(of_blocks).removeprefix('torch.')}"
+    groups = f" in each of {world.size // rows.ranks} groups" if config.shard else ""
+    note = (
+        f"sharded over {rows.ranks} ranks{groups}: {len(parts)} blocks are gathered one by one{low}, the "
+        "rest of the model together"
+    )
+    return replace(rows, note=note)
+
+
+def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
+    """torch's mesh of the ranks, and this rank's place in it."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    kind = world.device.type
+    if not config.shard:
+        assert world.group is not None
+        mesh = DeviceMesh.from_group(world.group, kind, mesh_dim_names=("shard",))
+        return mesh, Rows(world.rank, world.size, world.group)
+    sizes = (world.size // config.shard, config.shard)
+    with nullcontext() if kind == "cuda" else silenced(sys.stdout):
+        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+    if kind == "cpu":
+        for name in ("replicate", "shard"):
+            hold_gloo(mesh.get_group(name))
+    group = mesh.get_group("shard")
+    return mesh, Rows(world.rank % config.shard, config.shard, group, world.rank < config.shard)
+
+
+def _apart(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Blocks whose parameters nobody else has."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[parameter] = owners.get(parameter, 0) + 1
+    for block in blocks:
+        inside: dict[nn.Parameter, int] = {}
+        for module in block.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    inside[parameter] = inside.get(parameter, 0) + 1
+        if inside and block is not model and all(owners[one] == times for one, times in inside.items()):
+            yield block
+
+
+def _keep_name(module: nn.Module) -> None:
+    """Calls a class as it was before FSDP made one of its own of it: in tables and messages."""
+    made = type(module)
+    made.__name__, made.__qualname__ = made.__mro__[2].__name__, made.__mro__[2].__qualname__
+
+
+def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sharded tensor this rank's rows, in the same memory; any other one as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        rows: torch.Tensor = to_local()
+    return rows
+
+
+def weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's parameters by name, as they are updated: of a sharded one this rank's rows."""
+    return {name: getattr(one, _OWN, one) for name, one in model.named_parameters()}
+
+
+def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of what is sharded of a model, by the names of its state_dict."""
+    return {name: one.shape for name, one in model.state_dict().items() if hasattr(one, "to_local")}
+
+
+def take_gradients(model: nn.Module) -> list[str]:
+    """Moves the gradients that backward left in a sharded model to `weights`.
+
+    Returns:
+        Names of trained parameters that got none.
+    """
+    without = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own = getattr(parameter, _OWN)
+        own.grad = None if parameter.grad is None else own_rows(parameter.grad)
+        if own.grad is None:
+            without.append(name)
+        parameter.grad = None
+    return without
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context for forward passes without gradients; at its end a sharded model holds its rows only."""
+    parts: list[Any] = [one for one in model.modules() if hasattr(one, "set_requires_gradient_sync")]
+    # What FSDP gathers into in inference mode couldn't be trained with later.
+    with torch.no_grad() if parts else torch.inference_mode():
+        yield
+    for part in parts:
+        part.reshard()
+
+
+def own_part(
+    rows: Rows, shapes: Mapping[str, Sequence[int]], saved: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """This rank's rows of what a checkpoint holds, whole, of a run's state.
+
+    Args:
+        rows: This rank's.
+        shapes: From `whole_shapes`.
+        saved: By kind and name, as in `trainer.train.state.tensors_of`.
+
+    Raises:
+        ValueError: If a tensor has another shape.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, tensors in saved.items():
+        found[kind] = {}
+        for name, tensor in tensors.items():
+            shape = shapes.get(parameter_of(kind, name))
+            is_slot = kind == "optimizer"  # which needn't be as large as its parameter: a count of steps
+            if shape is None or (is_slot and tensor.shape != shape):
+                found[kind][name] = tensor
+            elif tensor.shape != shape:
+                raise ValueError(f"{kind}: {name} isn't the same in the checkpoint and in the model")
+            else:
+                found[kind][name] = rows.of(tensor)
+    return found
+
+
+def parameter_of(kind: str, name: str) -> str:
+    """The parameter that a tensor of a run's state belongs to."""
+    return name.rpartition("/")[0] if kind == "optimizer" else name
