@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, tmp_path: Pa
     folder = tmp_path / "run"
     said = run_on(ranks, 2, folder, FSDP, stop_after=7)
     assert "stopped after step 7" in said
-    assert "goes on after step 7" in run_on(ranks, 2, folder, FSDP)
+    assert "resumes after step 7" in run_on(ranks, 2, folder, FSDP)
     assert same_bits(folder, uncut)
 
 
@@ -130,7 +130,7 @@ def test_another_number_of_ranks_goes_on(
     folder = tmp_path / "run"
     run_on(ranks, size, folder, parallel, stop_after=7)
     said = run_on(ranks, then_size, folder, then)
-    assert "goes on after step 7" in said and "sums in another order" in said
+    assert "resumes after step 7" in said and "sums in another order" in said
     assert close(folder, uncut)
 
 
@@ -177,7 +177,7 @@ def test_a_damaged_shard_is_named_and_the_one_before_is_used(
     line = damaged_shard(folder, how)
     assert line.partition(": ")[2] in str(listing(folder / FOLDER, verify=True)[0].problem)
     said = run_on(ranks, 2, folder, FSDP)
-    assert f"checkpoint left out: {line}" in said and "goes on after step 5" in said
+    assert f"checkpoint left out: {line}" in said and "resumes after step 5" in said
     assert same_bits(folder, uncut)
 
 

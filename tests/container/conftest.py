@@ -16,13 +16,18 @@ def _missing(why: str) -> None:
     pytest.skip(why)
 
 
-def _image(target: str) -> str:
-    tag = f"trainer:{STACK}-{target}"
+@pytest.fixture(autouse=True, scope="session")
+def _engine() -> None:
+    """Each of these tests needs an engine."""
     if (
         shutil.which("docker") is None
         or subprocess.run(["docker", "version"], capture_output=True, check=False).returncode
     ):
         _missing("no container engine answers here")
+
+
+def _image(target: str) -> str:
+    tag = f"trainer:{STACK}-{target}"
     if subprocess.run(["docker", "image", "inspect", tag], capture_output=True, check=False).returncode:
         _missing(f"no image {tag} here: make image builds it")
     return tag
