@@ -183,9 +183,8 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         if step % 2 == 0:
             arguments = run.evaluation_loader, run.evaluation_share, world, recipe.precision
             metrics.append(evaluate(task, run.state.model, *arguments))
-    assert all(hasattr(one, "to_local") for one in run.state.model.parameters()) == (
-        run.state.rows is not None
-    )
+            kept = [hasattr(one, "to_local") for one in run.state.model.parameters()]
+            assert set(kept) == {run.state.rows is not None}, "what it gathered it has let go of"
     whole = {
         kind: {name: one.clone() for name, one in gather_tensors(run.state, kind, tensors).items()}
         for kind, tensors in tensors_of(run.state).items()
