@@ -25,9 +25,9 @@ from tests.helpers.counting import counting, of, skip_with_another_torch, tiny_s
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
 
-# Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1: between 0.875 and 0.891,
-# by who built Python, and up to a percent more or less beside other work. After a change that is worth its price
-# `make test-all ARGS="-k the_instructions -s"` prints the new one.
+# Instructions of a step of the trainer for each one of the loop by hand, with torch 2.9.1: between 0.875 and
+# 0.891, by who built Python, and up to a percent more or less beside other work. After a change that is worth
+# its price `make test-all ARGS="-k the_instructions -s"` prints the new one.
 INSTRUCTIONS = 0.883
 TOLERANCE = 0.03
 # The same of Python's own instructions, which take a second to count: of torch's functions, too, where these
