@@ -21,7 +21,7 @@ BENCHES = {
     "start": ("start", "CPU seconds from the command to the first step, beside a plain script's"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
-    "optimizers": ("optimizers", "what each optimiser learns in the same updates"),
+    "optimizers": ("optimizers", "what each optimizer learns in the same updates"),
     "claims": (
         "claims.bench",
         "what guides say that settings bring, each measured on this machine (10 minutes at most)",

@@ -1,7 +1,7 @@
-"""Is the gradient of every optimiser step that of its samples concatenated?
+"""Is the gradient of every optimizer step that of its samples concatenated?
 
 The trainer and any of the libraries are given the same model and the same micro-batches, whose number is not
-a multiple of the accumulation. The optimiser is replaced by one that keeps the gradients which reach it and
+a multiple of the accumulation. The optimizer is replaced by one that keeps the gradients which reach it and
 changes nothing. Each gradient is then compared with that of the mean loss over the same samples, computed
 from all of them at once.
 """
@@ -74,7 +74,7 @@ class Recorded:
     Attributes:
         model: As it was, for nothing changes it.
         seen: Micro-batches in the order in which their loss was computed: inputs and classes.
-        updates: For each call of the optimiser the number of micro-batches seen before it, and the
+        updates: For each call of the optimizer the number of micro-batches seen before it, and the
             gradient, float64 (parameters,).
         way: How the library was used.
         variant: Where there are several ways, which one.
@@ -99,7 +99,7 @@ class Recorded:
 
 
 class Recorder(torch.optim.Optimizer):
-    """An optimiser that keeps the gradients and changes nothing."""
+    """An optimizer that keeps the gradients and changes nothing."""
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__(recorded.model.parameters(), {"lr": 0.0})

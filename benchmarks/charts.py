@@ -37,17 +37,17 @@ def ratios(axes: Axes, ticks: Sequence[float]) -> None:
     axes.axvline(1, color=FAINT, linewidth=1)
 
 
-def interval(axes: Axes, row: int, low: float, middle: float, high: float, colour: str) -> None:
+def interval(axes: Axes, row: int, low: float, middle: float, high: float, color: str) -> None:
     """A dot with a line for its interval; what lies beyond an end of the axis, at that end."""
     least, most = axes.get_xlim()
     low, middle, high = (min(max(value, least), most) for value in (low, middle, high))
-    axes.plot([low, high], [row, row], color=colour, linewidth=2.5)
-    axes.plot(middle, row, "o", color=colour, markersize=5)
+    axes.plot([low, high], [row, row], color=color, linewidth=2.5)
+    axes.plot(middle, row, "o", color=color, markersize=5)
 
 
-def beside(axes: Axes, row: int, text: str, colour: str, at: float = 1.01) -> None:
+def beside(axes: Axes, row: int, text: str, color: str, at: float = 1.01) -> None:
     """What is said of a row, right of the plot; or from `at` on, a share of its width."""
-    axes.text(at, row, text, color=colour, fontsize=8, va="center", transform=axes.get_yaxis_transform())
+    axes.text(at, row, text, color=color, fontsize=8, va="center", transform=axes.get_yaxis_transform())
 
 
 def cut(text: str, most: int) -> str:

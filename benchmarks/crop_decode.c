@@ -34,7 +34,7 @@ int decode_crop(const unsigned char *data, size_t size, int top, int left, int r
   jpeg_read_header(&info, TRUE);
   info.out_color_space = JCS_RGB;
   jpeg_start_decompress(&info);
-  /* A pixel more on both sides: chroma is interpolated between neighbours. */
+  /* A pixel more on both sides: chroma is interpolated between neighbors. */
   JDIMENSION first = left > 0 ? left - 1 : 0, wide = left + columns + 1 - first;
   if (first + wide > info.output_width) wide = info.output_width - first;
   jpeg_crop_scanline(&info, &first, &wide);

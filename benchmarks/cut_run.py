@@ -89,7 +89,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, CLASSES))
 
 
-def optimised(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW, and a cosine to 0 at the end of the run."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)

@@ -55,7 +55,7 @@ class Pipeline:
 
     @property
     def all_us(self) -> list[float]:
-        """CPU time per image of each round with flip and normalise, as all have it then."""
+        """CPU time per image of each round with flip and normalize, as all have it then."""
         return [epoch.cpu_us + epoch.device_us for epoch in self.epochs]
 
 
@@ -71,7 +71,7 @@ class LoadTimes:
 
     @property
     def device_us(self) -> float:
-        """CPU time per image of what the device does for ours, flip and normalise: median of all rounds."""
+        """CPU time per image of what the device does for ours, flip and normalize: median of all rounds."""
         own = (self.pipelines[name] for name in TARGETS)
         return statistics.median(epoch.device_us for pipeline in own for epoch in pipeline.epochs)
 
@@ -233,7 +233,7 @@ def about(folder: Path | None, images: Path, rounds: int, workers: int) -> str:
 
 
 _HEAD = (
-    "| pipeline | CPU us per image (median) | spread | with normalise and flip on the CPU | images/s "
+    "| pipeline | CPU us per image (median) | spread | with normalize and flip on the CPU | images/s "
     "| PSS MiB |\n|---|---|---|---|---|---|"
 )
 _HEAD_CHECKS = "| what | measured | target | |\n|---|---|---|---|"

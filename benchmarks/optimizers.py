@@ -1,9 +1,9 @@
-"""What each optimiser reaches in the same number of updates: the trainer's own, and LAMB for comparison.
+"""What each optimizer reaches in the same number of updates: the trainer's own, and LAMB for comparison.
 
 Each gets the same number of learning rates to choose from, on one seed, by held-out loss; what is reported
 comes from other seeds at the best one. Model, data, augmentation, schedule and clipping are those of the
 recipe digits; label smoothing and averaging of weights are off, because they change the held-out loss too.
-The second model is a transformer of patches. It is a small problem with short runs: it can tell optimisers
+The second model is a transformer of patches. It is a small problem with short runs: it can tell optimizers
 apart here, and is a hint at most of how they do elsewhere.
 """
 
@@ -120,7 +120,7 @@ def _task(model: str) -> Classification:
 
 
 def prepare(job: Job) -> Run:
-    """What a job trains with, as the trainer builds it; for lamb with timm's in the optimiser's place."""
+    """What a job trains with, as the trainer builds it; for lamb with timm's in the optimizer's place."""
     model, batch, updates = job.setting
     task = _task(model)
     digits = read_recipe("digits")

@@ -101,11 +101,11 @@ def learning(runs: list[Path]) -> Figure:
     figure = Figure(figsize=(4.5 * columns, 2.6 * lines), layout="constrained")
     for place, run in enumerate(runs):
         axes = figure.add_subplot(lines, columns, place + 1)
-        for kind, label, colour in (("train", "training", FAINT), ("eval", "evaluation", _LINE)):
+        for kind, label, color in (("train", "training", FAINT), ("eval", "evaluation", _LINE)):
             points = [(row["step"], row["loss"]) for row in read_rows(run, kind) if "loss" in row]
             if points:
                 marker = "o" if kind == "eval" else ""
-                axes.plot(*zip(*points, strict=True), color=colour, label=label, lw=1.2, marker=marker, ms=3)
+                axes.plot(*zip(*points, strict=True), color=color, label=label, lw=1.2, marker=marker, ms=3)
         manifest = json.loads((run / "manifest.json").read_text())
         axes.set_title(manifest["recipe"], fontsize=9, loc="left")
         axes.set_xlabel("step", fontsize=8)

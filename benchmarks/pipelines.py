@@ -24,7 +24,7 @@ from trainer.data.formats.sharded import INDEX, in_shards
 from trainer.data.loader import RingLoader, Source
 from trainer.data.sampling.plan import Plan, Share
 from trainer.observe.phases import enter_phase
-from trainer.tasks.augment import Normalisation
+from trainer.tasks.augment import Normalization
 
 BATCH, SIDE = 64, 224
 _EPOCHS = 10_000
@@ -38,7 +38,7 @@ class Epoch(NamedTuple):
         cpu_us: Of an image.
         images_per_s: By the clock.
         device_us: CPU time per image of what the device does for ours, with this epoch's last batch: flip
-            and normalise. 0 for the others, who have done it.
+            and normalize. 0 for the others, who have done it.
     """
 
     cpu_us: float
@@ -129,12 +129,12 @@ def _pss(processes: Sequence[int]) -> float:
 
 
 def device_side_us(batch: torch.Tensor) -> float:
-    """CPU time per image of what the device does for ours, flip and normalise, with uint8 (B, H, W, 3)."""
-    random, normalise = torch.rand(len(batch), 1), Normalisation((0.5,) * 3, (0.3,) * 3)
+    """CPU time per image of what the device does for ours, flip and normalize, with uint8 (B, H, W, 3)."""
+    random, normalize = torch.rand(len(batch), 1), Normalization((0.5,) * 3, (0.3,) * 3)
     times = []
     for _ in range(9):
         began = time.process_time_ns()
-        normalise(batch, True, flips=random)
+        normalize(batch, True, flips=random)
         times.append((time.process_time_ns() - began) / 1e3 / len(batch))
     return statistics.median(times)
 

@@ -31,7 +31,7 @@ from trainer.data.formats.tokens import TokenDataset, inputs_and_targets
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.observe.conditions import conditions
 from trainer.tasks.audio import Audio
-from trainer.tasks.augment import Normalisation, affine, by_policy, crop, flip, jitter, make_policy
+from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
 
 _BATCH, _SIDE, _PIXELS = 16, 224, 640
 _RATE, _LENGTH = 16_000, 1024
@@ -83,14 +83,14 @@ def image_stages(folder: Path) -> Stages:
     cuts = [cut_out(each, lambda *_: Box(40, 60, 300, 300)) for each in data]
     byte = torch.cat([resize(cut, _SIDE, _SIDE) for cut in cuts]).permute(0, 2, 3, 1).contiguous()
     random = torch.rand(_BATCH, 5, generator=torch.Generator().manual_seed(0))
-    planes, normalise = byte.permute(0, 3, 1, 2), Normalisation((0.5,) * 3, (0.3,) * 3)
-    floats, policy = normalise(byte, True).clone(), make_policy("randaugment")
+    planes, normalize = byte.permute(0, 3, 1, 2), Normalization((0.5,) * 3, (0.3,) * 3)
+    floats, policy = normalize(byte, True).clone(), make_policy("randaugment")
     assert policy is not None
     return {
         "decode a JPEG": lambda: [whole(each) for each in data],
         "cut 300 x 300 and resize": lambda: [resize(cut, _SIDE, _SIDE) for cut in cuts],
-        "normalize": lambda: normalise(byte, True),
-        "flip and normalize": lambda: normalise(byte, True, random[:, :1]),
+        "normalize": lambda: normalize(byte, True),
+        "flip and normalize": lambda: normalize(byte, True, random[:, :1]),
         "flip and crop": lambda: crop(flip(byte, random[:, :1]), random[:, :2]),
         "affine": lambda: affine(floats, random),
         "jitter": lambda: jitter(planes, random[:, :3], 0.4),

@@ -131,9 +131,9 @@ def _against_timm(ours: str, theirs: str) -> Callable[[Found], Verdict]:
 
 def _real(found: Found) -> Verdict:
     ratio = speed(found["jpeg"]) / speed(found["bf16"])
-    busy = [row["gpu/utilisation"] for row in found["jpeg"] if "gpu/utilisation" in row][1:]
+    busy = [row["gpu/utilization"] for row in found["jpeg"] if "gpu/utilization" in row][1:]
     used = statistics.median(busy) if busy else float("nan")
-    return f"{ratio:.3f} of synthetic; GPU utilisation {used:.0%}", ratio >= 0.95 and used >= 0.9
+    return f"{ratio:.3f} of synthetic; GPU utilization {used:.0%}", ratio >= 0.95 and used >= 0.9
 
 
 def _mfu(found: Found) -> Verdict:
@@ -144,7 +144,7 @@ def _mfu(found: Found) -> Verdict:
 
 
 def _waits(found: Found) -> Verdict:
-    waits = found["synchronisations"]
+    waits = found["synchronizations"]
     return f"{waits['waits']} in {waits['steps']} steps", waits["waits"] == 0
 
 
@@ -207,7 +207,7 @@ TARGETS = (
     ),
     Target(
         "ResNet-50 from JPEGs",
-        "at least 0.95 of synthetic, GPU utilisation at least 90 %",
+        "at least 0.95 of synthetic, GPU utilization at least 90 %",
         (
             _BF16,
             part("photographs", "photographs", "{work}/photographs"),
@@ -236,9 +236,9 @@ TARGETS = (
         _mfu,
     ),
     Target(
-        "host synchronisations in a step without a row",
+        "host synchronizations in a step without a row",
         "0",
-        (part("synchronisations", "synchronisations"),),
+        (part("synchronizations", "synchronizations"),),
         _waits,
     ),
     Target(
@@ -295,7 +295,7 @@ TARGETS = (
         ),
         _code("price"),
     ),
-    Target("data-wait, copy, compute, optimiser add up", "at least 97 %", (_BF16,), _added_up),
+    Target("data-wait, copy, compute, optimizer add up", "at least 97 %", (_BF16,), _added_up),
 )
 
 

@@ -41,7 +41,7 @@ def photographs(folder: Path, count: int) -> dict[str, Any]:
     return {"images": count}
 
 
-def synchronisations() -> dict[str, Any]:
+def synchronizations() -> dict[str, Any]:
     """How often the host waits for the GPU in steps without a row of metrics, as CUDA's debug mode sees."""
     with ExitStack() as stack:
         turns = Turns(IMAGES, Side(), stack)
@@ -94,7 +94,7 @@ def _trained(turns: Turns, start: int, done: Callable[[int, Any], object]) -> li
 
 
 def timm_loop(precision: str, batch: int, steps: int = 60, side: int = 224) -> dict[str, Any]:
-    """Images per second of ResNet-50 as timm's tools train it: its model, its optimiser, its scaler.
+    """Images per second of ResNet-50 as timm's tools train it: its model, its optimizer, its scaler.
 
     timm's train.py isn't in its wheel; these are the calls that it makes in a step, on one synthetic batch.
     """
@@ -172,7 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
     images.add_argument("folder", type=Path)
     images.add_argument("--count", type=int, default=2048)
     images.set_defaults(run=lambda o: photographs(o.folder, o.count))
-    parts.add_parser("synchronisations").set_defaults(run=lambda _: synchronisations())
+    parts.add_parser("synchronizations").set_defaults(run=lambda _: synchronizations())
     parts.add_parser("cuts").set_defaults(run=lambda _: cuts())
     parts.add_parser("roofline").set_defaults(run=lambda _: roofline())
     replayed = parts.add_parser("graphs", allow_abbrev=False)

@@ -7,7 +7,7 @@ Python 3.11 on x86_64. What a record or a RECORD names and the list holds is acc
 Left alone, though nothing needs it to run: `.pyi` (5 MB without jedi's, which its completion reads; editors
 and lazy_loader read the others), headers that torch's own include or that Triton's launcher is built with,
 ptxas, nvdisasm and NVSHMEM's device bitcode, which GPU features call; and symbols of NVIDIA's libraries,
-whose licence forbids changes.
+whose license forbids changes.
 """
 
 import argparse

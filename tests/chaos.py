@@ -1,4 +1,4 @@
-"""`make chaos`: runs are cut, killed and signalled at random, and must end with the bits of one that wasn't.
+"""`make chaos`: runs are cut, killed and signaled at random, and must end with the bits of one that wasn't.
 
 A run here is the real thing (`train.trainer.train_rank`, its checkpoints and files) in a process forked
 from one that has imported torch, so that a cut costs a second and not twenty.
@@ -253,7 +253,7 @@ def takes(pid: int, number: signal.Signals) -> bool:
 def chaos(kills: int, signals: int, seed: int) -> Tally:
     """Disturbs runs of all kinds until there were enough of each."""
     random_, tally, phase = random.Random(seed), Tally(), mmap.mmap(-1, 1)
-    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     wanted: dict[int, tuple[Ending, float]] = {}
     recipes = [recipe_of(kind) for kind in kinds()]

@@ -23,7 +23,7 @@ _MULTIPLY_2 = 0x94D049BB133111EB
 # reach some permutations only. It is also cheaper: 43 us for a batch of 1024 samples, 166 us by rounds.
 _SORTED = 1024
 
-# With 6 rounds neighbours in the order of 50 samples are measurably dependent, with 10 those of 10
+# With 6 rounds neighbors in the order of 50 samples are measurably dependent, with 10 those of 10
 # samples; with 12 chi-squared finds nothing in 10**6 draws above _SORTED (tests/data/test_plan.py).
 _ROUNDS = 12
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.accumulation import Case, Recorded, Recorder
-from benchmarks.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, optimised, shuffled, small_model
+from benchmarks.cut_run import BATCHES, EPOCHS, Resumed, Steps, augment, optimized, shuffled, small_model
 from benchmarks.overhead import TinySteps
 
 
@@ -24,7 +24,7 @@ def accumulate(case: Case) -> list[Recorded]:
 
 def _by_micro_batches(accelerator: Any, case: Case) -> Recorded:
     recorded = Recorded(
-        "`with accelerator.accumulate(model)`, model, optimiser and loader prepared",
+        "`with accelerator.accumulate(model)`, model, optimizer and loader prepared",
         variant="accumulate()",
     )
     model, optimizer, loader = accelerator.prepare(recorded.model, Recorder(recorded), case.loader())
@@ -68,7 +68,7 @@ def _accelerator(**settings: Any) -> Any:
 
 
 def train_tiny(tiny: TinySteps) -> float:
-    """Model and optimiser prepared, its own backward and clipping; returns seconds."""
+    """Model and optimizer prepared, its own backward and clipping; returns seconds."""
     accelerator = _accelerator()
     model, optimizer = accelerator.prepare(tiny.model, tiny.optimizer)
     start = time.perf_counter()
@@ -120,7 +120,7 @@ def _train(folder: Path, start: int, cut: int, as_read: bool, generator: bool) -
     settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     accelerator = _accelerator(dataloader_config=settings)
     model = small_model()
-    optimizer, scheduler = optimised(model)
+    optimizer, scheduler = optimized(model)
     loader = shuffled(as_read, torch.Generator().manual_seed(0) if generator else None)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if start:

@@ -1,4 +1,4 @@
-"""Lightning Fabric: a loop of one's own around a wrapped model and optimiser."""
+"""Lightning Fabric: a loop of one's own around a wrapped model and optimizer."""
 
 import time
 
@@ -7,7 +7,7 @@ from benchmarks.overhead import TinySteps
 
 
 def train_tiny(tiny: TinySteps) -> float:
-    """Model and optimiser set up, its own backward and clipping; returns seconds."""
+    """Model and optimizer set up, its own backward and clipping; returns seconds."""
     from lightning.fabric import Fabric
 
     with quiet("lightning.fabric"):

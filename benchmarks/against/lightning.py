@@ -19,7 +19,7 @@ from benchmarks.cut_run import (
     Augmented,
     Resumed,
     Steps,
-    optimised,
+    optimized,
     shuffled,
     small_model,
 )
@@ -29,11 +29,11 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilitie
 
 
 def accumulate(case: Case) -> list[Recorded]:
-    """`accumulate_grad_batches`, automatic optimisation."""
+    """`accumulate_grad_batches`, automatic optimization."""
     from lightning import pytorch as pl
 
     recorded = Recorded(
-        "Trainer(accumulate_grad_batches), automatic optimisation; logger, bar, checkpoints and summary off"
+        "Trainer(accumulate_grad_batches), automatic optimization; logger, bar, checkpoints and summary off"
     )
 
     class Module(pl.LightningModule):  # type: ignore[misc]
@@ -138,7 +138,7 @@ def _fit(folder: Path, cut: int, stateful: bool, go_on: bool) -> Steps:
             return loss
 
         def configure_optimizers(self) -> dict[str, Any]:
-            optimizer, scheduler = optimised(self)
+            optimizer, scheduler = optimized(self)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     pl.seed_everything(0, workers=True, verbose=False)

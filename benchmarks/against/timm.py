@@ -2,7 +2,7 @@
 
 The script isn't in timm's wheel and nothing of it is here: the user names a copy. It runs in a process of its
 own, `python -m benchmarks.against.timm`, that gives timm a model of ours by timm's own registry, and reads
-the gradients with torch's hook before every optimiser's step.
+the gradients with torch's hook before every optimizer's step.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ if __name__ == "__main__":
 
 
 def load(folder: Path, work: Path, batch: int, side: int, workers: int) -> Callable[[], Iterator[int]]:
-    """create_loader without its CUDA prefetcher and its colour jitter; each call is an epoch."""
+    """create_loader without its CUDA prefetcher and its color jitter; each call is an epoch."""
     from timm.data import create_dataset, create_loader
 
     del work

@@ -10,7 +10,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def transforms(side: int) -> Any:
-    """PIL crop and flip, then normalised floats."""
+    """PIL crop and flip, then normalized floats."""
     from torchvision import transforms as v1
 
     return v1.Compose(

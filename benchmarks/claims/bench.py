@@ -60,7 +60,7 @@ def bench_claims(
     from trainer.observe.conditions import conditions
 
     claims, extent = select(only), QUICK if quick else FULL
-    # Every optimiser wants it, and it takes three seconds: once here, not in each process that is forked.
+    # Every optimizer wants it, and it takes three seconds: once here, not in each process that is forked.
     importlib.import_module("torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="trainer-claims-") as scratch:
         rows = run_claims(claims, quick, Path(scratch), _say)

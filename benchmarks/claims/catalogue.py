@@ -9,7 +9,7 @@ from benchmarks.claims.training import TRAINING
 
 # In the order in which they are measured: what takes long comes last.
 ABLATIONS: dict[str, Ablation] = {**PROCESSES, **TRAINING, **RANKS, **LOADING}
-_LAST = ("compile", "rules", "allocators", "jemalloc", "tcmalloc", "numa", "utilisation")
+_LAST = ("compile", "rules", "allocators", "jemalloc", "tcmalloc", "numa", "utilization")
 
 _DOCS = "https://docs.pytorch.org"
 # What practitioners tell each other about PyTorch, with these figures; no one document.
@@ -176,12 +176,12 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "fused",
-        "fused optimiser: a step is faster than with a loop",
+        "fused optimizer: a step is faster than with a loop",
         *(ADAMW, "optimizer", "for-loop", "fused"),
     ),
     Claim(
         "fused-foreach",
-        "fused optimiser: a step is faster than with foreach",
+        "fused optimizer: a step is faster than with foreach",
         *(ADAMW, "optimizer", "foreach", "fused"),
     ),
     Claim("zero-grad", "zero_grad(set_to_none): modestly faster", *(ZEROS, "gradients", "zeros", "None")),
@@ -246,9 +246,9 @@ CLAIMS: tuple[Claim, ...] = (
         *(FIELD, "logging", "each step", "every 50"),
     ),
     Claim(
-        "utilisation",
-        "above 90 % GPU utilisation with 16 cores: idle at most 10 % of the time",
-        *(FIELD, "utilisation", "all of it", "idle", 0.10),
+        "utilization",
+        "above 90 % GPU utilization with 16 cores: idle at most 10 % of the time",
+        *(FIELD, "utilization", "all of it", "idle", 0.10),
         needs=("cuda", "16 CPUs"),
     ),
 )

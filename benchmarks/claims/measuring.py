@@ -164,7 +164,7 @@ class Turns:
         return _highest(seen)
 
     def lasting_bytes(self) -> int:
-        """Bytes of weights, buffers, gradients that stay, and the optimiser's state."""
+        """Bytes of weights, buffers, gradients that stay, and the optimizer's state."""
         run = self.run
         tensors = [*run.state.model.parameters(), *run.state.model.buffers()]
         tensors += [p.grad for p in run.gradients.parameters if p.grad is not None]
@@ -184,7 +184,7 @@ def measure_steps(
         size: How much.
         per_turn: Steps of a turn; 0: as many as take `size.turn_s`.
         memory: Counts bytes as well: "peak", of a step above what lies there before it, and "memory", with
-            weights, gradients and the optimiser's state.
+            weights, gradients and the optimizer's state.
 
     Returns:
         "time" and perhaps the others.

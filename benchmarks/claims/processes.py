@@ -1,4 +1,4 @@
-"""Ablations of whole processes: allocators, CPU binding, a GPU's utilisation; and a fact of the recipes."""
+"""Ablations of whole processes: allocators, CPU binding, a GPU's utilization; and a fact of the recipes."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from trainer.train.run_folder import read_rows
 
 _STEPS = 60
 _ROUNDS = 6  # of whole processes, each of which imports torch
-_UTILISED_STEPS = 200
+_UTILIZED_STEPS = 200
 
 
 def _runs(sides: dict[str, tuple[str, ...]], wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
@@ -47,14 +47,14 @@ def _preloaded(name: str, wanted: Sequence[str], size: Size) -> Measurement:
     return _runs({"malloc": (), name: (f"env:LD_PRELOAD={found}",)}, wanted, size)
 
 
-def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
+def _utilization(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG001
     """One run on photographs: the share of the time in which the GPU had nothing to do."""
     settings = [
         *("data.name=folder", f"data.path={photographs(size)}", "data.global_batch_size=64", "log.every=20"),
         *(
             "data.micro_batch_size=64",
             "compile.mode=default",
-            f"max_steps={_UTILISED_STEPS}",
+            f"max_steps={_UTILIZED_STEPS}",
             "epochs=1000000",
         ),
         *("evaluation.every=end", "data.eval_batch_size=8", "optim.schedule=constant"),
@@ -64,9 +64,9 @@ def _utilisation(wanted: Sequence[str], size: Size) -> Measurement:  # noqa: ARG
         command = [sys.executable, "-m", "trainer", "train", "resnet50-imagenet", "--out", f"{folder}/run"]
         done = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            raise BadInputError(f"the run that shows a GPU's utilisation ended with code {done.returncode}")
+            raise BadInputError(f"the run that shows a GPU's utilization ended with code {done.returncode}")
         rows = list(read_rows(Path(folder, "run"), "train"))
-    busy = [row["gpu/utilisation"] for row in rows if "gpu/utilisation" in row][1:]
+    busy = [row["gpu/utilization"] for row in rows if "gpu/utilization" in row][1:]
     if not busy:
         raise BadInputError("no row says how busy the GPU was: its driver doesn't tell")
     series = Series({"all of it": [1.0] * len(busy), "idle": [1 - share for share in busy]}, "of the time")
@@ -96,5 +96,5 @@ PROCESSES = {
     "jemalloc": Ablation(partial(_preloaded, "jemalloc"), ("jemalloc",), 100.0, quick=False),
     "tcmalloc": Ablation(partial(_preloaded, "tcmalloc"), ("tcmalloc",), 100.0, quick=False),
     "numa": Ablation(partial(_runs, _BINDINGS), ("NUMA",), 100.0, quick=False),
-    "utilisation": Ablation(_utilisation, ("cuda", "16 CPUs", "photographs"), 60.0, quick=False),
+    "utilization": Ablation(_utilization, ("cuda", "16 CPUs", "photographs"), 60.0, quick=False),
 }

@@ -1,4 +1,4 @@
-"""Ablations of what a step does: precision, layout, compilation, memory, optimiser, reading values."""
+"""Ablations of what a step does: precision, layout, compilation, memory, optimizer, reading values."""
 
 import tempfile
 from collections.abc import Callable, Sequence

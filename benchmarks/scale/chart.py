@@ -14,7 +14,7 @@ from trainer.observe.text import count, duration
 
 Points = Sequence[tuple[float, float]]
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 
 
 class Curve(NamedTuple):
@@ -41,12 +41,12 @@ def chart(title: str, goodput: Curve, losses: Sequence[Curve]) -> Figure:
     left.set(xscale="log", title="goodput over GPUs", xlabel="GPUs")
     right.set(xscale="log", yscale="log", title="time lost over the seconds between two checkpoints")
     right.set_xlabel("s; lines: formulas; dots: simulation; ring: the least, by Daly")
-    _draw(left, goodput, _COLOURS[0])
+    _draw(left, goodput, _COLORS[0])
     left.set_ylim(bottom=0)
     left.set_xticks([at for at, _ in goodput.dots], [count(at) for at, _ in goodput.dots])
     left.xaxis.set_minor_locator(NullLocator())
     for number, curve in enumerate(losses):
-        _draw(right, curve, _COLOURS[number % len(_COLOURS)])
+        _draw(right, curve, _COLORS[number % len(_COLORS)])
     for axes in (left, right):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
         axes.grid(color="#dddddd")
@@ -55,12 +55,12 @@ def chart(title: str, goodput: Curve, losses: Sequence[Curve]) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, curve: Curve, colour: str) -> None:
-    axes.plot(*zip(*curve.line, strict=True), color=colour, linewidth=1.5)
+def _draw(axes: Axes, curve: Curve, color: str) -> None:
+    axes.plot(*zip(*curve.line, strict=True), color=color, linewidth=1.5)
     if curve.dots:
-        axes.plot(*zip(*curve.dots, strict=True), "o", color=colour, markersize=4)
+        axes.plot(*zip(*curve.dots, strict=True), "o", color=color, markersize=4)
     if curve.least is not None:
-        axes.plot(*curve.least, "o", color=colour, markersize=9, fillstyle="none")
+        axes.plot(*curve.least, "o", color=color, markersize=9, fillstyle="none")
         told = f"{duration(curve.least[0])}, {percent(curve.least[1])}"
         axes.annotate(told, curve.least, (0, 8), textcoords="offset points", ha="center", fontsize=8)
     if curve.name:

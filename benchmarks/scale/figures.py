@@ -1,4 +1,4 @@
-"""The figures that a job's behaviour on many GPUs follows from, each with its unit and its source."""
+"""The figures that a job's behavior on many GPUs follows from, each with its unit and its source."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _LEAST = 1e-12
 
 
 class Figures(Section):
-    """One job. A step is an optimiser step; each GPU does the same work on any number of them.
+    """One job. A step is an optimizer step; each GPU does the same work on any number of them.
 
     Links are those of one GPU, in one direction. What is of the whole job says so.
     """
@@ -28,7 +28,7 @@ class Figures(Section):
     micro_batches_per_step: int = Field(..., ge=1, le=1 << 20, description="of one GPU: accumulation")
     forward_s: float = Field(..., gt=0, le=1e6, description="seconds of a micro-batch's forward pass")
     backward_s: float = Field(..., gt=0, le=1e6, description="seconds of its backward pass, nothing sent")
-    update_s: float = Field(..., ge=0, le=1e6, description="seconds of the optimiser's update")
+    update_s: float = Field(..., ge=0, le=1e6, description="seconds of the optimizer's update")
     bucket_bytes: tuple[float, ...] = Field(
         ..., min_length=1, max_length=512, description="gradients by DDP bucket, in the order they are ready"
     )

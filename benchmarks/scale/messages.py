@@ -1,6 +1,6 @@
 """Steps of a job simulated message by message: buckets get ready, parts of them go round on rings of links.
 
-A link serves one message at a time. What a rank sends next it has from its neighbour, so that the messages of
+A link serves one message at a time. What a rank sends next it has from its neighbor, so that the messages of
 all links come in rounds, and a round is a few operations on arrays of times; ranks may be at different times.
 """
 
@@ -29,7 +29,7 @@ class Steps(NamedTuple):
 
 
 class Rings:
-    """Rings of ranks, each rank with a link to its neighbour: arrays (rings, ranks)."""
+    """Rings of ranks, each rank with a link to its neighbor: arrays (rings, ranks)."""
 
     def __init__(self, rings: int, ranks: int, alpha_s: float, bytes_per_s: float) -> None:
         """All links are free."""

@@ -9,7 +9,7 @@ from benchmarks.charts import FAINT, beside, cut, interval, named_rows, ratios
 from benchmarks.scoreboard.figures import Absent, Part, Row, Timed, verdict
 
 _TICKS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
-_COLOURS = {"trainer wins": "#007a52", "trainer loses": "#d55e00", "undecided": "#8a6d00", "equal": "#0072b2"}
+_COLORS = {"trainer wins": "#007a52", "trainer loses": "#d55e00", "undecided": "#8a6d00", "equal": "#0072b2"}
 _KEY = (
     "ratios: trainer's cost / theirs, less is better for the trainer; the line holds the true median with "
     "95 % probability"
@@ -43,15 +43,15 @@ def _draw(part: Part, axes: Axes) -> None:
             beside(axes, number, cut(row.why, 100), FAINT, at=0)
             continue
         outcome, words = verdict(part, row)
-        colour = _COLOURS[outcome] if outcome else FAINT
+        color = _COLORS[outcome] if outcome else FAINT
         if isinstance(row, Timed):
-            interval(axes, number, row.low, row.ratio, row.high, colour)
+            interval(axes, number, row.low, row.ratio, row.high, color)
             words = f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}): {words}"
         else:
-            colour = _COLOURS["equal"] if row.ours is None else colour
-            axes.barh(number, [1, row.right / max(1, row.of)], 0.7, color=["#eeeeee", colour])
+            color = _COLORS["equal"] if row.ours is None else color
+            axes.barh(number, [1, row.right / max(1, row.of)], 0.7, color=["#eeeeee", color])
             words = f"{row.right} of {row.of}{words and f': {words}'}"
-        beside(axes, number, cut(words, 72), colour)
+        beside(axes, number, cut(words, 72), color)
 
 
 def _name(row: Row) -> str:

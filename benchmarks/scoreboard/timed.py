@@ -67,7 +67,7 @@ def by_loader(extent: Extent) -> Part:
     return Part(
         "loader",
         [*compared, *rows, *failed_rows(failed)],
-        f"{about}; the trainer's CPU time with flip and normalisation, which its device does "
+        f"{about}; the trainer's CPU time with flip and normalization, which its device does "
         f"(measured in each round: {times.device_us:,.0f} us of each image), as the others do them",
         {"pipelines": raw, "device_us": times.device_us},
     )

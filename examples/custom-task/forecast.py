@@ -47,13 +47,13 @@ class Forecast:
         return {"near": near, "far": far}
 
     def measure(self, model, batch):
-        """A sum over the samples, (), and rows of two errors of each, (n, 2), which `summarise` gets."""
+        """A sum over the samples, (), and rows of two errors of each, (n, 2), which `summarize` gets."""
         past, future = batch.fields["past"], batch.fields["future"]
         predicted = (model(past) - future).square().mean(1)
         repeated = (past[:, -1:] - future).square().mean(1)  # as if the last value stayed
         return {"loss": predicted.sum(), "errors": torch.stack((predicted, repeated), 1)}
 
-    def summarise(self, rows):
+    def summarize(self, rows):
         """Figures from the rows of all samples."""
         predicted, repeated = rows["errors"].mean(0).sqrt().tolist()
         return {"rmse": predicted, "rmse_of_repeating": repeated}

@@ -54,7 +54,7 @@ LISTED = {
     "checkpointing all": ["checkpointing-all-memory", "checkpointing-all-time"],
     "checkpointing some": ["checkpointing-some-memory", "checkpointing-some-time"],
     "torch.compile modes": ["compile", "compile-reduce-overhead", "compile-max-autotune"],
-    "fused optimiser": ["fused", "fused-foreach"],
+    "fused optimizer": ["fused", "fused-foreach"],
     "zero_grad(set_to_none)": ["zero-grad", "zero-grad-memory"],
     "allocator backends": ["allocator-expandable", "allocator-async"],
     "unified memory off by default": ["managed-off"],
@@ -65,7 +65,7 @@ LISTED = {
     "DDP bf16 compression": ["ddp-bf16", "ddp-bf16-bytes"],
     ".item() each step": ["item"],
     "logging each step": ["logging"],
-    "above 90 % utilisation": ["utilisation"],
+    "above 90 % utilization": ["utilization"],
 }
 CLAIM = Claim("quick", "it is faster", Source("a guide", "https://example.org"), "settings", "off", "on")
 TINY = ("data.global_batch_size=16", "data.micro_batch_size=16", "model.width=4", "parallel.threads=1")
@@ -91,7 +91,7 @@ def test_the_figures_of_the_guides_are_what_is_judged() -> None:
     assert (most["pinned"], most["pinned-copy"], most["persistent-workers"]) == (0.90, 0.70, 0.95)
     assert (most["bf16"], most["bf16-memory"], most["loader-settings"]) == (1 / 1.5, 0.60, 1 / 1.2)
     assert (most["checkpointing-all-memory"], most["checkpointing-all-time"]) == (0.30, 1.30)
-    assert (most["utilisation"], most["rule-of-four"], most["ddp-bf16-bytes"]) == (0.10, 1.05, 0.51)
+    assert (most["utilization"], most["rule-of-four"], most["ddp-bf16-bytes"]) == (0.10, 1.05, 0.51)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_what_the_targets_conclude() -> None:
     found = {"bf16": rows, "timm-bf16": {"samples_per_s": 100.0}, "roofline": {"bytes_per_image": 1.0}}
     assert judged["ResNet-50, 224, synthetic, bf16, channels_last, compile"](found)[1] is True
     assert judged["checkpoint stall, every 100 steps"]({"checkpoints": rows}) == ("0.50% of the time", True)
-    assert judged["data-wait, copy, compute, optimiser add up"](found) == ("99.0%", True)
-    jpeg = [{"kind": "train", "gpu/utilisation": share} for share in (0.1, 0.95, 0.95)]
+    assert judged["data-wait, copy, compute, optimizer add up"](found) == ("99.0%", True)
+    jpeg = [{"kind": "train", "gpu/utilization": share} for share in (0.1, 0.95, 0.95)]
     jpeg.append({"kind": "end", "samples_per_s": 180.0})
     assert judged["ResNet-50 from JPEGs"]({"bf16": rows, "jpeg": jpeg}) == (
-        "0.900 of synthetic; GPU utilisation 95%",
+        "0.900 of synthetic; GPU utilization 95%",
         False,
     )
 

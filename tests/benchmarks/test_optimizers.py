@@ -1,4 +1,4 @@
-"""Promise: the bench of optimisers compares like with like, and chooses and counts as it says."""
+"""Promise: the bench of optimizers compares like with like, and chooses and counts as it says."""
 
 import importlib.util
 import math
@@ -29,7 +29,7 @@ def test_updates_are_counted_to_the_first_evaluation_that_is_low_enough() -> Non
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lamb"])
-def test_all_start_from_the_same_weights_with_their_own_optimiser(name: str) -> None:
+def test_all_start_from_the_same_weights_with_their_own_optimizer(name: str) -> None:
     if name == "lamb" and importlib.util.find_spec("timm") is None:
         pytest.skip("timm isn't installed")
     run = prepare(Job(SETTING, name, 0.01, 5))

@@ -111,7 +111,7 @@ def test_a_diverged_run_goes_on_and_is_known_as_such(tmp_path: Path) -> None:
 
 
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
-    "another optimiser": ({"optim": {"name": "sgd"}}, "optimizer: .* isn't what SGD keeps"),
+    "another optimizer": ({"optim": {"name": "sgd"}}, "optimizer: .* isn't what SGD keeps"),
     "muon": ({"optim": {"name": "muon"}}, "optimizer: .* isn't what Muon keeps"),
     "as short": ({"max_steps": 8}, "nothing is left to train; raise epochs or max_steps"),
     "shorter": ({"max_steps": 3}, "nothing is left to train"),

@@ -87,7 +87,7 @@ def test_gpus(tmp_path: Path) -> None:
     found = read_gpus(nvml(), tmp_path, {})
     assert (found.driver, found.nodes, found.problem) == ("570.86", True, "")
     one = found.cards[0]
-    assert (one.name, one.architecture, one.data_centre) == ("NVIDIA GeForce RTX 4090", "sm_89", False)
+    assert (one.name, one.architecture, one.data_center) == ("NVIDIA GeForce RTX 4090", "sm_89", False)
     assert (one.total, one.used) == (80 * GIB, GIB)
 
 

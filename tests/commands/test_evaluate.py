@@ -151,7 +151,7 @@ def test_a_class_that_never_comes_divides_by_nothing() -> None:
 def test_many_classes_need_no_matrix_of_all() -> None:
     """That of so many classes has 160 GB."""
     task = OfClasses(SimpleNamespace(describe=lambda: {"classes": [str(n) for n in range(200_000)]}))  # type: ignore[arg-type]
-    task.summarise({"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])})
+    task.summarize({"label": torch.tensor([7, 7, 199_999]), "predicted": torch.tensor([7, 9, 0])})
     assert task.details["confusion"] == [[7, 7, 1], [7, 9, 1], [199_999, 0, 1]]
     assert per_class(task.details["confusion"], task.classes)[7]["confused_with"] == "9"
 
@@ -191,7 +191,7 @@ def test_a_detector_has_the_twelve_beside_its_own_metric() -> None:
     details = with_details(make_task(load_recipe("digits-detection", [])))
     rows = {name: torch.from_numpy(array) for name, array in found_and_there(1).items()}
     rows["true_count"] = rows["true_count"][:, None]
-    metrics = details.summarise(rows)
+    metrics = details.summarize(rows)
     assert metrics["map"] > 0
     assert details.details["coco"]["AP"] == pytest.approx(metrics["map"], abs=1e-12)
 

@@ -117,7 +117,7 @@ def test_in_bfloat16_within_its_own_limit(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_pixels_in_and_probabilities_out(run: Path, tmp_path: Path) -> None:
-    export(run, "--to", "torchscript", "--with-normalisation", "--out", str(tmp_path / "out"))
+    export(run, "--to", "torchscript", "--with-normalization", "--out", str(tmp_path / "out"))
     opened = open_run(run)
     batch = read_samples(opened.task.evaluation_data, some_samples(opened.task.evaluation_data, 9))
     probabilities = reload.load_model(tmp_path / "out" / "model.ts")(batch.fields[IMAGE])
@@ -318,7 +318,7 @@ def test_a_run_that_cant_be_trusted_is_refused(
     [
         (["--to", "pickle"], "invalid choice"),
         (["--to", "onnx", "--dtype", "bf16"], "bfloat16"),
-        (["--to", "safetensors", "--with-normalisation"], "weights only"),
+        (["--to", "safetensors", "--with-normalization"], "weights only"),
         (["--to", "safetensors", "--set", "model.width=3"], "data.path"),
     ],
 )

@@ -52,7 +52,7 @@ def test_known_digits_are_named(
     right = [said[str(file)][1] == str(label[n]) for n, file in enumerate(files)]
     assert np.mean(right) > 0.9
     assert all(0 < float(said[str(file)][2].rstrip("%")) <= 100 for file in files)
-    assert "8 x 8 grey" in told.out
+    assert "8 x 8 gray" in told.out
 
 
 def test_a_file_becomes_what_was_learned_from(run: Path, digits: tuple[Any, Any], tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_without_files_the_mistakes_of_the_evaluation_come_first(
 def test_the_grid_shows_every_picture_and_marks_mistakes() -> None:
     images = [np.full((8, 8, 1), 100, np.uint8), np.full((50, 30, 3), 200, np.uint8)]
     both = np.asarray(grid(images, [("seven", "is 7", False), ("\N{SNOWMAN}" * 50, "is 8", True)]))
-    for grey in (100, 200):
-        assert (both == grey).all(-1).sum() > 2000
+    for gray in (100, 200):
+        assert (both == gray).all(-1).sum() > 2000
     red = (both == (190, 40, 40)).all(-1).sum()
     none = np.asarray(grid(images[:1], [("seven", "is 7", False)]))
     assert red > 300 > (none == (190, 40, 40)).all(-1).sum()

@@ -621,8 +621,8 @@ _VISION = {
 }
 
 
-def _linear(colour: str) -> Any:
-    values = np.array([int(colour[n : n + 2], 16) for n in (1, 3, 5)]) / 255
+def _linear(color: str) -> Any:
+    values = np.array([int(color[n : n + 2], 16) for n in (1, 3, 5)]) / 255
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
@@ -634,7 +634,7 @@ def _lab(linear: Any) -> Any:
 
 
 def _contrast(one: str, other: str) -> float:
-    light = sorted(float(_linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+    light = sorted(float(_linear(color) @ [0.2126, 0.7152, 0.0722]) for color in (one, other))
     return (light[1] + 0.05) / (light[0] + 0.05)
 
 
@@ -648,17 +648,17 @@ def _palettes() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("palette", _palettes(), ids=["light", "dark"])
-def test_the_colours_can_be_told_apart_by_all(palette: dict[str, str]) -> None:
+def test_the_colors_can_be_told_apart_by_all(palette: dict[str, str]) -> None:
     for text in ("ink", "soft", "good", "bad"):
         assert _contrast(palette[text], palette["paper"]) >= 4.5
     curves = [palette[f"c{n}"] for n in range(7)]
-    for colour in curves:
-        assert _contrast(colour, palette["paper"]) >= 2.8
+    for color in curves:
+        assert _contrast(color, palette["paper"]) >= 2.8
     stacked = [palette[phase] for phase in PHASES]
     for kind, matrix in _VISION.items():
 
         def apart(one: str, other: str, matrix: Any = matrix) -> float:
-            seen = [_lab(np.array(matrix) @ _linear(colour)) for colour in (one, other)]
+            seen = [_lab(np.array(matrix) @ _linear(color)) for color in (one, other)]
             return float(np.linalg.norm(seen[0] - seen[1]))
 
         for one, other in combinations(curves[:4], 2):

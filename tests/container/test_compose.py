@@ -333,7 +333,7 @@ def test_ssh_refuses_to_start_without_a_key(project: Project) -> None:
     environments: list[dict[str, str]] = [{}, {"SSH_AUTHORIZED_KEYS": "no key"}]
     for env in environments:
         line = project.compose("run", "--rm", "-T", "ssh", code=2, env=env)
-        assert "no authorised key: set SSH_AUTHORIZED_KEYS" in line
+        assert "no authorized key: set SSH_AUTHORIZED_KEYS" in line
         assert "-v FILE:/run/authorized_keys:ro with docker run" in line
         assert line.count("\n") == 1
 

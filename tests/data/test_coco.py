@@ -41,7 +41,7 @@ UNIT = st.floats(0, 1, exclude_max=True, width=32)
 
 @st.composite
 def pictures(draw: Any) -> Picture:
-    """A grey picture, black but for white rectangles that are its boxes, each with its own label."""
+    """A gray picture, black but for white rectangles that are its boxes, each with its own label."""
     height, width = draw(st.integers(12, 90)), draw(st.integers(12, 90))
     image = np.zeros((height, width, 1), np.uint8)
     boxes = []
@@ -225,11 +225,11 @@ def test_digits_lie_in_their_boxes_and_hide_little_of_each_other() -> None:
         for left, top, right, bottom in picture.boxes.astype(int):
             assert max(right - left, bottom - top) <= LARGEST and bottom - top >= SMALLEST // 2
             light[top:bottom, left:right] = True
-        grey = picture.image[:, :, 0].astype(float)
+        gray = picture.image[:, :, 0].astype(float)
         # Noise is even and reaches 96; whatever is lighter is ink, and ink lies in a box, but for its rim.
-        assert (grey[~light] > 160).mean() < 0.002
+        assert (gray[~light] > 160).mean() < 0.002
         for left, top, right, bottom in picture.boxes.astype(int):
-            assert grey[top:bottom, left:right].mean() > grey[~light].mean() + 10
+            assert gray[top:bottom, left:right].mean() > gray[~light].mean() + 10
         for i, one in enumerate(picture.boxes):
             for other in picture.boxes[:i]:
                 wide, high = np.minimum(one[2:], other[2:]) - np.maximum(one[:2], other[:2])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture(scope="module")
 def made() -> dtmf.Recordings:
-    return dtmf.synthesise(1, np.arange(512))
+    return dtmf.synthesize(1, np.arange(512))
 
 
 def sounding(made: dtmf.Recordings) -> npt.NDArray[np.bool_]:
@@ -77,7 +77,7 @@ def test_a_recording_depends_on_its_number_alone() -> None:
     few, many = dtmf.recordings(0, 40), dtmf.recordings(0, 1100)
     assert few.arrays is not None and many.arrays is not None
     np.testing.assert_array_equal(few.arrays[AUDIO], many.arrays[AUDIO][:40])
-    one = dtmf.synthesise(0, np.array([39]))
+    one = dtmf.synthesize(0, np.array([39]))
     expected = np.clip(np.rint((one.tone + one.noise) * one.gain[:, None]), -32768, 32767)
     np.testing.assert_array_equal(few.arrays[AUDIO][39:], expected)
 

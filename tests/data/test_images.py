@@ -607,7 +607,7 @@ def test_a_full_check_decodes_each_sample_and_counts(broken: Path, capfd: pytest
     assert "3 of 60 training samples are corrupt" in capfd.readouterr().err
 
 
-def labelled(classes: str, labels: list[int]) -> Files:
+def labeled(classes: str, labels: list[int]) -> Files:
     return Files(Path("x"), [b"%d" % number for number in range(len(labels))], labels, classes)
 
 
@@ -624,11 +624,11 @@ def labelled(classes: str, labels: list[int]) -> Files:
 )
 def test_a_class_without_samples_to_learn_from(train: Any, val: Any, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
-        common_classes("data", labelled(*train), labelled(*val), gaps=True)
+        common_classes("data", labeled(*train), labeled(*val), gaps=True)
 
 
 def test_a_number_that_is_nobodys_label_is_no_class_of_a_table(tmp_path: Path) -> None:
-    parts = labelled("0123", [0, 2, 3]), labelled("012", [0, 2])
+    parts = labeled("0123", [0, 2, 3]), labeled("012", [0, 2])
     assert common_classes("data", *parts, gaps=True) == tuple("0123")
     with pytest.raises(BadInputError, match="class '1' has no samples in train, and 0 in val"):
         common_classes("data", *parts, gaps=False)

@@ -137,8 +137,8 @@ def test_a_signal_to_every_process_of_a_job_ends_no_worker() -> None:
 
 def test_sixteen_bits_and_odd_names(tmp_path: Path) -> None:
     root = make_folder(tmp_path)
-    grey = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
-    Image.fromarray(grey).save(root / "train" / "cat" / "deep.png")
+    gray = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    Image.fromarray(gray).save(root / "train" / "cat" / "deep.png")
     shutil.copyfile(root / "train" / "cat" / "0.png", os.fsencode(root / "train" / "cat") + b"/x\xff.png")
     images = load_images(DataConfig(name="folder", path=root, image_size=16), 0)
     out: dict[str, Any] = {"image": np.empty((14, 16, 16, 3), np.uint8), "label": np.empty(14, np.int64)}

@@ -71,7 +71,7 @@ def test_neighbors_among_few_samples_are_independent(size: int) -> None:
 
 @pytest.mark.parametrize("size", [10, 360, 1100])
 def test_positions_and_samples_are_independent(size: int) -> None:
-    """Pearson's chi-squared over (position, sample), and over neighbours, of many epochs."""
+    """Pearson's chi-squared over (position, sample), and over neighbors, of many epochs."""
     order = orders(size, 1_000_000 // size)
     table = np.stack([np.bincount(order[:, position], minlength=size) for position in range(size)])
     steps = np.bincount(((order[:, 1:] - order[:, :-1]) % size).flatten(), minlength=size)[1:]

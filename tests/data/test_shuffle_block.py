@@ -55,7 +55,7 @@ def test_blocks_are_shuffled_in_themselves_and_shards_among_each_other() -> None
     for block in shard:
         assert np.bincount(block, minlength=12)[np.unique(block)].tolist() == [50] * 4
         changes = int((block[1:] != block[:-1]).sum())
-        assert 120 < changes < 180  # of 199 neighbours three quarters lie in different shards
+        assert 120 < changes < 180  # of 199 neighbors three quarters lie in different shards
     assert sorted(runs(shards, order)) != runs(shards, order)
     inside = order[:200][shard[0] == shard[0, 0]] % 50
     assert np.abs(np.corrcoef(inside, np.arange(50))[0, 1]) < 0.5

@@ -18,7 +18,7 @@ from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World, replicate
 from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
-from trainer.models.sync_batchnorm import synchronise_batchnorm
+from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.train.run import check_request, make_task
 
 pytestmark = pytest.mark.compat
@@ -125,13 +125,13 @@ def test_unused_parameters_are_looked_for_when_asked(ranks: Ranks) -> None:
     assert all("find_unused_parameters" in error for error in ranks.run(2, steps_of_forked, False))
 
 
-def synchronised(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """Output, gradients and running statistics of synchronised layers on one rank."""
+def synchronized(world: World, shape: tuple[int, ...], steps: int) -> dict[str, Any]:
+    """Output, gradients and running statistics of synchronized layers on one rank."""
     torch.manual_seed(1)
     layer = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(shape[1], momentum=0.3).double()
     nn.init.normal_(layer.weight)
     assert world.group is not None
-    assert synchronise_batchnorm(layer, world.group) == 1
+    assert synchronize_batchnorm(layer, world.group) == 1
     statistics = StepStatistics(layer, world.group)
     per_rank = shape[0] // world.size
     for _ in range(steps):
@@ -173,10 +173,10 @@ def alone(shape: tuple[int, ...], steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 4, 5)])
-def test_synchronised_batchnorm_is_batchnorm_of_all_ranks_samples(
+def test_synchronized_batchnorm_is_batchnorm_of_all_ranks_samples(
     ranks: Ranks, size: int, shape: tuple[int, ...]
 ) -> None:
-    answers = ranks.run(size, synchronised, shape, 3)
+    answers = ranks.run(size, synchronized, shape, 3)
     right = alone(shape, 3)
     for part in ("output", "input"):
         assert torch.allclose(torch.cat([answer[part] for answer in answers]), right[part], atol=1e-12)
@@ -192,7 +192,7 @@ def test_synchronised_batchnorm_is_batchnorm_of_all_ranks_samples(
 def low_precision(world: World, low: torch.dtype) -> list[torch.Tensor]:
     assert world.group is not None
     layer = nn.BatchNorm1d(3)
-    synchronise_batchnorm(layer, world.group)
+    synchronize_batchnorm(layer, world.group)
     torch.manual_seed(world.rank)
     x = (torch.randn(64, 3) * 100 + 1000).to(low)
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,14 +212,14 @@ def test_statistics_of_low_precision_input_are_in_fp32(ranks: Ranks, low: torch.
         assert torch.allclose(mean, 0.1 * x.mean(0), rtol=1e-5)
 
 
-def synchronised_training(world: World, values: dict[str, Any]) -> Any:
+def synchronized_training(world: World, values: dict[str, Any]) -> Any:
     losses, metrics, weights = train_digits(world, values, 0)
     return losses, metrics, weights
 
 
 @pytest.mark.parametrize("memory", [{}, {"checkpointing": "blocks"}])
 def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, memory: dict[str, Any]) -> None:
-    """That is what separate statistics don't do: there a micro-batch is normalised by itself."""
+    """That is what separate statistics don't do: there a micro-batch is normalized by itself."""
     parallel = {"threads": 1, "sync_batchnorm": True}
     small = DIGITS | {
         "data": DIGITS["data"] | {"micro_batch_size": 32},
@@ -227,11 +227,11 @@ def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, mem
         "memory": memory,
     }
     whole = DIGITS | {"data": DIGITS["data"] | {"micro_batch_size": 64}}
-    together = ranks.run(2, synchronised_training, small)
-    (expected, _, weights), *_ = ranks.run(1, synchronised_training, whole)
+    together = ranks.run(2, synchronized_training, small)
+    (expected, _, weights), *_ = ranks.run(1, synchronized_training, whole)
     losses = torch.tensor([losses for losses, _, _ in together]).sum(0)
     assert torch.allclose(losses, torch.tensor(expected), rtol=1e-4)
-    separate = ranks.run(2, synchronised_training, small | {"parallel": {"threads": 1}})
+    separate = ranks.run(2, synchronized_training, small | {"parallel": {"threads": 1}})
     different = torch.tensor([losses for losses, _, _ in separate]).sum(0)
     assert not torch.allclose(different, torch.tensor(expected), rtol=1e-4)
     for name, tensor in together[0][2].items():
@@ -242,7 +242,7 @@ def test_two_ranks_with_it_train_like_one_with_the_whole_batch(ranks: Ranks, mem
 def copied(world: World) -> bool:
     model = nn.Sequential(nn.BatchNorm1d(2))
     assert world.group is not None
-    synchronise_batchnorm(model, world.group)
+    synchronize_batchnorm(model, world.group)
     twin = copy.deepcopy(model)
     twin.load_state_dict({**twin.state_dict(), "0.weight": torch.tensor([2.0, 2.0])})
     twin.eval()

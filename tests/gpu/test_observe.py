@@ -32,7 +32,7 @@ def test_nvml_sees_the_work() -> None:
         torch.cuda.synchronize()
     machine.close()
     found = machine.take()
-    assert float(found["gpu/utilisation"]) > 0.5
+    assert float(found["gpu/utilization"]) > 0.5
     assert 0 < float(found["gpu/memory_bytes"]) < float(found["gpu/memory_total_bytes"])
     power = float(found["gpu/power_w"])
     assert 0 < power <= 1.2 * float(found["gpu/power_limit_w"])

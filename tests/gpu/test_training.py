@@ -1,4 +1,4 @@
-"""Promise, on a GPU: no host synchronisation in the loop, and the same results as on the CPU."""
+"""Promise, on a GPU: no host synchronization in the loop, and the same results as on the CPU."""
 
 import math
 from collections.abc import Iterator

@@ -95,7 +95,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpu.architecture", "bad", {"gpus__cards": (replace(card(), architecture="sm_61"),)}, "torch2.6-cu124"),
     ("gpu.architecture", "bad", {"gpus__cards": (replace(card(), architecture="sm_30"),)}, "no kernel image"),
     ("gpu.compat", "bad", {"gpus__compat": ("535.10",)}, "803"),
-    ("gpu.compat", "bad", {"gpus__compat": ("580.1",), "gpus__cards": (card(data_centre=False),)}, "804"),
+    ("gpu.compat", "bad", {"gpus__compat": ("580.1",), "gpus__cards": (card(data_center=False),)}, "804"),
     ("gpu.memory", "warn", {"gpus__cards": (replace(card(), used=40 * GIB),)}, "40 GiB of 80 GiB"),
     ("software.lock", "bad", {"software__torch": ""}, "no torch"),
     ("software.lock", "bad", {"software__changing": True}, "interrupted"),

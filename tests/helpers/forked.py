@@ -76,7 +76,7 @@ def attempt(
     """
     folder.mkdir(exist_ok=True)
     told = folder.with_name(f"{folder.name}.told")
-    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     process = multiprocessing.get_context("fork").Process(
         target=_attempt, args=(folder, recipe or small(), mode, stop_at, stop_after, before, source, told)

@@ -1,6 +1,6 @@
 """Runs of one, two or four ranks in which one hangs, in forked processes; how the job ended.
 
-A hang is put where a real one would be: into the reading of a sample, the model, the optimiser, a collective,
+A hang is put where a real one would be: into the reading of a sample, the model, the optimizer, a collective,
 the disk. It knows its step from the training loop and not from the phases that are under test.
 """
 

@@ -143,7 +143,7 @@ def _leave_a_child() -> None:
 
 
 def _tell() -> int:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "COLOUR")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE", "COLOR")
     told = {"arguments": WORDS[2:], **{name: os.environ.get(name) for name in names}}
     (FOLDER / f"told-{RANK}").write_text(json.dumps(told))
     if RANK == "1":

@@ -98,7 +98,7 @@ def train_row(n: int, rows: int, draw: random.Random) -> dict[str, Any]:
         "network/received_bytes_per_s": 5e7,
         "network/sent_bytes_per_s": 4e7,
         "network/loopback_bytes_per_s": 1e6,
-        "gpu/utilisation": 0.8 + 0.1 * draw.random(),
+        "gpu/utilization": 0.8 + 0.1 * draw.random(),
         "gpu/memory_bytes": 7.1e10,
         "gpu/memory_total_bytes": 8.5e10,
         "gpu/power_w": 600 + 50 * draw.random(),

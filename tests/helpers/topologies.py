@@ -84,7 +84,7 @@ def topologies(count: int, seed: int, tally: chaos.Tally) -> str:
     """Judges so many histories, all different; returns a line about them."""
     random_, changes = random.Random(seed), Counter[str]()
     consensus._SECONDS_BETWEEN = 0.02  # a run here is over in a second
-    # torch imports half of itself when the first optimiser is made: here, and not in every fork.
+    # torch imports half of itself when the first optimizer is made: here, and not in every fork.
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
     recipes = [recipe_of(kind) for kind in kinds()]
     wanted: dict[int, tuple[chaos.Ending, float]] = {}

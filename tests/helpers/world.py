@@ -21,7 +21,7 @@ class Ranks:
     """Processes that stay for the whole test session; forked, so that none imports torch again."""
 
     def __init__(self) -> None:
-        # torch imports half of itself when the first optimiser is made: here, and not in each of them.
+        # torch imports half of itself when the first optimizer is made: here, and not in each of them.
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
         port = free_port()
         context = multiprocessing.get_context("fork")

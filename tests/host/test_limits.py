@@ -71,7 +71,7 @@ def test_v2_stricter_ancestors_win(tmp_path: Path) -> None:
             "/sys/fs/cgroup/kubepods/memory.max": str(32 * GIB),
             f"{pod}/train/pids.max": "max",
             f"{pod}/pids.max": "300",
-            # A neighbour's limits are not ours.
+            # A neighbor's limits are not ours.
             "/sys/fs/cgroup/kubepods/pod2/cpu.max": "100000 100000",
             f"{pod}/train/child/memory.max": str(GIB),
         },
@@ -143,7 +143,7 @@ V1_MEMORY = "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
             1,
         ),
         (
-            {  # a neighbour's kills count in what is around both
+            {  # a neighbor's kills count in what is around both
                 "/proc/self/cgroup": "0::/pod/train",
                 "/proc/self/mountinfo": V2_MOUNT,
                 "/sys/fs/cgroup/pod/memory.events": "max 5\noom 4\noom_kill 4\noom_group_kill 0",
@@ -330,7 +330,7 @@ def test_unreadable_file_is_no_limit(tmp_path: Path) -> None:
 
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_cpu_list_is_counted(cpus: set[int]) -> None:
-    # As the kernel prints it (bitmap_print_to_pagebuf): ascending, neighbours joined to ranges.
+    # As the kernel prints it (bitmap_print_to_pagebuf): ascending, neighbors joined to ranges.
     starts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     ends = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
     text = ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

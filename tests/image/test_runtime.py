@@ -537,11 +537,11 @@ def test_up_says_why_a_service_did_not_start(machine: Machine) -> None:
         **{
             "compose -f docker-compose.yml up": (1, "", ""),
             "compose ps": (0, "ssh\n", ""),
-            "compose logs": (0, "entrypoint: no authorised key\n", ""),
+            "compose logs": (0, "entrypoint: no authorized key\n", ""),
         }
     )
     _, err = machine.run("up", code=1)
-    assert "runtime: error: ssh: entrypoint: no authorised key\n" in err
+    assert "runtime: error: ssh: entrypoint: no authorized key\n" in err
     assert "make down" in err
 
 

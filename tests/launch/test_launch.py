@@ -259,7 +259,7 @@ def test_arguments_and_variables_arrive_and_one_rank_can_ask_for_a_requeue(run: 
         "OMP_NUM_THREADS": "3",
         "MKL_NUM_THREADS": "3",
         "WORLD_SIZE": "2",
-        "COLOUR": None,
+        "COLOR": None,
     }
 
 
@@ -338,7 +338,7 @@ def test_one_rank_keeps_its_code(run: Launcher, what: str, code: int, text: str)
 
 @BOTH_WAYS
 def test_one_rank_that_raises_shows_its_traceback(run: Launcher) -> None:
-    run.start("once", processes=1, max_restarts=1, environment={"COLOUR": "blue"})
+    run.start("once", processes=1, max_restarts=1, environment={"COLOR": "blue"})
     code, text = run.end()
     assert code == 0
     assert text.startswith("trainer: rank 0 of 1 failed:\nTraceback (most recent call last):\n")

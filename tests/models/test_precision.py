@@ -90,7 +90,7 @@ def test_an_overflow_is_skipped_once_and_moves_nothing_but_the_data(optimizer: s
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_skipped_first_update_leaves_no_garbage(optimizer: str) -> None:
-    """With uninitialised memory filled with NaN, the run goes on as if the first step hadn't been."""
+    """With uninitialized memory filled with NaN, the run goes on as if the first step hadn't been."""
     recipe = make_recipe(
         data={"global_batch_size": 8, "micro_batch_size": 4},
         precision={"mode": "fp16", "initial_scale": 1024.0},

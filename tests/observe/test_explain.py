@@ -139,10 +139,10 @@ def test_start_is_nobodys_fault() -> None:
 
 
 def test_a_busy_gpu_needs_no_advice_on_its_loader() -> None:
-    waiting = {"time/wall": 1.0, "time/data": 0.5, "time/forward": 0.5, "gpu/utilisation": 0.4}
+    waiting = {"time/wall": 1.0, "time/data": 0.5, "time/forward": 0.5, "gpu/utilization": 0.4}
     facts = dataclasses.replace(FACTS, on_gpu=True)
     assert diagnose(waiting, facts).cause.startswith("data")
-    assert diagnose({**waiting, "gpu/utilisation": 0.75}, facts).cause == "none"
+    assert diagnose({**waiting, "gpu/utilization": 0.75}, facts).cause == "none"
 
 
 def test_retries_of_the_allocator_are_those_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

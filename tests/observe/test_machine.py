@@ -272,7 +272,7 @@ class FakeNvml:
 def test_figures_of_two_gpus() -> None:
     metrics, reasons = Nvml({}, 2, FakeNvml()).sample(0.5)
     assert metrics == {
-        "gpu/utilisation": 0.5,
+        "gpu/utilization": 0.5,
         "gpu/power_w": 200.0,
         "gpu/power_limit_w": 700.0,
         "gpu/clock_mhz": 1000.0,

@@ -101,9 +101,9 @@ def test_holders_are_counted_once() -> None:
     model, optimizer = trained()
     held = held_by(model, optimizer, average=[torch.zeros(1024, 512)], batch=[next(model.parameters())])
     assert held["weights"] == held["gradients"] == 4 * MIB
-    assert 8 * MIB <= held["optimiser state"] < 8 * MIB + 100
+    assert 8 * MIB <= held["optimizer state"] < 8 * MIB + 100
     assert (held["average"], held["batch"]) == (2 * MIB, 0)
-    assert next(iter(held)) == "optimiser state"
+    assert next(iter(held)) == "optimizer state"
 
 
 MESSAGE = (
@@ -112,7 +112,7 @@ MESSAGE = (
     "memory {allocated:.2f} GiB is allocated by PyTorch, and {cached:.2f} GiB is reserved by PyTorch but "
     "unallocated."
 )
-HELD = {"optimiser state": 8 * GIB, "weights": 4 * GIB, "gradients": 4 * GIB}
+HELD = {"optimizer state": 8 * GIB, "weights": 4 * GIB, "gradients": 4 * GIB}
 
 
 def explained(allocated: float, cached: float, tmp_path: Path, **settings: Any) -> str:
@@ -127,7 +127,7 @@ def test_activations_are_what_is_left(tmp_path: Path) -> None:
     text = explained(76.0, 0.5, tmp_path)
     assert "out of memory on cuda:0 of 79.0 GiB in test_memory_report.py:" in text
     assert "2,048 MiB more were wanted" in text
-    assert "Held: activations and temporaries 60.00 GiB, optimiser state 8.00 GiB, weights 4.00 GiB" in text
+    assert "Held: activations and temporaries 60.00 GiB, optimizer state 8.00 GiB, weights 4.00 GiB" in text
     assert "data.micro_batch_size=32 with the same data.global_batch_size" in text
     assert "memory.checkpointing=blocks" in text
     assert "precision.mode=bf16" in text
@@ -158,7 +158,7 @@ def test_a_message_of_another_form(allocator: Allocator, tmp_path: Path) -> None
     allocator.take(20 * GIB)
     error = torch.OutOfMemoryError("HIP out of memory")
     text = explain_oom(error, GPU, tmp_path / "gone", HELD, micro_batch_size=8)
-    assert "Held: optimiser state 8.00 GiB, weights 4.00 GiB, gradients 4.00 GiB, activations" in text
+    assert "Held: optimizer state 8.00 GiB, weights 4.00 GiB, gradients 4.00 GiB, activations" in text
     assert "More in" not in text
 
 

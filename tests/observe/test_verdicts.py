@@ -56,7 +56,7 @@ def test_figures_of_a_gpu(made_up: record.Record) -> None:
 
 
 def test_no_loader_advice_where_the_device_is_busy() -> None:
-    advised = [kept for kept in gpu.records() if float(kept.figures["gpu/utilisation"]) >= 0.7]
+    advised = [kept for kept in gpu.records() if float(kept.figures["gpu/utilization"]) >= 0.7]
     assert advised
     assert not [kept.name for kept in advised if kept.judged_again().cause.startswith("data-")]
 

@@ -17,7 +17,7 @@ from trainer.config.training import OptimConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.models.images import SmallResNet, build_model
-from trainer.optim.muon import Muon, hidden_matrices, orthogonalise
+from trainer.optim.muon import Muon, hidden_matrices, orthogonalize
 from trainer.optim.optimizers import LRScheduler, layer_factors, make_optimizer, parameter_groups
 from trainer.train.evaluate import evaluate
 from trainer.train.run import make_task
@@ -82,19 +82,19 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("shape", [(32, 288), (288, 32), (24, 216), (10, 40), (1, 50), (50, 1), (3, 200)])
 def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * 1e-3
-    values = torch.linalg.svdvals(orthogonalise(matrices))
+    values = torch.linalg.svdvals(orthogonalize(matrices))
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
 
 
 def test_singular_vectors_stay_and_nothing_stays_nothing() -> None:
     matrix = torch.randn(1, 6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     left, before, right = torch.linalg.svd(matrix, full_matrices=False)
-    after = left.mT @ orthogonalise(matrix) @ right.mT
+    after = left.mT @ orthogonalize(matrix) @ right.mT
     scalars = before / before.norm()
     for _ in range(5):
         scalars = 3.4445 * scalars - 4.7750 * scalars**3 + 2.0315 * scalars**5
     assert torch.allclose(after, scalars.diag_embed(), atol=1e-6)
-    assert torch.equal(orthogonalise(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
+    assert torch.equal(orthogonalize(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
 
 
 def by_the_book(

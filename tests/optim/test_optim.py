@@ -350,7 +350,7 @@ def test_momentum_begins_at_zero_where_the_first_update_is_skipped() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_fused_updates_are_right_for_channels_last_weights(name: Any) -> None:
-    """Fused CPU optimisers are silently wrong where strides of gradient, state and weight differ."""
+    """Fused CPU optimizers are silently wrong where strides of gradient, state and weight differ."""
     results = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)

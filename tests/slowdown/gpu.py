@@ -48,7 +48,7 @@ def _loader(workers: int, cpu: float, blocked: float) -> dict[str, float]:
 
 def _gpu(busy: float, caught_up: float = 0.05, **times: float) -> dict[str, float]:
     waits = {f"time/{phase}": seconds for phase, seconds in times.items()}
-    return {"gpu/utilisation": busy, "gpu/caught_up": caught_up, **waits}
+    return {"gpu/utilization": busy, "gpu/caught_up": caught_up, **waits}
 
 
 def _slowed(share: float, reason: str, mhz: float, celsius: float) -> dict[str, float | str]:

@@ -57,7 +57,7 @@ def batch_of(task: Audio, count: int, weight: torch.Tensor | None = None, first:
 
 
 def plain_log_mel(sound: Any, rate: int, window: int, hop: int, mels: int, low: float, high: float) -> Any:
-    """Written out from the definitions: centred Hann frames, HTK's mel scale, triangles of height 1."""
+    """Written out from the definitions: centered Hann frames, HTK's mel scale, triangles of height 1."""
     bins = 1 << (window - 1).bit_length()
     padded = np.pad(sound / 32768, bins // 2, mode="reflect")
     hann = np.zeros(bins)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from trainer.tasks.augment import Normalisation, by_policy, crop, flip, jitter, make_policy
+from trainer.tasks.augment import Normalization, by_policy, crop, flip, jitter, make_policy
 
 
 def images(count: int = 6, channels: int = 3) -> torch.Tensor:
@@ -47,16 +47,16 @@ def test_jitter_has_the_bits_of_the_formula_and_leaves_its_input_alone(channels:
     before = byte.clone()
     brightness, contrast, saturation = (1 + 0.4 * (random * 2 - 1)).view(-1, 3, 1, 1, 1).unbind(1)
 
-    def grey(image: torch.Tensor) -> torch.Tensor:
+    def gray(image: torch.Tensor) -> torch.Tensor:
         weights = (0.2989, 0.587, 0.114)
         parts = [each * weight for each, weight in zip(image.unbind(1), weights, strict=channels == 3)]
         return (parts[0] + parts[1] + parts[2])[:, None] if channels == 3 else image
 
     image = (byte.float() * brightness).clamp(0, 255)
-    middle = grey(image).mean((1, 2, 3), keepdim=True)
+    middle = gray(image).mean((1, 2, 3), keepdim=True)
     image = (middle + contrast * (image - middle)).clamp(0, 255)
     if channels == 3:
-        image = (grey(image) + saturation * (image - grey(image))).clamp(0, 255)
+        image = (gray(image) + saturation * (image - gray(image))).clamp(0, 255)
     assert torch.equal(jitter(byte, random, 0.4), image.round().to(torch.uint8))
     assert torch.equal(byte, before)
 
@@ -86,13 +86,13 @@ def test_a_policy_is_drawn_by_the_micro_batches_seed_and_for_each_group(name: st
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_normalising_gives_the_same_in_both_layouts(channels: int) -> None:
+def test_normalizing_gives_the_same_in_both_layouts(channels: int) -> None:
     byte = images(channels=channels).permute(0, 2, 3, 1).contiguous()
     mean, std = (0.4, 0.5, 0.6)[:channels], (0.2, 0.3, 0.4)[:channels]
-    normalise = Normalisation(mean, std)
+    normalize = Normalization(mean, std)
     expected = (byte.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
     for channels_last in (True, False):
-        found = normalise(byte, channels_last)
+        found = normalize(byte, channels_last)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         assert found.is_contiguous(memory_format=layout)
         assert torch.allclose(found.permute(0, 2, 3, 1).double(), expected, atol=1e-6)
@@ -109,7 +109,7 @@ def test_half_of_the_images_are_mirrored() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(3, 5, 7, 3), (5, 31, 33, 1), (9, 151, 149, 3)])
-def test_flip_and_normalisation_in_one_go_have_the_bits_of_one_after_the_other(
+def test_flip_and_normalization_in_one_go_have_the_bits_of_one_after_the_other(
     shape: tuple[int, ...], threads: int
 ) -> None:
     """In blocks and in memory that was written before, for any layout."""
@@ -117,7 +117,7 @@ def test_flip_and_normalisation_in_one_go_have_the_bits_of_one_after_the_other(
     byte = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     random = torch.rand(shape[0], 1, generator=generator)
     mean, std = torch.tensor([0.4, 0.5, 0.6])[: shape[3]], torch.tensor([0.2, 0.3, 0.4])[: shape[3]]
-    normalise = Normalisation(mean.tolist(), std.tolist())
+    normalize = Normalization(mean.tolist(), std.tolist())
     planes = torch.where(random.view(-1, 1, 1, 1) < 0.5, byte.flip(2), byte).permute(0, 3, 1, 2)
     scale, shift = (row.view(-1, 1, 1) for row in (1 / (255 * std), -mean / std))
     before = torch.get_num_threads()
@@ -126,7 +126,7 @@ def test_flip_and_normalisation_in_one_go_have_the_bits_of_one_after_the_other(
         for layout in (torch.channels_last, torch.contiguous_format) * 2:
             floats = planes.contiguous(memory_format=layout).float()
             expected = torch.addcmul(shift, floats, scale, out=floats)
-            found = normalise(byte, layout == torch.channels_last, random)
+            found = normalize(byte, layout == torch.channels_last, random)
             assert torch.equal(found, expected)
             assert found.stride() == expected.stride()
     finally:
@@ -136,9 +136,9 @@ def test_flip_and_normalisation_in_one_go_have_the_bits_of_one_after_the_other(
 def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> None:
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randint(0, 256, (2, 2, 128, 128, 3), dtype=torch.uint8, generator=generator)
-    normalise = Normalisation((0.5,) * 3, (0.3,) * 3)
-    place = normalise(first, True).data_ptr()
-    assert normalise(second, True).data_ptr() == place
+    normalize = Normalization((0.5,) * 3, (0.3,) * 3)
+    place = normalize(first, True).data_ptr()
+    assert normalize(second, True).data_ptr() == place
 
     weight = torch.ones((), requires_grad=True)
     holders: list[Callable[[torch.Tensor], Any]] = [
@@ -147,20 +147,20 @@ def test_memory_is_written_again_only_once_nothing_holds_what_was_in_it() -> Non
         lambda image: image * weight,
     ]
     for held in holders:
-        expected = normalise(first, True).sum()
-        kept = held(normalise(first, True))
+        expected = normalize(first, True).sum()
+        kept = held(normalize(first, True))
         content = torch.as_tensor(kept).detach().clone()
-        normalise(second, True).zero_()
+        normalize(second, True).zero_()
         assert torch.equal(torch.as_tensor(kept).detach(), content)
         if isinstance(kept, torch.Tensor) and kept.requires_grad:  # by the graph alone
             (gradient,) = torch.autograd.grad(kept.sum(), weight)
             assert torch.equal(gradient, expected)
         del kept
-    place = normalise(first, True).data_ptr()
-    assert normalise(first[:1], True).data_ptr() == place, "a smaller batch"
+    place = normalize(first, True).data_ptr()
+    assert normalize(first[:1], True).data_ptr() == place, "a smaller batch"
     with torch.inference_mode():
-        assert normalise(second, True).data_ptr() == place
-    assert not normalise(second, True).is_inference()
+        assert normalize(second, True).data_ptr() == place
+    assert not normalize(second, True).is_inference()
 
 
 def test_a_crop_is_the_image_shifted_by_up_to_an_eighth() -> None:

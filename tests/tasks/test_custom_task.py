@@ -249,7 +249,7 @@ WRONG: list[tuple[str, Callable[..., Any] | None, str]] = [
         "metric is 'loss', which measure doesn't give (it gives a)",
     ),
     ("measure", lambda *_: {"loss": torch.zeros(3)}, "'loss' as a tensor of shape (3,)"),
-    ("measure", lambda *_: {"loss": torch.zeros(4)}, "and there is no summarise"),
+    ("measure", lambda *_: {"loss": torch.zeros(4)}, "and there is no summarize"),
 ]
 
 
@@ -440,7 +440,7 @@ def rows(_: Small, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def many(_: Small) -> Any:
-    """More samples than `summarise` is tried on."""
+    """More samples than `summarize` is tried on."""
     x = np.arange(200, dtype=np.float32).reshape(100, 2) / 100
     return {"x": x, "y": x[:, :1]}, {"x": x, "y": x[:, :1]}
 
@@ -460,40 +460,40 @@ AUC = {"metric": "auc", "mode": "max", "measure": rows}
     ("methods", "message"),
     [
         (
-            {"summarise": lambda *_: {"f1": 0.5}},
-            "metric is 'auc', which neither measure nor summarise gives (they",
+            {"summarize": lambda *_: {"f1": 0.5}},
+            "metric is 'auc', which neither measure nor summarize gives (they",
         ),
-        ({"summarise": broken}, "in summarise: KeyError: 'scores'; summarise gives metrics by name"),
-        ({"summarise": lambda *_: 0.5}, "summarise gave a float"),
-        ({"summarise": lambda *_: {"auc": torch.zeros(3)}}, "summarise gave 'auc' as a tensor of shape (3,)"),
-        ({"summarise": complaining}, "in summarise: ValueError: only one class"),
-        ({"metric": "score", "summarise": lambda *_: {}}, "metric is 'score', which neither"),
+        ({"summarize": broken}, "in summarize: KeyError: 'scores'; summarize gives metrics by name"),
+        ({"summarize": lambda *_: 0.5}, "summarize gave a float"),
+        ({"summarize": lambda *_: {"auc": torch.zeros(3)}}, "summarize gave 'auc' as a tensor of shape (3,)"),
+        ({"summarize": complaining}, "in summarize: ValueError: only one class"),
+        ({"metric": "score", "summarize": lambda *_: {}}, "metric is 'score', which neither"),
     ],
 )
-def test_summarise_is_tried(methods: dict[str, Any], message: str) -> None:
+def test_summarize_is_tried(methods: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(message)):
         check(**AUC | methods)
 
 
-def test_summarise_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summarize_is_tried_on_as_many_rows_as_there_will_be(capsys: pytest.CaptureFixture[str]) -> None:
     """And a complaint about what few of them lack is only told."""
     labels = torch.arange(100)
 
-    def summarise(_: Small, rows: Any) -> Any:
+    def summarize(_: Small, rows: Any) -> Any:
         return {"auc": (rows["score"] - labels).mean(), "n": np.float32(len(rows["score"]))}
 
-    check(**AUC, data=many, summarise=summarise)
+    check(**AUC, data=many, summarize=summarize)
     assert not capsys.readouterr().err
-    check(**AUC, data=many, summarise=complaining)
+    check(**AUC, data=many, summarize=complaining)
     assert "ValueError: only one class" in capsys.readouterr().err
 
 
-def test_figures_of_summarise_are_plain_numbers() -> None:
+def test_figures_of_summarize_are_plain_numbers() -> None:
     mine = type(
-        "Mine", (Small,), {**AUC, "summarise": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
+        "Mine", (Small,), {**AUC, "summarize": lambda *_: {"auc": np.float32(0.5), "t": torch.ones(())}}
     )
     task: Any = CustomTask(mine(), "mine")
-    metrics = task.summarise({})
+    metrics = task.summarize({})
     assert {name: type(value) for name, value in metrics.items()} == {"auc": float, "t": float}
 
 
@@ -720,7 +720,7 @@ def test_padding_never_comes_to_the_methods() -> None:
         def measure(self, model: nn.Module, batch: Any) -> Any:
             return {"loss": self.loss(model, batch), "first": batch.fields["x"][:, 0]}
 
-        def summarise(self, rows: Any) -> dict[str, float]:
+        def summarize(self, rows: Any) -> dict[str, float]:
             return {"sum": float(rows["first"].sum())}
 
     task, model = CustomTask(Counting(), "counting"), nn.Linear(2, 1)
@@ -776,7 +776,7 @@ def test_a_slip_of_an_optional_name_is_an_error() -> None:
         return CustomTask(type("Mine", (type("Base", (Small,), names),), {})(), "mine.py")
 
     slips = {"optimiser": "optimizer", "schedular": "scheduler", "transform": "transforms"}
-    for name, meant in {**slips, "summarize": "summarise", "collate_fn": "collate"}.items():
+    for name, meant in {**slips, "summarise": "summarize", "collate_fn": "collate"}.items():
         for given in (method, staticmethod(method)):
             with pytest.raises(BadInputError) as caught:
                 made(**{name: given})

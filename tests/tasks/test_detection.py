@@ -31,7 +31,7 @@ from trainer.models.detection import (
     assign,
     cell_middles,
     detections,
-    generalised_iou,
+    generalized_iou,
     make_detector,
     tiny_losses,
 )
@@ -148,7 +148,7 @@ def test_focal_loss_and_overlap_are_torchvisions() -> None:
     )
     given_ = tiny_losses(logits, boxes, cells, 8, true, label, torch.tensor([1]))
     torch.testing.assert_close(given_[0], expected)
-    assert generalised_iou(torch.zeros(4), torch.zeros(4)).isfinite()
+    assert generalized_iou(torch.zeros(4), torch.zeros(4)).isfinite()
     assert target.shape == (1, 16)
 
 

@@ -32,7 +32,7 @@ def images(count: int, side: int = 16) -> torch.Tensor:
     return torch.arange(1.0, count + 1).view(-1, 1, 1, 1).expand(count, 1, side, side)
 
 
-def test_mixup_is_a_blend_with_one_neighbour() -> None:
+def test_mixup_is_a_blend_with_one_neighbor() -> None:
     torch.manual_seed(0)
     image = images(64)
     mixed = mix(image, 0.4, 0.0)

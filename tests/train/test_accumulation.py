@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Capture:
-    """In the optimiser's place: keeps gradients, changes nothing."""
+    """In the optimizer's place: keeps gradients, changes nothing."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters = parameters

@@ -176,13 +176,13 @@ def slowly(seconds: float, number: int = 0, at: int = -1) -> Callable[[], None]:
             time.sleep(seconds)
             return commit(*arguments)
 
-        def signalled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
+        def signaled(self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
             if number and sys.modules["trainer.observe.phases"].PHASE_TIMER.step == at + 1 and model.training:
                 os.kill(os.getpid(), number)
             return harmed(self, model, batch)
 
         replace(store, "commit", slow)
-        replace(Classification, "loss", signalled)
+        replace(Classification, "loss", signaled)
 
     return install
 

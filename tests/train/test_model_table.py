@@ -25,7 +25,7 @@ def counted(task: TokenTask) -> tuple[nn.Module, Count]:
 
 
 def test_the_flops_of_each_part_are_those_by_hand() -> None:
-    """The first layer has no gradient of its input; residual blocks share theirs with their neighbours."""
+    """The first layer has no gradient of its input; residual blocks share theirs with their neighbors."""
     _, count = counted(TokenTask(16, ragged=False, blocks=2))
     assert count.by_part == {"0": 2 * FIRST, "2.0": 3 * BLOCK, "2.1": 3 * BLOCK, "3": 3 * LAST}
     assert sum(count.by_part.values()) == count.per_sample

@@ -223,7 +223,7 @@ def newest_good(
     Raises:
         OSError: If the folder can't be read.
         Unreadable: If a checkpoint can't: it may be good, and what came after it would be done again and its
-            newer neighbours removed.
+            newer neighbors removed.
     """
     skipped: list[str] = []
     for _, _, path in _folders(folder):

@@ -111,7 +111,7 @@ class DataConfig(LoaderConfig):
         "and all shards of tar sets and packs, are there), full (that, and each sample decodes) or none",
     )
     global_batch_size: int = Field(
-        64, ge=1, le=1 << 24, description="samples per optimiser step, over all ranks"
+        64, ge=1, le=1 << 24, description="samples per optimizer step, over all ranks"
     )
     micro_batch_size: int = Field(
         64,

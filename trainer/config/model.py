@@ -56,7 +56,7 @@ class ModelConfig(Section):
     blocks: tuple[Annotated[int, Field(ge=1, le=100)], ...] = Field(
         (1, 1), min_length=1, description="residual blocks in each stage (the same)"
     )
-    norm: Literal["batch", "group"] = Field("batch", description="normalisation (the same)")
+    norm: Literal["batch", "group"] = Field("batch", description="normalization (the same)")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the last layer (also audio_cnn)")
     channels_last: bool = Field(False, description="NHWC memory format for convolutions")
     pretrained: Annotated[Path | str | None, BeforeValidator(_as_source)] = Field(

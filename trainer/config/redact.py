@@ -59,7 +59,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Text without the secrets that can be recognised in it."""
+    """Text without the secrets that can be recognized in it."""
     for pattern, with_what in _PATTERNS:
         text = pattern.sub(with_what, text)
     return text

@@ -143,7 +143,7 @@ class DetectionConfig(Section):
     mosaic: _Share = Field(0.0, description="share of the images that are put together with three others")
     norm: Literal["batch", "frozen", "group"] = Field(
         "batch",
-        description="in torchvision's models: batch, frozen (with model.pretrained) or group normalisation",
+        description="in torchvision's models: batch, frozen (with model.pretrained) or group normalization",
     )
 
     @model_validator(mode="after")

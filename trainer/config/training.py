@@ -26,7 +26,7 @@ class OptimConfig(Section):
     """How weights are updated."""
 
     name: Literal["sgd", "adamw", "muon"] = Field(
-        "adamw", description="optimiser: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
+        "adamw", description="optimizer: sgd (Nesterov), adamw, or muon (hidden matrices; adamw for the rest)"
     )
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "one-cycle", "step", "wsd", "constant"] = Field(

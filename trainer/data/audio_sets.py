@@ -45,7 +45,7 @@ def load_audio(config: DataConfig, seconds: float, sample_rate: int, part: str, 
     if config.name == "dtmf":
         if (sample_rate, length) != (dtmf.RATE, dtmf.LENGTH):
             raise BadInputError(
-                f"data.name=dtmf is synthesised at {dtmf.RATE} Hz, {dtmf.LENGTH / dtmf.RATE} s long: set "
+                f"data.name=dtmf is synthesized at {dtmf.RATE} Hz, {dtmf.LENGTH / dtmf.RATE} s long: set "
                 f"audio.sample_rate={dtmf.RATE} and audio.seconds={dtmf.LENGTH / dtmf.RATE}"
             )
         learned, held = dtmf.recordings(0, dtmf.TRAIN), dtmf.recordings(1, dtmf.TEST)

@@ -266,7 +266,7 @@ def _of_nobody(classes: tuple[str, ...], train: Records) -> tuple[str, ...]:
 
 
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """UCI's handwritten digits, its file optdigits.tes: 1797 images of 8 x 8, 17 grey levels.
+    """UCI's handwritten digits, its file optdigits.tes: 1797 images of 8 x 8, 17 gray levels.
 
     E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (1998), UCI Machine Learning
     Repository, https://doi.org/10.24432/C50P49, CC BY 4.0. A test compares them with scikit-learn's.

@@ -241,7 +241,7 @@ def check_reduced(model: nn.Module, rank: int) -> None:
         ) from error
 
 
-def unsynchronised(model: nn.Module) -> AbstractContextManager[None]:
+def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
     """The context of every micro-batch of a step but the last: gradients only accumulate."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 

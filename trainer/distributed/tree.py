@@ -1,8 +1,8 @@
 """Sums of a step's micro-batches in one order, whatever the number of ranks: so their bits are the same.
 
 Floating-point sums depend on their order, and accumulation on one rank adds in another order than ranks among
-each other do. Here micro-batches are added as in a knockout tournament: neighbours first, then the sums of
-neighbours. A rank that does a power of two of neighbouring micro-batches does one branch of that tree, and
+each other do. Here micro-batches are added as in a knockout tournament: neighbors first, then the sums of
+neighbors. A rank that does a power of two of neighboring micro-batches does one branch of that tree, and
 the ranks do the rest of it. The order is that of a binary counter, so that log2(micro-batches) + 1 sums are
 kept at most.
 """

@@ -45,7 +45,7 @@ _CHECK: dict[str, str] = {
     "forward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
     "backward": "the model's code, and on a GPU the device (nvidia-smi; Xid in dmesg)",
     "communication": "the network between the ranks (NCCL_DEBUG=INFO), and on GPUs the devices (nvidia-smi)",
-    "update": "the optimiser, and on a GPU the device (nvidia-smi; Xid in dmesg)",
+    "update": "the optimizer, and on a GPU the device (nvidia-smi; Xid in dmesg)",
     "evaluation": "the evaluation data's workers and file system, and the model's code",
     "logging": "the disk of the run folder, and whether its terminal was stopped (Ctrl-S)",
     "checkpoint": "the disk of the run folder",

@@ -22,7 +22,7 @@ from trainer.host.limits import read_limits
 from trainer.host.processes import children, private_bytes, status_of, tree
 from trainer.host.reading import text_of
 
-HEADROOM = 0.05  # of a memory stays free: fragmentation and neighbours are not the same every time
+HEADROOM = 0.05  # of a memory stays free: fragmentation and neighbors are not the same every time
 _LOOK_SECONDS = 0.01
 _REST_SECONDS = 0.25  # between two looks at what isn't a rank, which cost milliseconds each
 

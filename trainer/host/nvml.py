@@ -126,7 +126,7 @@ class Nvml:
         ones = [self._one(gpu) for gpu in self.gpus]
         ones = [one for one in ones if one]
         metrics = dict[str, float]()
-        for key in ("utilisation", "power_w", "power_limit_w", "clock_mhz", "slow"):
+        for key in ("utilization", "power_w", "power_limit_w", "clock_mhz", "slow"):
             known = [one[key] for one in ones if key in one]
             if known:
                 metrics[f"gpu/{key}"] = sum(known) / len(known)
@@ -148,7 +148,7 @@ class Nvml:
     def _one(self, gpu: Any) -> dict[str, float]:
         found = dict[str, float]()
         if (rates := self.ask("nvmlDeviceGetUtilizationRates", gpu)) is not None:
-            found["utilisation"] = rates.gpu / 100
+            found["utilization"] = rates.gpu / 100
         if (memory := self.ask("nvmlDeviceGetMemoryInfo", gpu)) is not None:
             found |= {"memory_bytes": float(memory.used), "memory_total_bytes": float(memory.total)}
         for key, scale, question in (

@@ -89,7 +89,7 @@ def tiny_losses(
 ) -> torch.Tensor:
     """Loss of each image by itself, so that a sum over images doesn't depend on their grouping.
 
-    Focal loss of the classes (Lin et al., 2017) and one minus the generalised IoU of the boxes (Rezatofighi
+    Focal loss of the classes (Lin et al., 2017) and one minus the generalized IoU of the boxes (Rezatofighi
     et al., 2019), each over the image's own number of cells that are to find something.
 
     Args:
@@ -115,7 +115,7 @@ def tiny_losses(
     weight = 1 - _ALPHA + (2 * _ALPHA - 1) * wanted
     classes = (weight * wrong**_GAMMA * entropy).sum((1, 2))
     true = true_boxes.to(boxes.dtype).gather(1, target[..., None].expand(-1, -1, 4))
-    places = torch.where(positive, 1 - generalised_iou(boxes, true), 0.0).sum(1)
+    places = torch.where(positive, 1 - generalized_iou(boxes, true), 0.0).sum(1)
     return (classes + places) / positive.sum(1).clamp(min=1)
 
 
@@ -136,7 +136,7 @@ def assign(
     return target, smallest < torch.inf
 
 
-def generalised_iou(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def generalized_iou(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Of boxes (..., 4) with boxes (..., 4): (...), in [-1, 1]."""
     least = torch.minimum(one, other)
     most = torch.maximum(one, other)

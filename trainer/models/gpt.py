@@ -18,7 +18,7 @@ _STD = 0.02  # of the weights at first (Radford et al., 2019)
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with pre-normalisation; the head's weights are the embedding's.
+    """A decoder-only transformer with pre-normalization; the head's weights are the embedding's.
 
     Rotary positions: Su et al., 2021; RMSNorm: Zhang and Sennrich, 2019; SwiGLU: Shazeer, 2020; tied
     embeddings: Press and Wolf, 2017. With learned positions, LayerNorm, GELU and biases it is GPT-2 (Radford
@@ -106,7 +106,7 @@ class Block(nn.Module):
     """Attention and MLP, each beside the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
-        """Normalises before each."""
+        """Normalizes before each."""
         super().__init__()
         self.norm1 = _norm(config)
         self.attention = Attention(config)

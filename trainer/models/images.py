@@ -115,5 +115,5 @@ def residual_stages(config: ModelConfig, first_stride: int) -> tuple[nn.Sequenti
 
 
 def make_norm(kind: str, width: int) -> nn.Module:
-    """A normalisation of `width` channels: "batch" or "group"."""
+    """A normalization of `width` channels: "batch" or "group"."""
     return nn.BatchNorm2d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)

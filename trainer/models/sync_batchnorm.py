@@ -14,35 +14,35 @@ from trainer.models.finetune import keeps_statistics
 from trainer.observe.phases import Phase, communicating, enter_phase
 
 
-def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
-    """Turns every BatchNorm layer into a synchronised one, in place; names stay as they are.
+def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup) -> int:
+    """Turns every BatchNorm layer into a synchronized one, in place; names stay as they are.
 
     Returns:
         Number of layers.
     """
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and not keeps_statistics(m)]
     for layer in layers:
-        layer.forward = _Synchronised(layer, group)  # type: ignore[method-assign, assignment]
+        layer.forward = _Synchronized(layer, group)  # type: ignore[method-assign, assignment]
     return len(layers)
 
 
-class _Synchronised:
+class _Synchronized:
     def __init__(self, layer: _BatchNorm, group: dist.ProcessGroup) -> None:
         self._layer = layer
         self._group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronized":
         # Of a model that is tried out, say: the group is the process's and can't be copied.
-        return _Synchronised(memo[id(self._layer)], self._group)
+        return _Synchronized(memo[id(self._layer)], self._group)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         layer = self._layer
         if not layer.training:
             return type(layer).forward(layer, x)
         with torch.autocast(x.device.type, enabled=False):
-            return self._normalised(layer, x.float() if x.dtype in _LOW else x).to(x.dtype)
+            return self._normalized(layer, x.float() if x.dtype in _LOW else x).to(x.dtype)
 
-    def _normalised(self, layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    def _normalized(self, layer: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         world = dist.get_world_size(self._group)
         over = [dim for dim in range(x.ndim) if dim != 1]
         count = x.numel() // x.shape[1]

@@ -23,7 +23,7 @@ def load_initial(model: nn.Module, file: Path, reinit: Sequence[str]) -> int:
     Args:
         model: Takes the weights, converted to its dtypes and memory format.
         file: A safetensors file whose names are those of the model's state_dict.
-        reinit: Patterns of names that are not read: they keep their initialisation.
+        reinit: Patterns of names that are not read: they keep their initialization.
 
     Returns:
         Number of tensors that were taken over.

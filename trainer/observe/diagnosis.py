@@ -78,8 +78,8 @@ class _Evidence:
     @property
     def busy(self) -> float:
         """Share of the steps in which the device computes."""
-        if "gpu/utilisation" in self.metrics:
-            return self.get("gpu/utilisation")
+        if "gpu/utilization" in self.metrics:
+            return self.get("gpu/utilization")
         steps = 1.0 - sum(self.share(phase) for phase in OF_HOST if phase != "start")
         return sum(self.share(phase) for phase in ("forward", "backward", "update")) / max(steps, 1e-9)
 
@@ -236,7 +236,7 @@ def _communication(e: _Evidence) -> Verdict | None:
 
 def _host(e: _Evidence) -> Verdict | None:
     idle = 1 - e.busy
-    if not e.facts.on_gpu or "gpu/utilisation" not in e.metrics or e.get("gpu/caught_up") < 0.7:
+    if not e.facts.on_gpu or "gpu/utilization" not in e.metrics or e.get("gpu/caught_up") < 0.7:
         return None
     if idle < 0.3 or e.share("data") + e.share("copy") + e.share("communication") > 0.3:
         return None
@@ -254,7 +254,7 @@ def _update(e: _Evidence) -> Verdict | None:
     share, samples = e.share("update"), e.facts.step_samples // e.facts.ranks
     if share < 0.2 or samples > 16:
         return None
-    what = f"the optimiser takes {share:.0%} of the time, for steps of {samples} samples a rank"
+    what = f"the optimizer takes {share:.0%} of the time, for steps of {samples} samples a rank"
     return _verdict("update", share, what, "raise data.global_batch_size and data.micro_batch_size")
 
 

@@ -1,6 +1,6 @@
 """Floating-point operations of a model, counted once, and the share of what the GPU could do (MFU).
 
-MFU (model FLOPs utilisation; Chowdhery et al., 2022, "PaLM", appendix B) = FLOPs of forward and backward of a
+MFU (model FLOPs utilization; Chowdhery et al., 2022, "PaLM", appendix B) = FLOPs of forward and backward of a
 sample x samples per second / (GPUs x peak FLOP/s of one at the dtype of its matrix products). Multiplications
 and additions count one each. What activation checkpointing computes again isn't counted: it's no progress.
 """
@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
             module.register_forward_hook(functools.partial(self._leaves, part))
 
     # The backward pass of a module begins with the gradient of what it gave and ends with that of what it was
-    # given. Neighbours share that tensor, and so the one may end after the other has begun: hence no stack.
+    # given. Neighbors share that tensor, and so the one may end after the other has begun: hence no stack.
     def _enters(self, part: str, _module: nn.Module, inputs: Any) -> None:
         self._within.append(part)
         self._at_gradient(inputs, functools.partial(self._end, part))

@@ -46,7 +46,7 @@ def held_by(
     holders = {
         "weights": weights,
         "gradients": (p.grad for p in parameters if p.grad is not None),
-        "optimiser state": state,
+        "optimizer state": state,
         **others,
     }
     seen: set[tuple[torch.device, int]] = set()
@@ -130,8 +130,8 @@ def _advice(
         found.append("memory.checkpointing=blocks (activations are computed again)")
     if precision in ("fp32", "tf32"):
         found.append("precision.mode=bf16")
-    if sizes.get("optimiser state", 0) > sizes[_REST]:
-        found.append("an optimiser with less state (optim.name=sgd)")
+    if sizes.get("optimizer state", 0) > sizes[_REST]:
+        found.append("an optimizer with less state (optim.name=sgd)")
     return found or ["a smaller model, or a GPU with more memory"]
 
 

@@ -16,7 +16,7 @@ Phase = Literal[
     "forward",
     "backward",
     "communication",  # what the computation doesn't hide
-    "update",  # clipping, optimiser, average of the weights
+    "update",  # clipping, optimizer, average of the weights
     "evaluation",
     "logging",
     "checkpoint",

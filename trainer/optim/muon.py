@@ -43,7 +43,7 @@ def split_groups(groups: Iterable[dict[str, Any]], matrices: Iterable[nn.Paramet
     return [part for part in parts if part["params"]]
 
 
-def orthogonalise(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Moves the singular values of matrices towards 1 and keeps their singular vectors.
 
     Newton-Schulz iteration with the quintic of Jordan et al., 2024. It is steep at 0 and doesn't converge:
@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
     would move it, so that AdamW's learning rate and weight decay serve for both. Weight decay is decoupled.
 
     The host never reads the device: `step` takes part in torch.amp.GradScaler's protocol for fused
-    optimisers and skips an update there. Gradients are the same on all ranks when it is called, and each
+    optimizers and skips an update there. Gradients are the same on all ranks when it is called, and each
     rank does the same work: nothing is sent.
 
     On a GPU from Ampere on, Newton-Schulz runs in bfloat16, which it tolerates; elsewhere in the weights'
@@ -168,7 +168,7 @@ class Muon(torch.optim.Optimizer):
         momentum.lerp_(gradient, 1 - group["momentum"])
         torch._foreach_copy_(buffers, momentum.unbind())
         nesterov = gradient.lerp_(momentum, group["momentum"]).flatten(2)
-        update = orthogonalise(nesterov.to(_format(nesterov))).to(gradient.dtype)
+        update = orthogonalize(nesterov.to(_format(nesterov))).to(gradient.dtype)
         update *= rate * (0.2 * max(update.shape[1:]) ** 0.5)
         weights = [p.data for p in params]
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])

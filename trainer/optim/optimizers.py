@@ -1,4 +1,4 @@
-"""Optimisers, learning-rate schedules and gradient clipping.
+"""Optimizers, learning-rate schedules and gradient clipping.
 
 Whether fp16's scaler skipped an update is known on the device only, and asking would stall the host. So
 the count of updates lives there, and the learning rate is looked up by it from a table.
@@ -186,7 +186,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     Those of less than two dimensions (norms, biases) are not decayed.
 
     Raises:
-        BadInputError: If there is nothing that the optimiser is for.
+        BadInputError: If there is nothing that the optimizer is for.
     """
     factors = layer_factors(model, config.layer_decay)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -211,7 +211,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 def make_optimizer(
     config: OptimConfig, groups: list[dict[str, Any]], scheduler: LRScheduler | ConstantRates
 ) -> torch.optim.Optimizer:
-    """A fused optimiser: one kernel, and no reading of the device when fp16's scaler skips.
+    """A fused optimizer: one kernel, and no reading of the device when fp16's scaler skips.
 
     Args:
         config: Which, and its settings.
@@ -223,7 +223,7 @@ def make_optimizer(
         sgd = SGD(
             groups, lr=scheduler.current, momentum=config.momentum, nesterov=config.momentum > 0, fused=True
         )
-        # torch's fused SGD leaves these uninitialised if the scaler skips the very first update, as it
+        # torch's fused SGD leaves these uninitialized if the scaler skips the very first update, as it
         # usually does, and then adds whatever was in that memory to the weights (seen in 2.9.1).
         for parameter in (p for group in groups for p in group["params"] if config.momentum):
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

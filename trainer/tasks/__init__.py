@@ -51,7 +51,7 @@ class Task(Protocol):
 
         Returns:
             By name, weighted sums over the samples, each (), which are divided by the items of the whole
-            set; or a row for each sample, (n, ...), which `summarise` sees all of.
+            set; or a row for each sample, (n, ...), which `summarize` sees all of.
         """
         ...
 
@@ -70,10 +70,10 @@ class Several(Task, Protocol):
         ...
 
 
-class Summarising(Task, Protocol):
+class Summarizing(Task, Protocol):
     """A task whose `measure` gives rows."""
 
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Metrics of the whole evaluation set from its rows, in the order of the samples, on the CPU."""
         ...
 

@@ -93,7 +93,7 @@ class Audio:
             audio: int16 (n, samples).
 
         Returns:
-            float32 (n, 1, mels, frames), a frame centred at each multiple of the hop; the ends are mirrored.
+            float32 (n, 1, mels, frames), a frame centered at each multiple of the hop; the ends are mirrored.
         """
         if audio.is_meta:  # shapes alone: torch has no Fourier transform of them
             frames = audio.shape[1] // round(self._config.hop * self._config.sample_rate) + 1

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional as F
 
 # ITU-R BT.601, as torchvision's rgb_to_grayscale.
-_GREY = (0.2989, 0.587, 0.114)
+_GRAY = (0.2989, 0.587, 0.114)
 # Pixels times channels: from how many on memory is new pages each time, how many fit a CPU's cache as floats.
 _NEW_PAGES, _IN_CACHE = 1 << 15, 1 << 19
 
 
-class Normalisation:
+class Normalization:
     """Bytes to floats: (pixel / 255 - mean) / std, as one multiplication and one addition.
 
     On a CPU a few images at a time, which stay in its cache, and into the memory of the batch before where
@@ -174,20 +174,20 @@ def jitter(byte: torch.Tensor, random: torch.Tensor, strength: float) -> torch.T
     brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
     # In place: on a CPU new pages of memory cost more than the arithmetic.
     image = byte.float().mul_(brightness).clamp_(0, 255)
-    middle = _grey(image).mean((1, 2, 3), keepdim=True)
+    middle = _gray(image).mean((1, 2, 3), keepdim=True)
     image.sub_(middle).mul_(contrast).add_(middle).clamp_(0, 255)
     if image.shape[1] == 3:
-        grey = _grey(image)
-        image.sub_(grey).mul_(saturation).add_(grey).clamp_(0, 255)
+        gray = _gray(image)
+        image.sub_(gray).mul_(saturation).add_(gray).clamp_(0, 255)
     return image.round_().to(torch.uint8)
 
 
-def _grey(image: torch.Tensor) -> torch.Tensor:
+def _gray(image: torch.Tensor) -> torch.Tensor:
     """float (n, c, h, w) to (n, 1, h, w)."""
     if image.shape[1] != 3:
         return image[:, :1]
     red, green, blue = image.unbind(1)
-    return (red * _GREY[0] + green * _GREY[1] + blue * _GREY[2])[:, None]
+    return (red * _GRAY[0] + green * _GRAY[1] + blue * _GRAY[2])[:, None]
 
 
 def make_policy(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -14,7 +14,7 @@ from trainer.data.loader import Batch
 from trainer.data.sources import IMAGE, LABEL, check_alike, load_images, more_images
 from trainer.models.images import build_model
 from trainer.models.stochastic_depth import add_stochastic_depth
-from trainer.tasks.augment import Normalisation, affine, by_policy, crop, flip, jitter, make_policy
+from trainer.tasks.augment import Normalization, affine, by_policy, crop, flip, jitter, make_policy
 from trainer.tasks.mixing import mix
 from trainer.tasks.sums import classified, cross_entropy
 
@@ -40,7 +40,7 @@ class Classification:
         self._policy = make_policy(data.policy)
         self._model = model
         self._regularization = regularization
-        self._normalise = Normalisation(self.images.mean, self.images.std)
+        self._normalize = Normalization(self.images.mean, self.images.std)
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
         """See `Extensible`."""
@@ -49,7 +49,7 @@ class Classification:
         return dataset
 
     def describe(self) -> Mapping[str, Any]:
-        """Classes, input shape and normalisation: (pixel / 255 - mean) / std."""
+        """Classes, input shape and normalization: (pixel / 255 - mean) / std."""
         height, width, channels = self.train_data.fields[IMAGE].shape
         images = self.images
         return {
@@ -82,14 +82,14 @@ class Classification:
         return classified(model(*self.inputs(batch)), batch.fields[LABEL], batch)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Normalised images: float (n, channels, height, width)."""
+        """Normalized images: float (n, channels, height, width)."""
         return (self._pixels(batch, train=False),)
 
     def _pixels(self, batch: Batch, train: bool) -> torch.Tensor:
-        """Bytes (n, h, w, c) to normalised floats (n, c, h, w), augmented, in the model's memory format."""
+        """Bytes (n, h, w, c) to normalized floats (n, c, h, w), augmented, in the model's memory format."""
         byte, chosen = batch.fields[IMAGE], self._data
         if not train:
-            return self._normalise(byte, self._model.channels_last)
+            return self._normalize(byte, self._model.channels_last)
         random = self._numbers(batch)
         if self._policy is not None or chosen.jitter:
             planes = byte.permute(0, 3, 1, 2)
@@ -101,7 +101,7 @@ class Classification:
         if chosen.augment == "crop":  # bytes: a quarter of the floats' memory traffic
             byte = crop(flip(byte, random[:, :1]), random[:, 1:3])
         flips = random[:, :1] if chosen.augment == "flip" else None
-        image = self._normalise(byte, self._model.channels_last, flips)
+        image = self._normalize(byte, self._model.channels_last, flips)
         return affine(image, random[:, :5]) if chosen.augment == "affine" else image
 
     def _numbers(self, batch: Batch) -> torch.Tensor:

@@ -35,7 +35,7 @@ _WANTED = {
 }
 _GIVEN = {
     **_WANTED,
-    "summarise": "metrics by name, each a number",
+    "summarize": "metrics by name, each a number",
     "transforms": "a function, or a list of them, that each take a training sample and give it back changed",
     "optimizer": "a torch.optim.Optimizer of the model's parameters, whose step() needs no arguments",
     "scheduler": "a scheduler of torch.optim.lr_scheduler, whose step() follows each update",
@@ -46,7 +46,7 @@ _ATTRIBUTES = ("metric", "mode", "losses", "uniforms", "RECIPE")
 _OF_DATASETS = ("fields", "num_items", "uniforms", "arrays", "in_process", "fingerprint", "read", "__len__")
 _TRIED = 4  # samples
 _SLIP = 0.8  # how much alike names are of which one is a slip of the other
-_SUMMARISED = 32  # samples whose rows `summarise` is tried on
+_SUMMARIZED = 32  # samples whose rows `summarize` is tried on
 
 
 class CustomTask:
@@ -55,7 +55,7 @@ class CustomTask:
     Batches come to `loss` and `measure` without padding, so that these needn't know of weights.
 
     Args:
-        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarise, predict,
+        own: Has the methods data, model, loss and measure, and may have describe, inputs, summarize, predict,
             collate, transforms, optimizer, scheduler, and the attributes metric (default: loss), mode ("min"
             or "max": which way the metric is better; not needed for loss and accuracy), losses (the names of
             several) and uniforms.
@@ -88,7 +88,7 @@ class CustomTask:
         for name in ("inputs", "predict"):
             if hasattr(own, name):
                 setattr(self, name, getattr(own, name))
-        for name in ("summarise", "optimizer", "scheduler"):
+        for name in ("summarize", "optimizer", "scheduler"):
             if hasattr(own, name):
                 setattr(self, name, getattr(self, f"_{name}"))
 
@@ -255,8 +255,8 @@ class CustomTask:
 
     def _check_measure(self, model: nn.Module) -> None:
         data = self.evaluation_data
-        summarises = hasattr(self, "summarise")
-        chosen = spread(len(data), _SUMMARISED if summarises else _TRIED)
+        summarizes = hasattr(self, "summarize")
+        chosen = spread(len(data), _SUMMARIZED if summarizes else _TRIED)
         count = len(chosen)
         batch = self._few(chosen, evaluation=True)
         with torch.inference_mode(), self._dtypes_explained(model, batch):
@@ -266,16 +266,16 @@ class CustomTask:
         for name, value in measured.items():
             if not isinstance(value, torch.Tensor) or (value.ndim and len(value) != count):
                 raise self._wrong("measure", f"'{name}' as {_told(value)} for {count} samples")
-            if value.ndim and not summarises:
-                raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarise")
+            if value.ndim and not summarizes:
+                raise self._wrong("measure", f"'{name}' as {_told(value)}, and there is no summarize")
         metrics = [name for name, value in measured.items() if not value.ndim]
         rows = {name: value.cpu() for name, value in measured.items() if value.ndim}
         if rows:
-            # As many as there will be: `summarise` may hold them against what it knows of all samples.
+            # As many as there will be: `summarize` may hold them against what it knows of all samples.
             again = torch.arange(len(data)) % count
             kinds = {n: torch.uint8 if v.dtype == torch.bool else v.dtype for n, v in rows.items()}
             try:
-                metrics += self._summarise({n: v[again].to(kinds[n]) for n, v in rows.items()})
+                metrics += self._summarize({n: v[again].to(kinds[n]) for n, v in rows.items()})
             except BadInputError as error:
                 # So metrics complain of a class that these few samples lack.
                 if not isinstance(error.__cause__, ValueError) or count == len(data):
@@ -283,7 +283,7 @@ class CustomTask:
                 warn(f"{error} (tried on {count} of {len(data)} samples)")
                 return
         if self.metric not in metrics:
-            gives = f"neither measure nor summarise gives (they give {', '.join(metrics)})"
+            gives = f"neither measure nor summarize gives (they give {', '.join(metrics)})"
             if not rows:
                 gives = f"measure doesn't give (it gives {', '.join(metrics)})"
             raise BadInputError(
@@ -318,16 +318,16 @@ class CustomTask:
                 "training depends on it, make it a buffer (self.register_buffer)"
             )
 
-    def _summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        metrics = self._call("summarise", self._own.summarise, rows)
+    def _summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        metrics = self._call("summarize", self._own.summarize, rows)
         if not isinstance(metrics, Mapping):
-            raise self._wrong("summarise", _told(metrics))
+            raise self._wrong("summarize", _told(metrics))
         plain = {}
         for name, value in metrics.items():
             try:
                 plain[name] = float(value)
             except (TypeError, ValueError, RuntimeError):
-                raise self._wrong("summarise", f"'{name}' as {_told(value)}") from None
+                raise self._wrong("summarize", f"'{name}' as {_told(value)}") from None
         return plain
 
     def _value(self, model: nn.Module, batch: Batch, number: int | None = None) -> float:

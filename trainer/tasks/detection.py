@@ -16,14 +16,14 @@ from trainer.data.loader import Batch
 from trainer.data.sources import check_alike, check_folder
 from trainer.errors import BadInputError
 from trainer.models.detection import cell_middles, detections, make_detector, tiny_losses
-from trainer.tasks.augment import Normalisation
+from trainer.tasks.augment import Normalization
 from trainer.tasks.average_precision import average_precision
 from trainer.tasks.sums import weighted_sum
 
 # Mean and deviation of the pixels / 255: of the embedded canvases, and ImageNet's.
 _Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-_GREY: _Statistics = ((0.25,), (0.2,))
-_COLOUR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_GRAY: _Statistics = ((0.25,), (0.2,))
+_COLOR: _Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Detection:
@@ -51,10 +51,10 @@ class Detection:
         self.train_data: Dataset = BoxedImages(train, size, most, augment, on_corrupt)
         self.evaluation_data: Dataset = BoxedImages(evaluation, size, most, None, on_corrupt)
         self._model, self._config, self._seed = model, config, seed
-        self._mean, self._std = _GREY if self.channels == 1 else _COLOUR
-        # torchvision's models normalise by themselves.
+        self._mean, self._std = _GRAY if self.channels == 1 else _COLOR
+        # torchvision's models normalize by themselves.
         tiny = model.name in ("auto", "tiny_detector")
-        self._normalise = Normalisation(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
+        self._normalize = Normalization(self._mean if tiny else (0.0,), self._std if tiny else (1.0,))
 
     def more_data(self, data: DataConfig, split: str | None) -> Dataset:
         """See `Extensible`."""
@@ -65,7 +65,7 @@ class Detection:
         return dataset
 
     def describe(self) -> Mapping[str, Any]:
-        """Classes, input shape, and normalisation of tiny_detector's input: (pixel / 255 - mean) / std."""
+        """Classes, input shape, and normalization of tiny_detector's input: (pixel / 255 - mean) / std."""
         return {
             "classes": self.classes,
             "shape": (self.channels, self._size, self._size),
@@ -78,8 +78,8 @@ class Detection:
         return make_detector(self._model, self._config.norm, self._size, self.channels, len(self.classes))
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Images, float32 (n, channels, size, size): normalised, or in [0, 1] for torchvision's models."""
-        return (self._normalise(batch.fields[IMAGE], self._model.channels_last),)
+        """Images, float32 (n, channels, size, size): normalized, or in [0, 1] for torchvision's models."""
+        return (self._normalize(batch.fields[IMAGE], self._model.channels_last),)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Summed over the images."""
@@ -110,7 +110,7 @@ class Detection:
         rows |= {name: batch.fields[field] for name, field in names}
         return {**rows, "true_count": batch.fields[COUNT][:, None]}
 
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Mean average precision, see `average_precision`."""
         arrays = {name: tensor.numpy() for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]

@@ -155,7 +155,7 @@ class Language:
             metrics["tokens"] = batch.fields[NUM_ITEMS]
         return metrics
 
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """The share of the evaluation's places that are padding."""
         return {"padding": 1 - float(rows["tokens"].sum()) / float(rows["places"].sum())}
 

@@ -23,7 +23,7 @@ class Mixed(NamedTuple):
 
 
 def mix(image: torch.Tensor, mixup: float, cutmix: float) -> Mixed:
-    """Mixes each image with its neighbour, by mixup (Zhang et al., 2018) or CutMix (Yun et al., 2019).
+    """Mixes each image with its neighbor, by mixup (Zhang et al., 2018) or CutMix (Yun et al., 2019).
 
     Shares are drawn for each image from the device's default generator, which is keyed by the micro-batch.
 

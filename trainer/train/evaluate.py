@@ -16,7 +16,7 @@ from trainer.distributed.sharding import evaluating
 from trainer.errors import BadInputError
 from trainer.models.precision import autocast
 from trainer.observe.phases import enter_phase
-from trainer.tasks import Summarising, Task
+from trainer.tasks import Summarizing, Task
 from trainer.train.state import Run
 
 
@@ -62,7 +62,7 @@ def evaluate(
     Each rank fills its rows of one table, a row for each micro-batch, all other rows 0. Summing the tables
     over the ranks adds zeros only, and the rows are then added in one order, in float64: so the metrics don't
     depend on the number of ranks, to the last bit. What is measured as a row for each sample comes together
-    the same way, and `task.summarise` makes metrics of it.
+    the same way, and `task.summarize` makes metrics of it.
 
     Args:
         model: The bare model; its mode is restored.
@@ -103,7 +103,7 @@ def evaluate(
         else:
             rows[name] = together.flatten(0, 1)[: share.plan.samples].cpu()
     if rows:
-        metrics |= cast(Summarising, task).summarise(rows)
+        metrics |= cast(Summarizing, task).summarize(rows)
     return metrics
 
 

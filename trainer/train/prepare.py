@@ -34,7 +34,7 @@ from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
 from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
 from trainer.models.pretrained import find_weights
-from trainer.models.sync_batchnorm import synchronise_batchnorm
+from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
@@ -93,7 +93,7 @@ def prepare_model(recipe: Recipe, task: Task, world: World, fresh: bool = True) 
     model = model.to(device=home, memory_format=layout)  # type: ignore[call-overload]
     mend_pointwise(model)
     if recipe.parallel.sync_batchnorm and world.group is not None:
-        notes.append(f"BatchNorm over all ranks: {synchronise_batchnorm(model, world.group)} layers")
+        notes.append(f"BatchNorm over all ranks: {synchronize_batchnorm(model, world.group)} layers")
     if kept := fp32_modules(model, recipe.precision.keep_fp32):
         keep_in_fp32(kept.values(), device)
         notes.append(f"in float32: {_few(list(kept))}")

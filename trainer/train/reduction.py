@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist, nn
 
 from trainer.data.sampling.plan import Plan
-from trainer.distributed.parallel import World, check_reduced, sum_over_ranks, unsynchronised
+from trainer.distributed.parallel import World, check_reduced, sum_over_ranks, unsynchronized
 from trainer.distributed.sharding import Rows, take_gradients, weights
 from trainer.distributed.tree import TreeReduction
 from trainer.errors import BadInputError
@@ -159,7 +159,7 @@ class AllReduce:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """See `Reduction.micro_batch`: only the last one's gradients cross the network."""
-        return _NOTHING if last else unsynchronised(self._replica)
+        return _NOTHING if last else unsynchronized(self._replica)
 
     def add(self, loss: torch.Tensor, statistics: list[torch.Tensor]) -> None:
         """See `Reduction.add`."""

@@ -139,10 +139,10 @@ def _frozen(model: nn.Module, inputs: Tensors) -> Call:
     return frozen_trace(model, inputs)
 
 
-def _optimised(model: nn.Module, inputs: Tensors) -> Call:
+def _optimized(model: nn.Module, inputs: Tensors) -> Call:
     """Frozen, with convolution, BatchNorm and ReLU in one and oneDNN's layouts on a CPU."""
-    optimised: Call = torch.jit.optimize_for_inference(frozen_trace(model, inputs))
-    return optimised
+    optimized: Call = torch.jit.optimize_for_inference(frozen_trace(model, inputs))
+    return optimized
 
 
 def _fused(model: nn.Module, inputs: Tensors) -> Call:
@@ -180,7 +180,7 @@ WAYS: dict[str, Way] = {
     "traced": Way(_traced),
     "scripted": Way(_scripted),
     "frozen": Way(_frozen),
-    "optimised": Way(_optimised),
+    "optimized": Way(_optimized),
     "onednn": Way(_fused, fused=True),
     "torch-export": Way(_exported),
     "onnx": Way(_onnx),

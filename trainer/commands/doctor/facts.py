@@ -94,7 +94,7 @@ class Card:
     architecture: str = ""  # such as sm_90; "" if it doesn't tell
     total: int = 0  # bytes of memory
     used: int = 0  # bytes of it that are taken
-    data_centre: bool = True  # whether forward compatibility may work with it
+    data_center: bool = True  # whether forward compatibility may work with it
     lost: str = ""  # why it doesn't answer; "" if it does
 
 

@@ -72,7 +72,7 @@ def _card(nvml: Nvml, gpu: Any, place: int) -> Card:
         architecture=f"sm_{capability[0]}{capability[1]}" if capability else "",
         total=0 if memory is None else memory.total,
         used=0 if memory is None else memory.used,
-        data_centre=nvml.ask("nvmlDeviceGetBrand", gpu) not in _CONSUMER,
+        data_center=nvml.ask("nvmlDeviceGetBrand", gpu) not in _CONSUMER,
         lost=refusal.text if refusal and refusal.code in (_LOST, 16) else "",  # 16: it wants a reset
     )
 
@@ -244,11 +244,11 @@ def compat(box: Box) -> CheckResult:
             "CUDA ends with error 803: a user-mode driver must not be older than the kernel's",
             **remedies,
         )
-    consumer = [card for card in gpus.cards if not card.data_centre]
+    consumer = [card for card in gpus.cards if not card.data_center]
     if consumer and numbers(found)[:1] > numbers(gpus.driver)[:1]:
         return bad(
-            f"libcuda {found} of cuda-compat comes first, and {consumer[0].name} is no data-centre GPU",
-            "CUDA ends with error 804: forward compatibility is for data-centre GPUs",
+            f"libcuda {found} of cuda-compat comes first, and {consumer[0].name} is no data-center GPU",
+            "CUDA ends with error 804: forward compatibility is for data-center GPUs",
             **remedies,
         )
     return fine(f"forward compatibility: libcuda {found} on driver {gpus.driver}")

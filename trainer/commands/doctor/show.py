@@ -12,18 +12,18 @@ from trainer.commands.doctor.facts import CheckResult, Place
 from trainer.config.redact import redact_text
 from trainer.host.reading import kind_of
 
-_COLOURS = {"bad": "red", "warn": "yellow"}
+_COLORS = {"bad": "red", "warn": "yellow"}
 
 
 def show(found: Mapping[str, CheckResult], place: Place, seconds: float) -> None:
     """Prints what is wrong, with the remedy for this place; then how many checks found nothing."""
     console = Console()
     for name, one in sorted(found.items(), key=lambda item: item[1].status != "bad"):
-        if one.status in _COLOURS:
+        if one.status in _COLORS:
             lines = (f"{one.status:<5} {name}: {one.finding}", f"cause: {one.cause}", one.remedy(place))
             first, *more = (redact_text(line).replace("\n", " ") for line in lines)
             # A remedy is one line, however long: it is copied.
-            console.print(Text(first, _COLOURS[one.status]), soft_wrap=True)
+            console.print(Text(first, _COLORS[one.status]), soft_wrap=True)
             for line in more:
                 console.print(Text(f"      {line}"), soft_wrap=True)
     print(summary(found, seconds))

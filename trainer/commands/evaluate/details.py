@@ -56,7 +56,7 @@ class OfClasses(WithDetails):
         rows = {"label": batch.fields[LABEL].to(torch.int64), "predicted": logits.argmax(1)}
         return {**classified(logits, batch.fields[LABEL], batch), **rows}
 
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """Keeps the cells of the confusion matrix that aren't empty."""
         pairs, samples = torch.stack([rows["label"], rows["predicted"]]).unique(dim=1, return_counts=True)
         self.details["confusion"] = torch.cat([pairs.T, samples[:, None]], 1).tolist()
@@ -68,9 +68,9 @@ class OfBoxes(WithDetails):
 
     task: Detection
 
-    def summarise(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+    def summarize(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         """The task's metrics, and the twelve."""
-        metrics = self.task.summarise(rows)
+        metrics = self.task.summarize(rows)
         arrays = {name: np.asarray(tensor) for name, tensor in rows.items()}
         arrays["true_count"] = arrays["true_count"][:, 0]
         self.details["coco"] = coco_figures(arrays, len(self.task.classes))

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
     )
     export.add_argument(
-        "--with-normalisation",
+        "--with-normalization",
         action="store_true",
         help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",
     )

@@ -111,8 +111,8 @@ def _check_request(options: argparse.Namespace) -> None:
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "
             "be checked; use fp32, and convert it where it will run"
         )
-    if options.to == "safetensors" and options.with_normalisation:
-        raise BadInputError("--with-normalisation: safetensors holds weights only; use another format")
+    if options.to == "safetensors" and options.with_normalization:
+        raise BadInputError("--with-normalization: safetensors holds weights only; use another format")
     if options.to == "onnx" and (missing := missing_packages("onnx", "onnxscript", "onnxruntime")):
         raise BadInputError(f"--to onnx needs {missing}, which isn't installed: {INSTALL_ONNX}")
 
@@ -153,7 +153,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
     reference: nn.Module = run.model
     model_inputs = [inputs_of(run, batch) for batch in batches]
     inputs = model_inputs
-    if options.with_normalisation:
+    if options.with_normalization:
         reference, inputs = _from_pixels(run, reference), [(batch.fields["image"],) for batch in batches]
     with torch.no_grad():
         wanted = [leaves(reference(*values)) for values in inputs]
@@ -163,7 +163,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
     if options.dtype == "bf16":
         model = model.to(torch.bfloat16)
         model = model if only_weights else InLowPrecision(model)
-    if options.with_normalisation:
+    if options.with_normalization:
         model = _from_pixels(run, model)
     return Subject(model.eval(), fold, inputs, wanted)
 
@@ -171,7 +171,7 @@ def _subject(run: OpenedRun, options: argparse.Namespace) -> Subject:
 def _from_pixels(run: OpenedRun, model: nn.Module) -> nn.Module:
     said = run.task.describe()
     if run.recipe.task != "classification":
-        raise BadInputError(f"--with-normalisation: is for images to classes, not for task={run.recipe.task}")
+        raise BadInputError(f"--with-normalization: is for images to classes, not for task={run.recipe.task}")
     return FromPixels(model, said["mean"], said["std"])
 
 
@@ -220,8 +220,8 @@ def about(
         "dtype": options.dtype,
         "inputs": _described(input_names(inputs), inputs),
         "outputs": _described(output_names(outputs), outputs),
-        "normalisation": "inside: uint8 (batch, height, width, channels) to probabilities"
-        if options.with_normalisation
+        "normalization": "inside: uint8 (batch, height, width, channels) to probabilities"
+        if options.with_normalization
         else "outside, see data",
         "data": run.task.describe(),
         "task": run.recipe.task,

@@ -45,7 +45,7 @@ def show_images(run: OpenedRun, options: argparse.Namespace) -> int:
         found = guesses(names, probabilities(run, fields), run.task.describe()["classes"], options.top)
         show_table("file", found)
         if run.recipe.data.name == "digits":
-            print("each was made 8 x 8 grey with 17 levels, ink light on dark; a digit should fill its image")
+            print("each was made 8 x 8 gray with 17 levels, ink light on dark; a digit should fill its image")
         _draw(options.out, images, found)
     return code_for(there, options.files)
 
@@ -85,12 +85,12 @@ def _as_digit(image: torch.Tensor, height: int, width: int) -> Pixels:
     from PIL import Image
 
     picture = Image.fromarray(image[0].permute(1, 2, 0).contiguous().numpy()).convert("L")
-    grey: npt.NDArray[Any] = np.asarray(picture, np.float32)
-    border = np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
-    low, high = float(grey.min()), float(grey.max())
+    gray: npt.NDArray[Any] = np.asarray(picture, np.float32)
+    border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
+    low, high = float(gray.min()), float(gray.max())
     if border.mean() > (low + high) / 2:  # ink on paper
         low, high = high, low
-    ink = Image.fromarray((grey - low) / ((high - low) or 1.0))
+    ink = Image.fromarray((gray - low) / ((high - low) or 1.0))
     small = np.asarray(ink.resize((width, height), Image.Resampling.BOX))
     return (np.round(small * 16) * 15).astype(np.uint8)[:, :, None]
 

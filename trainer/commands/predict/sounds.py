@@ -38,7 +38,7 @@ def show_sounds(run: OpenedRun, options: argparse.Namespace) -> int:
 
 
 def as_evaluated(path: Path, run: OpenedRun) -> torch.Tensor:
-    """The centre of a recording, as evaluation would hear it: int16 (samples,).
+    """The center of a recording, as evaluation would hear it: int16 (samples,).
 
     Raises:
         BadInputError: If it can't be read, isn't a recording, or has another sample rate.

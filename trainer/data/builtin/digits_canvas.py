@@ -14,7 +14,7 @@ SIZE = 96  # of a canvas, in pixels
 SMALLEST, LARGEST = 16, 36  # side of a digit's square, in pixels
 MOST = 6  # digits on a canvas; at least one
 OVERLAP = 0.1  # largest share of a digit's own box that another one may cover
-INK = 80  # grey level from which a pixel of a digit counts as ink: its box is the least around these
+INK = 80  # gray level from which a pixel of a digit counts as ink: its box is the least around these
 TRAIN, TEST = 4096, 512
 
 _LEVEL = _NOISE = 48  # most of the background, and of what each pixel has on top of it

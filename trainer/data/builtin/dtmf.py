@@ -1,4 +1,4 @@
-"""Telephone tones (DTMF, ITU-T Q.23) in noise, synthesised: the embedded data set for audio.
+"""Telephone tones (DTMF, ITU-T Q.23) in noise, synthesized: the embedded data set for audio.
 
 A key sounds as two sinusoids, one of a low and one of a high group. Each recording has one key in white
 noise, and everything else about it is drawn at random, keyed by its number.
@@ -20,7 +20,7 @@ KEYS = "123A456B789C*0#D"  # by rows: LOW[k // 4] and HIGH[k % 4]
 
 RATE = 8000
 LENGTH = 1024  # samples: 0.128 s
-SHORTEST, LONGEST = 320, 800  # samples of a tone: 40 ms (the shortest that Q.24 wants recognised) to 100 ms
+SHORTEST, LONGEST = 320, 800  # samples of a tone: 40 ms (the shortest that Q.24 wants recognized) to 100 ms
 OFFSET = 0.015  # largest relative error of a frequency, of each of the two on its own
 TWIST = 6.0  # dB: the high tone over the low one, either way
 LEVELS = (-24.0, 0.0)  # dB, of the whole recording, below LOUDEST
@@ -56,7 +56,7 @@ class Recordings(NamedTuple):
     gain: _Floats
 
 
-def synthesise(part: int, number: Ints) -> Recordings:
+def synthesize(part: int, number: Ints) -> Recordings:
     """Makes recordings from their numbers alone; number modulo 16 is the key.
 
     Args:
@@ -88,7 +88,7 @@ def recordings(part: int, count: int) -> ArrayDataset:
     label = np.empty(count, np.int64)
     for first in range(0, count, _CHUNK):
         rows = slice(first, min(first + _CHUNK, count))
-        made = synthesise(part, np.arange(rows.start, rows.stop))
+        made = synthesize(part, np.arange(rows.start, rows.stop))
         mixed = (made.tone + made.noise) * made.gain[:, None]
         audio[rows] = np.clip(np.rint(mixed), -32768, 32767)
         label[rows] = made.key

@@ -29,7 +29,7 @@ class AudioFolder(RecordsDataset):
     """Recordings below one folder for each class, cut to one length and mixed to one channel.
 
     A cut of training starts at random (one random number, keyed by sample and epoch), one of evaluation
-    is the centre; a shorter recording is followed by zeros. Only the cut is read.
+    is the center; a shorter recording is followed by zeros. Only the cut is read.
 
     The field `audio` is int16 (round(seconds * sample_rate),), `label` int64 ().
 
@@ -70,7 +70,7 @@ class AudioFolder(RecordsDataset):
         return self._filled(samples, fill, out)
 
     def _cut(self, path: bytes, random: float | None, out: npt.NDArray[Any]) -> None:
-        """Writes a cut, int16 (length,): the centre if `random`, in [0, 1), is None."""
+        """Writes a cut, int16 (length,): the center if `random`, in [0, 1), is None."""
         try:
             # Opened here: soundfile doesn't tell a missing file from a corrupt one.
             file, facts = open_regular(path)

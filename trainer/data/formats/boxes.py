@@ -13,7 +13,7 @@ from trainer.data.dataset import Arrays, Field
 from trainer.rng import Float32, Ints
 
 IMAGE, BOXES, LABEL, CROWD, COUNT = "image", "boxes", "label", "crowd", "count"
-BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalised
+BACKGROUND = (124, 116, 104)  # ImageNet's mean: what lies beside an image is 0 once it is normalized
 
 _PLACE = 4  # random numbers of one image: flip, scale, down, right
 _MOSAIC = 3 + 3 * (1 + _PLACE)  # whether, the middle, and the other three images

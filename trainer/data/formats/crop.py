@@ -23,7 +23,7 @@ def random_cut(height: int, width: int, area: float, ratio: float, top: float, l
     """8 to 100 % of the area at 3:4 to 4:3, from four numbers in [0, 1).
 
     After Szegedy et al., "Going deeper with convolutions", 2015. What doesn't fit is shortened to the
-    image's side; torchvision draws ten times and then falls back to the centre.
+    image's side; torchvision draws ten times and then falls back to the center.
     """
     target = height * width * (0.08 + 0.92 * area)
     aspect = math.exp(math.log(3 / 4) + ratio * math.log(16 / 9))

@@ -165,13 +165,13 @@ def _with_pil(data: bytearray, choose: Callable[[int, int], Box], shrink: int = 
 def _pixels(file: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """uint8 (height, width, 3), of the first frame."""
     if file.mode.startswith("I;16"):
-        grey = (np.asarray(file).astype(np.uint16) >> 8).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
+        gray = (np.asarray(file).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2)
     if file.mode in ("I", "F"):
         if file.format != "PPM":
             raise Corrupt("pixels of 32 bits, whose range nobody knows")
-        grey = (np.asarray(file) >> 8).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
+        gray = (np.asarray(file) >> 8).astype(np.uint8)
+        return np.repeat(gray[:, :, None], 3, axis=2)
     return np.array(file.convert("RGB"))
 
 

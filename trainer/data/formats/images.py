@@ -17,7 +17,7 @@ from trainer.rng import Float32, Ints
 class ImageDataset(RecordsDataset):
     """Images of one size from records of any size.
 
-    Training images are cut by a random area and aspect ratio, evaluation images at the centre, and both
+    Training images are cut by a random area and aspect ratio, evaluation images at the center, and both
     resized with antialiasing. The cut draws from the four random numbers that the loader keys by sample and
     epoch.
 

@@ -85,7 +85,7 @@ def _pair(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[str, str] | Non
         return None
     if any("forward" in vars(one) or any(getattr(one, kind) for kind in _HOOKS) for one in (layer, norm)):
         return None
-    # (n, length, channels) from a linear layer is normalised over the length; a lone sample over channels.
+    # (n, length, channels) from a linear layer is normalized over the length; a lone sample over channels.
     shape = getattr(before.meta.get("tensor_meta"), "shape", ())
     return (str(before.target), str(node.target)) if len(shape) == _LAYERS[type(layer)] else None
 

@@ -46,6 +46,6 @@ class FromPixels(nn.Module):
         self.register_buffer("shift", -torch.tensor(mean).view(-1, 1, 1) / deviation)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Normalises, classifies, softmax."""
+        """Normalizes, classifies, softmax."""
         planes = image.permute(0, 3, 1, 2).float() * self.scale + self.shift
         return torch.softmax(self.model(planes).float(), 1)

@@ -27,7 +27,7 @@ class Line(NamedTuple):
     Attributes:
         name: What it shows, or of which run.
         points: Steps and figures; a figure of 0 rows is a gap.
-        look: Number of its colour; -1: grey and dashed, for limits.
+        look: Number of its color; -1: gray and dashed, for limits.
     """
 
     name: str
@@ -137,7 +137,7 @@ def _key(lines: Sequence[Line]) -> str:
 
 
 def _look(one: Line) -> str:
-    """Seven colours; from the eighth curve on they come again, dashed."""
+    """Seven colors; from the eighth curve on they come again, dashed."""
     return "limit" if one.look < 0 else f"c{one.look % 7}" + " dashed" * (one.look >= 7)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a run in bounded memory: neighbours are joined, and the least and the largest of them are kept."""
+"""Rows of a run in bounded memory: neighbors are joined, and the least and the largest of them are kept."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ _LARGEST = 1e200
 
 
 class Cell(NamedTuple):
-    """One figure over neighbouring rows.
+    """One figure over neighboring rows.
 
     Attributes:
         low: The least of it.
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Neighbouring rows: the step of the last one, how many there are, and their figures."""
+    """Neighboring rows: the step of the last one, how many there are, and their figures."""
 
     step: int
     rows: int

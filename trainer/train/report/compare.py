@@ -27,8 +27,8 @@ _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
     ("Gradient norm", "grad_norm", "number", "global norm", True),
     ("Samples", "samples_per_s", "count", "samples/s", True),
     ("Tokens", "tokens_per_s", "count", "tokens/s", True),
-    ("Model FLOPs utilisation", "mfu", "share", " of the peak", True),
-    ("GPU busy", "gpu/utilisation", "share", " of the time", True),
+    ("Model FLOPs utilization", "mfu", "share", " of the peak", True),
+    ("GPU busy", "gpu/utilization", "share", " of the time", True),
     ("Peak memory, allocated", "memory/peak_bytes", "bytes", "", True),
     ("Host memory", "memory/rss_bytes", "bytes", " resident", True),
 )
@@ -157,7 +157,7 @@ def time(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Where the wall time of each went."""
     timed = [totals(run) for run in runs]
     bars = "".join(
-        f'<div class="run"><span>{escaped(name, 60)}</span>{phase_bar(parts, name, labelled=False)}</div>'
+        f'<div class="run"><span>{escaped(name, 60)}</span>{phase_bar(parts, name, labeled=False)}</div>'
         for name, parts in zip(names, timed, strict=True)
         if parts
     )

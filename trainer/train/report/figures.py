@@ -222,7 +222,7 @@ KINDS = (
     Kind("MFU", _mean("mfu", share, "mean, of the peak"), 1),
     Kind("Computing", _share_of(_COMPUTE), 1),
     Kind("Waiting for data", _share_of(["data"]), -1),
-    Kind("GPU busy", _mean("gpu/utilisation", share), 1),
+    Kind("GPU busy", _mean("gpu/utilization", share), 1),
     Kind("CPUs used", _mean("cpu/used", lambda v: number(v, 3))),
     Kind(
         "Device memory",

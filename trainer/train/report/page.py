@@ -74,6 +74,6 @@ def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequenc
         f'<link rel="icon" href="data:,"><title>{title}</title><style>\n{style}</style></head>\n'
         f"<body>{_HATCH}<main><header>{MARK} {over}</p>{head}</header>\n"
         f"{chr(10).join(part for part in parts if part)}\n"
-        f"<footer>Written {now} from {rows} of metrics{odd}. Colours after Okabe and Ito, "
-        "for all kinds of colour vision.</footer></main></body></html>\n"
+        f"<footer>Written {now} from {rows} of metrics{odd}. Colors after Okabe and Ito, "
+        "for all kinds of color vision.</footer></main></body></html>\n"
     )

@@ -14,7 +14,7 @@ _FEW = 48  # up to so many bars stand apart
 PHASES = {
     "forward": "the model's forward pass",
     "backward": "its gradients",
-    "update": "the optimiser's step, with clipping and loss scaling",
+    "update": "the optimizer's step, with clipping and loss scaling",
     "communication": "gradients between ranks, as far as computing doesn't hide it",
     "copy": "batches on their way to the device",
     "data": "waiting for the next batch",
@@ -66,12 +66,12 @@ def phase_chart(points: Sequence[Point], last: int) -> str:
     )
 
 
-def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) -> str:
+def phase_bar(totals: Sequence[tuple[str, float]], what: str, labeled: bool) -> str:
     """One bar over all: seconds by phase, in the order of `PHASES`.
 
     Args:
         what: What it is, for those who don't see it.
-        labelled: Whether large parts are named above it.
+        labeled: Whether large parts are named above it.
     """
     every = sum(seconds for _, seconds in totals)
     left, parts = 0.0, list[str]()
@@ -80,12 +80,12 @@ def phase_bar(totals: Sequence[tuple[str, float]], what: str, labelled: bool) ->
         parts.append(f'<rect class="p-{phase}" x="{x}" width="{width}" height="100%"/>')
         if phase == "unexplained":
             parts.append(f'<g class="hatched"><rect x="{x}" width="{width}" height="100%"/></g>')
-        if labelled and seconds >= 0.1 * every:
+        if labeled and seconds >= 0.1 * every:
             small = " small" * (seconds < 0.3 * every)
             parts.append(f'<text class="name{small}" x="{x}" y="-7">{phase} {share(seconds / every)}</text>')
         left += seconds
     told = ", ".join(f"{phase} {share(seconds / every)}" for phase, seconds in totals)
     return (
-        f'<svg class="bar{" labelled" if labelled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
+        f'<svg class="bar{" labeled" if labeled else ""}" role="img" aria-label="{escaped(what)}: {told}">'
         f"{''.join(parts)}</svg>"
     )

@@ -21,7 +21,7 @@ _THROUGHPUT: tuple[_Chart, ...] = (
     ("Samples", "count", "samples/s", {"": "samples_per_s"}),
     ("Tokens", "count", "tokens/s", {"": "tokens_per_s"}),
     ("Arithmetic", "si", "FLOP/s", {"": "flops_per_s"}),
-    ("Model FLOPs utilisation (MFU)", "share", " of the peak", {"": "mfu"}),
+    ("Model FLOPs utilization (MFU)", "share", " of the peak", {"": "mfu"}),
 )
 _MEMORY: tuple[_Chart, ...] = (
     (
@@ -64,7 +64,7 @@ _MACHINE: tuple[_Chart, ...] = (
             "within the host": "network/loopback_bytes_per_s",
         },
     ),
-    ("GPU busy", "share", " of the time", {"": "gpu/utilisation"}),
+    ("GPU busy", "share", " of the time", {"": "gpu/utilization"}),
     ("GPU power", "number", "W", {"drawn": "gpu/power_w", "limit": "limit:gpu/power_limit_w"}),
     ("GPU temperature", "number", "°C", {"": "gpu/temperature_c"}),
     ("GPU clock", "number", "MHz", {"": "gpu/clock_mhz"}),
@@ -180,7 +180,7 @@ def time(run: Run) -> str:
         for phase, seconds in timed
     ]
     body = (
-        phase_bar(timed, "Wall time by phase", labelled=True)
+        phase_bar(timed, "Wall time by phase", labeled=True)
         + table(["phase", "share", "time", "what it is"], rows, right=(1, 2), kind="phases")
         + phase_chart(run.train, last_step(run))
     )

@@ -11,7 +11,7 @@ from trainer.train.report.page import page
 from trainer.train.report.read import read_run
 
 NAME = "report.html"
-_RUNS = 14  # seven colours, drawn through and dashed
+_RUNS = 14  # seven colors, drawn through and dashed
 # At the end of a training nobody waits long: reading takes about 25 s for each GB.
 _QUICK = 256 << 20
 

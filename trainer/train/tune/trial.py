@@ -1,6 +1,6 @@
 """What a probe trains: all that a run holds, in few steps, without a run folder.
 
-The real model, data and loader, optimiser state, average, compiled code, the copy that a checkpoint is
+The real model, data and loader, optimizer state, average, compiled code, the copy that a checkpoint is
 written from, and batches of evaluation.
 """
 
@@ -50,7 +50,7 @@ def probe_recipe(recipe: Recipe, micro_batch_size: int, ranks: int) -> dict[str,
     """Values of a recipe that shows the same peak in few steps.
 
     A step of two micro-batches holds what one of many does: gradients, and the activations of one. But a
-    tree of sums grows with the step. Two steps at least, for optimiser state appears in the first.
+    tree of sums grows with the step. Two steps at least, for optimizer state appears in the first.
     """
     values = recipe.model_dump(mode="json")
     gradient_accumulation_steps = recipe.data.global_batch_size // (micro_batch_size * ranks)
