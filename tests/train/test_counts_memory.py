@@ -118,7 +118,8 @@ def test_the_bytes_that_a_step_of_the_digits_copies(resident: bool) -> None:
     copied = of(steps[1], "copied")
     batch = (64 * 8 * 8 + 64 * 8) if resident else 0  # images and labels, gathered; or they lie in the ring
     assert copied.get("copied aten.index_select.default", 0) == batch
-    assert copied["copied aten._to_copy.default"] == 4 * 64 * 8 * 8  # to float32, once
+    floats = sum(copied.get(f"copied aten.{name}.default", 0) for name in ("_to_copy", "copy_"))
+    assert 4 * 64 * 8 * 8 <= floats < 2 * 4 * 64 * 8 * 8  # to float32, once
     skip_with_another_torch()
     assert sum(copied.values()) == COPIED_BY_DIGITS + batch, copied
 

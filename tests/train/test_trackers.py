@@ -183,7 +183,7 @@ def test_a_stop_is_not_delayed_by_one_that_hangs(told: Any, tmp_path: Path) -> N
 
 
 def test_rows_never_wait_for_a_tracker(told: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    about = {"folder": str(tmp_path), "id": None}
+    about = {"folder": str(tmp_path), "id": None, "step": 0, "left_out": 0}
     tracker = feed.Feed("hanging", about, lambda *_: None)
     until(lambda: tracker._hear() and told("open"))
     for step in range(4000):
