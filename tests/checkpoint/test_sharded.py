@@ -12,6 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.chaos import Tally
+from tests.helpers import sharded_chaos
 from tests.helpers.forked import attempt, small
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import rewrite
@@ -104,6 +106,14 @@ def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, tmp_path: Pa
     assert "stopped after step 7" in said
     assert "resumes after step 7" in run_on(ranks, 2, folder, FSDP)
     assert same_bits(folder, uncut)
+
+
+@pytest.mark.slow  # the other tests here cut at known places
+def test_sharded_chaos_in_small() -> None:
+    tally = Tally()
+    told = sharded_chaos.sharded(6, 5, tally) + sharded_chaos.resharded(1, 5, tally)
+    assert not tally.failures, told
+    assert tally.counts["identical"] >= 1
 
 
 @pytest.mark.parametrize(
