@@ -169,6 +169,34 @@ def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks, parallel: dict
     assert sum(own for own, _, _ in answers[: 4 if parallel is FSDP else 2]) == answers[0][1]
 
 
+def time_limits(world: World) -> list[float]:
+    """Seconds of the groups that a sharded model sums and gathers in."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": 2},
+        parallel={"threads": 1, "timeout_s": 77, **HSDP},
+    )
+    made, new = list[Any](), getattr(dist, "new_subgroups_by_enumeration")  # noqa: B009  (untyped)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        group, others = new(*arguments, **named)
+        made.append(group)
+        return group, others
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_subgroups_by_enumeration", noted)
+        run = build(recipe, TokenTask(16, blocks=1), world, workers=0)
+    assert run.state.rows is not None and run.state.rows.group is made[1]
+    assert [dist.get_process_group_ranks(group) for group in made] == [
+        [world.rank % 2, world.rank % 2 + 2],
+        [world.rank // 2 * 2, world.rank // 2 * 2 + 1],
+    ]
+    return [one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in made]
+
+
+def test_groups_of_ranks_have_the_runs_time_limit(ranks: Ranks) -> None:
+    assert ranks.run(4, time_limits) == [[77.0, 77.0]] * 4
+
+
 def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any] | None:
     """Steps of the digits with evaluations between them, and what a checkpoint would hold; rank 0's."""
     recipe = make_recipe(**values, parallel={"threads": 1, **parallel})
