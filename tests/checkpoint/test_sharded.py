@@ -22,9 +22,14 @@ from trainer.checkpoint import FOLDER, store
 from trainer.checkpoint.folder import Damaged, read
 from trainer.checkpoint.store import listing
 from trainer.distributed.parallel import World
+from trainer.host import files
 from trainer.train import trainer
+from trainer.train.build import build
 from trainer.train.model_of_run import open_run
 from trainer.train.request import Request
+from trainer.train.restore import newest_checkpoint
+from trainer.train.run import make_task
+from trainer.train.state import load_state, tensors_of
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
@@ -189,6 +194,43 @@ def test_a_damaged_shard_is_named_and_the_one_before_is_used(
     said = run_on(ranks, 2, folder, FSDP)
     assert f"checkpoint left out: {line}" in said and "resumes after step 5" in said
     assert same_bits(folder, uncut)
+
+
+def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
+    """Resumes; bytes of files that were hashed, of each piece that was read, and of this rank's tensors."""
+    hashed, pieces = [0], list[int]()
+    read_hashed, read_into = files.read_hashed, files.read_into
+
+    def noted_hash(file: int, size: int, into: Any, advance: Any) -> str:
+        assert into is None or len(into) < 4000, "state.json alone is kept"
+        hashed[0] += size if into is None else 0
+        return read_hashed(file, size, into, advance)
+
+    def noted_piece(file: int, start: int, into: memoryview) -> None:
+        pieces.append(len(into))
+        read_into(file, start, into)
+
+    recipe = small(data={"micro_batch_size": 2}, parallel={"threads": 1, **FSDP})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "read_hashed", noted_hash)
+        patch.setattr(files, "read_into", noted_piece)
+        found, skipped = newest_checkpoint(folder, "auto", world, sharded=True)
+        assert found is not None and not skipped and not pieces
+        run = build(recipe, make_task(recipe), world, workers=0, fresh=False)
+        load_state(run, found.step, found.tensors, found.state)
+    run.close()
+    tensors = [one for group in tensors_of(run.state).values() for one in group.values()]
+    return hashed[0], pieces, sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["as many ranks", "others"])
+def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: int) -> None:
+    folder = uncut / FOLDER / "step-00000016"
+    written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    answers = ranks.run(size, read_bytes, uncut)
+    assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
+    for _, pieces, own in answers:
+        assert sum(pieces) == own
 
 
 def failing_part(world: World, folder: Path) -> tuple[int, str]:

@@ -321,7 +321,8 @@ def own_part(
     Args:
         rows: This rank's.
         shapes: From `whole_shapes`.
-        saved: By kind and name, as in `trainer.train.state.tensors_of`.
+        saved: By kind and name, as in `trainer.train.state.tensors_of`; or what reads rows when it is sliced,
+            as a tensor is: of others this rank reads nothing.
 
     Raises:
         ValueError: If a tensor has another shape.
@@ -333,7 +334,7 @@ def own_part(
             shape = shapes.get(parameter_of(kind, name))
             is_slot = kind == "optimizer"  # which needn't be as large as its parameter: a count of steps
             if shape is None or (is_slot and tensor.shape != shape):
-                found[kind][name] = tensor
+                found[kind][name] = tensor[...]
             elif tensor.shape != shape:
                 raise ValueError(f"{kind}: {name} isn't the same in the checkpoint and in the model")
             else:
