@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -19,8 +20,9 @@ from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import rewrite
 from tests.helpers.world import Ranks
 from trainer.checkpoint import FOLDER, store
-from trainer.checkpoint.folder import Damaged, read
+from trainer.checkpoint.folder import Damaged, Stored, read
 from trainer.checkpoint.store import listing
+from trainer.cli import main
 from trainer.distributed.parallel import World
 from trainer.host import files
 from trainer.train import trainer
@@ -231,6 +233,51 @@ def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: i
     assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
     for _, pieces, own in answers:
         assert sum(pieces) == own
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["final", "checkpoint"])
+def test_an_export_holds_one_tensor_at_a_time(
+    ranks: Ranks, uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    folder = uncut
+    if not finished:
+        folder = tmp_path / "run"
+        run_on(ranks, 2, folder, FSDP, stop_after=7)
+    held, most, sizes = [0], [0], list[int]()
+    read_rows = Stored.__getitem__
+
+    def let_go(size: int) -> None:
+        held[0] -= size
+
+    def noted(self: Stored, rows: Any) -> torch.Tensor:
+        tensor = read_rows(self, rows)
+        held[0] += tensor.nbytes
+        most[0] = max(most[0], held[0])
+        sizes.append(tensor.nbytes)
+        weakref.finalize(tensor.untyped_storage(), let_go, tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(Stored, "__getitem__", noted)
+    command = ["export", str(folder), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert most[0] <= 2 * max(sizes) < sum(sizes)
+    monkeypatch.undo()
+    exported = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    wanted = open_run(folder).model.state_dict()
+    assert exported.keys() == wanted.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_is_torn_is_not_exported(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run_on(ranks, 2, folder, FSDP, stop_after=7)
+    damaged_shard(folder, "flipped")
+    assert main(["export", str(folder), "--to", "safetensors", "--streamed"]) == 0
+    assert "step-00000005" in capsys.readouterr().out, "the one before"
+    assert main(["export", str(folder), "--to", "onnx", "--streamed"]) == 2
+    assert "use --to safetensors" in capsys.readouterr().err
 
 
 def failing_part(world: World, folder: Path) -> tuple[int, str]:
