@@ -1,8 +1,10 @@
 """Promise: what a sharded run leaves is read on any number of ranks, whole, or named and left out."""
 
+import argparse
 import errno
 import json
 import os
+import shutil
 import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -23,6 +25,8 @@ from trainer.checkpoint import FOLDER, store
 from trainer.checkpoint.folder import Damaged, Stored, read
 from trainer.checkpoint.store import listing
 from trainer.cli import main
+from trainer.commands.verify import replay as replaying
+from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
 from trainer.host import files
 from trainer.train import trainer
@@ -41,17 +45,22 @@ def whole_run(
     world: World, folder: Path, parallel: dict[str, Any], stop_after: int | None = None
 ) -> tuple[int, str]:
     """A rank's whole part of a run; its exit code, and what it said."""
-    names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
-    names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     recipe = small(
         data={"micro_batch_size": 2}, parallel={"threads": 1, "hang_s": 0, **parallel}, log={"every": 4}
     )
+    return asked_run(world, Request(recipe, "small", folder, stop_after=stop_after))
+
+
+def asked_run(world: World, request: Request) -> tuple[int, str]:
+    """The same of what a request says."""
+    names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
+    names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     said = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         for name, value in names.items():
             patch.setenv(name, str(value))
         patch.setattr(trainer, "joined_world", lambda *_: nullcontext(world))
-        code = trainer.train_rank(Request(recipe, "small", folder, stop_after=stop_after))
+        code = trainer.train_rank(request)
     return code, said.getvalue()
 
 
@@ -168,6 +177,36 @@ def test_checkpoints_open_and_verify(uncut: Path) -> None:
     opened = open_run(uncut, checkpoint="last")
     for name, tensor in weights_of(uncut, "ema").items():
         assert torch.equal(opened.model.state_dict()[name], tensor)
+
+
+def test_it_is_verified_on_as_many_ranks(
+    ranks: Ranks,
+    uncut: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = list[int]()
+
+    def start(asked: argparse.Namespace, *_: Any) -> int:
+        sizes.append(asked.nproc_per_node)
+        recipe = load_recipe(asked.recipe, asked.set)
+        request = Request(recipe, "small", asked.out, resume=asked.resume, stop_after=asked.stop_after)
+        (code, _), _ = ranks.run(2, asked_run, request)
+        return int(code)
+
+    monkeypatch.setattr(replaying, "start", start)
+    assert main(["verify", str(uncut)]) == 0
+    told = capsys.readouterr().out
+    assert sizes == [2] and "16 of 16 steps on 2 ranks of 1 thread" in told
+    assert told.endswith("final weights: model.safetensors, ema.safetensors\n")
+    other = shutil.copytree(uncut, tmp_path / "run")
+    change = json.loads((other / "manifest.json").read_text())
+    change["config"]["optim"]["lr"] *= 2
+    (other / "manifest.json").write_text(json.dumps(change))
+    assert main(["verify", str(other)]) == 1
+    assert main(["verify", str(uncut), "--set", "parallel.strategy=ddp"]) == 2
+    assert "would change what is computed" in capsys.readouterr().err
 
 
 def damaged_shard(folder: Path, how: str) -> str:
