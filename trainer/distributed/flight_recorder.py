@@ -8,7 +8,7 @@ here; the same as JSON comes from `_dump_nccl_trace_json` (NCCL, from torch 2.5 
 same on all ranks of a group), `profiling_name`, sizes, dtypes and `state`: "scheduled" from when the host
 called it, "completed" once the GPU has done it, between them "started" if TORCH_NCCL_ENABLE_TIMING=1;
 `pg_status` with the last number that was completed; `pg_config` with the ranks of each group. Gloo leaves
-the state at "scheduled" and has no `pg_config`.
+the state at "scheduled" and has no `pg_config`, and its last number may be too low for good.
 
 torch's own analyzer (`torchfrtrace`) is not used: its code is in the wheel of 2.14.1, but not in those of
 2.5.1 and 2.9.1, which bring the command alone; it unpickles whole dumps from a folder, and wants `pg_config`.
@@ -148,9 +148,10 @@ def _sentence(
     unknown = [rank for rank in members if rank not in known]
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     told_of = _standing(group, seen, known, number)
-    # What is done somewhere all have entered; gloo's count may lag on a rank that is held up before the next.
+    # What is done somewhere all have entered; gloo's count lags on a rank that is held up before the next, and its
+    # threads may count two collectives in the wrong order, which leaves it at the first.
     last = [seen[rank].entered for rank in known if rank in seen]
-    if ": done on " in told_of and max(last) > min(last) >= number:
+    if (": done on " in told_of or _by_gloo(seen)) and max(last) > min(last) >= number:
         told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
     return told_of and told_of + silent
 
@@ -178,6 +179,10 @@ def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], nu
         for rank, entry in there.items()
     }
     return head + _states(states, known)
+
+
+def _by_gloo(seen: Mapping[int, _Seen]) -> bool:
+    return any("gloo:" in str(e.get("profiling_name")) for one in seen.values() for e in one.entries.values())
 
 
 def _states(states: Mapping[int, str], known: Sequence[int]) -> str:
