@@ -148,8 +148,8 @@ def _sentence(
     unknown = [rank for rank in members if rank not in known]
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     told_of = _standing(group, seen, known, number)
-    # What is done somewhere all have entered; gloo's count lags on a rank that is held up before the next, and its
-    # threads may count two collectives in the wrong order, which leaves it at the first.
+    # What is done somewhere all have entered; gloo's count lags on a rank that is held up before the next,
+    # and its threads may count two collectives in the wrong order, which leaves it at the first.
     last = [seen[rank].entered for rank in known if rank in seen]
     if (": done on " in told_of or _by_gloo(seen)) and max(last) > min(last) >= number:
         told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
