@@ -34,7 +34,7 @@ LAYERS = ("grad_rms/", "act_rms/", "act_zeros/")  # of rows of kind "layers": wh
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
-class Checkpoint(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
 
     step: int
@@ -117,7 +117,7 @@ class Run:
     slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     anomalies: Some = field(default_factory=Some)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
 
@@ -233,7 +233,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
     try:
@@ -245,7 +245,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
         pass
     found.sort(reverse=True)
     best = _best_step(found[0][3]) if found else None
-    return [Checkpoint(step, size, written, step == best) for step, size, written, _ in found]
+    return [SavedCheckpoint(step, size, written, step == best) for step, size, written, _ in found]
 
 
 def _best_step(newest: Path) -> int | None:
