@@ -78,7 +78,7 @@ class Slow:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """What a run folder says.
 
     Attributes:
@@ -122,14 +122,14 @@ class Run:
     unreadable: int = 0
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Reads a run folder, in one pass and in bounded memory.
 
     Raises:
         BadInputError: If there is no manifest in it that can be read.
     """
     manifest = redact(read_facts(folder))
-    run = Run(folder, folder.resolve().name or str(folder), manifest)
+    run = RecordedRun(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
     for line in _lines(folder / "anomalies.jsonl"):
         anomaly = _parsed(line)
@@ -141,7 +141,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_rows(run: Run) -> None:
+def _read_rows(run: RecordedRun) -> None:
     rows = {
         "train": Rows(_POINTS, _known(KNOWN)),
         "eval": Rows(_POINTS, _known(set(), "eval/")),
@@ -175,7 +175,7 @@ def _read_rows(run: Run) -> None:
     run.freed, run.layers = rows["memory evaluation"].points(), rows["layers"].points()
 
 
-def _tally(run: Run, step: int, row: Mapping[str, Any]) -> None:
+def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
     """Counts what is told in words."""
     rank, excess = row.get("slow_rank"), row.get("slow_excess")
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
