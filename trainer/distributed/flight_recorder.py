@@ -32,7 +32,7 @@ class _Group(NamedTuple):
     ranks: str
 
 
-class _Seen(NamedTuple):
+class _Kept(NamedTuple):
     """What a rank kept of a group: collectives by their number, and the last numbers of each kind."""
 
     entries: dict[int, dict[str, Any]]
@@ -96,7 +96,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
         "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
         waits, or nothing can be told.
     """
-    seen: dict[_Group, dict[int, _Seen]] = {}
+    seen: dict[_Group, dict[int, _Kept]] = {}
     told = set[int]()
     for rank, text in dumps.items():
         try:
@@ -110,7 +110,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     return "; ".join(sentence for sentence in sentences if sentence) or None
 
 
-def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
+def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Kept]:
     """What a dump holds of each group; point-to-point operations, which concern two ranks, are left out."""
     found: dict[_Group, dict[int, dict[str, Any]]] = {}
     for entry in whole.get("entries", []):
@@ -122,7 +122,7 @@ def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
         # Several operations that were coalesced have one number: the first of them stands for all.
         found.setdefault(group, {}).setdefault(int(entry["collective_seq_id"]), entry)
     return {
-        group: _Seen(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
+        group: _Kept(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
         for group, entries in found.items()
     }
 
@@ -136,7 +136,7 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
 
 
 def _sentence(
-    group: _Group, seen: Mapping[int, _Seen], told: set[int], dumps: Mapping[int, str | None]
+    group: _Group, seen: Mapping[int, _Kept], told: set[int], dumps: Mapping[int, str | None]
 ) -> str:
     """What to say of one group; empty if its ranks are together and none waits."""
     members = [int(word) for word in re.findall(r"\d+", group.ranks)]
@@ -156,7 +156,7 @@ def _sentence(
     return told_of and told_of + silent
 
 
-def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], number: int) -> str:
+def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], number: int) -> str:
     """How far the ranks that are known are with one collective; empty if none has come to it."""
     there = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
@@ -181,7 +181,7 @@ def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], nu
     return head + _states(states, known)
 
 
-def _by_gloo(seen: Mapping[int, _Seen]) -> bool:
+def _by_gloo(seen: Mapping[int, _Kept]) -> bool:
     return any("gloo:" in str(e.get("profiling_name")) for one in seen.values() for e in one.entries.values())
 
 
