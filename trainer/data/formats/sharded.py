@@ -53,7 +53,7 @@ class About(BaseModel):
     settings: dict[str, Any]
 
 
-class Place(Protocol):
+class ShardStore(Protocol):
     """Where shards lie."""
 
     def open(self, shard: Shard) -> int:
@@ -83,7 +83,7 @@ class Folder:
 class ShardedRecords(Records):
     """Samples of an index."""
 
-    def __init__(self, about: About, columns: Columns, place: Place) -> None:
+    def __init__(self, about: About, columns: Columns, place: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._place = columns, place
