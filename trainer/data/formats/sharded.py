@@ -66,7 +66,7 @@ class ShardStore(Protocol):
         ...
 
 
-class Folder:
+class ShardFolder:
     """Shards in a folder of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -278,4 +278,4 @@ def in_shards(folder: Path) -> ShardedRecords:
         BadInputError: If it isn't one.
     """
     about, columns = read_index(folder)
-    return ShardedRecords(about, columns, Folder(folder))
+    return ShardedRecords(about, columns, ShardFolder(folder))
