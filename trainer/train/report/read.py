@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trainer.checkpoint import FOLDER
 from trainer.config.redact import redact
 from trainer.host import strict_json
-from trainer.observe.charts.thin import Point, Rows
+from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.rows import FILES
 from trainer.train.run_folder import read_facts
 
@@ -143,12 +143,12 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _read_rows(run: RecordedRun) -> None:
     rows = {
-        "train": Rows(_POINTS, _known(KNOWN)),
-        "eval": Rows(_POINTS, _known(set(), "eval/")),
-        "memory start": Rows(_POINTS, _known(set())),
-        "memory end": Rows(_POINTS, _known(set())),
-        "memory evaluation": Rows(_POINTS, _known(set())),
-        "layers": Rows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
+        "train": ThinnedRows(_POINTS, _known(KNOWN)),
+        "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
+        "memory start": ThinnedRows(_POINTS, _known(set())),
+        "memory end": ThinnedRows(_POINTS, _known(set())),
+        "memory evaluation": ThinnedRows(_POINTS, _known(set())),
+        "layers": ThinnedRows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
         row = _parsed(line)
