@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.config.task_file import MODULE, read_source, source_hash
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
-from trainer.data.items import ItemDataset, Rows, is_items
+from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
@@ -402,7 +402,7 @@ class CustomTask:
         whole = ArrayDataset(arrays)
         if not transforms and collate is None:
             return whole
-        return ItemDataset(Rows(arrays), what, collate, transforms, whole.num_items)
+        return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
