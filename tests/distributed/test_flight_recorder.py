@@ -170,11 +170,9 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
         "collective 7, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not"
     )
     # On every rank.
-    waits, lags = (
-        json.dumps({**whole, "entries": kept, "pg_status": {"0": {"last_completed_collective": "1"}}})
-        for kept in (entries, entries[:2])
-    )
-    assert parse({0: waits, 1: lags}) == (
+    both = {**whole, "pg_status": {"0": {"last_completed_collective": "1"}}}
+    dumps = {rank: json.dumps({**both, "entries": kept}) for rank, kept in enumerate((entries, entries[:2]))}
+    assert parse(dumps) == (
         "collective 2, all_reduce of 3 x 4 Float: ranks 0 and 1 are in it, and none is through; "
         "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
     )
