@@ -15,7 +15,11 @@ def _missing(mutant: Mutant) -> str:
     path, _, name = mutant.test.partition("::")
     if not (ROOT / path).exists():
         return f"{mutant.what}: no {path}"
-    functions = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
     bare = name.partition("[")[0]
     return "" if not bare or bare in functions else f"{mutant.what}: {path} has no {bare}"
 
