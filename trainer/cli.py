@@ -28,7 +28,7 @@ from trainer.commands import (
 from trainer.config.redact import redact_text
 from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
-from trainer.host.streams import print_anything
+from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import CpuShares
+from trainer.host.interfaces import gloo_interface
 from trainer.host.limits import Limits, out_of_memory_kills, read_limits
 from trainer.host.processes import children
 from trainer.launch import as_launcher
@@ -36,7 +37,6 @@ from trainer.launch.exit_record import (
 )
 from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.forked import ForkedRank
-from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
 from trainer.launch.termination import leave_message
