@@ -338,6 +338,18 @@ def _two_ranks() -> None:
     assert other.note
 
 
+@pytest.mark.slow
+def test_the_micro_batch_of_a_sharded_run_is_found() -> None:
+    preloaded.call(_sharded, timeout=300)
+
+
+def _sharded() -> None:
+    room, sharded = Room(64 * GIB, GIB, "planted"), {"strategy": "fsdp"}
+    found = choose(job(room, ranks=2, workers=0, data={"global_batch_size": 8}, parallel=sharded), id)
+    assert found.chosen is not None and found.chosen.micro_batch_size == 4
+    assert [probe.fits for probe in found.probes] == [True] * len(found.probes)
+
+
 def test_a_recipe_that_cannot_be_trained_is_no_matter_of_memory() -> None:
     preloaded.call(_broken)
 

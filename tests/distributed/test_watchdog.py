@@ -72,6 +72,9 @@ def _stuck_disk(_rank: int) -> None:
 for _name, _where in HANGS.items():
     _job(_name, 2, hang(_where))
 _job("tree", 2, hang(Hang(1, "backward", 3)), parallel={"reduction": "tree"})
+_SHARDED = {"strategy": "hsdp", "shard": 2}
+_job("sharded-forward", 4, hang(Hang(2, "forward", 3)), parallel=_SHARDED)
+_job("sharded-backward", 4, hang(Hang(1, "backward", 2)), parallel=_SHARDED)
 _job("worker", 2, hang(Hang(1, "data", 9)), data={"workers": 1})
 _job("recorded", 2, hang(Hang(1, "forward", 5)))
 _job("alone", 1, hang(Hang(0, "forward", 6)))
@@ -149,6 +152,18 @@ def test_recorded() -> None:
         "rank 0 entered it, rank 1 did not",
         ended.stdout,
     ), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("sharded-forward", Hang(2, "forward", 3)), ("sharded-backward", Hang(1, "backward", 2))],
+    ids=["sharded-forward", "sharded-backward"],
+)
+def test_of_ranks_that_gather_for_each_other_one_is_named(
+    endings: dict[str, Ending], name: str, where: Hang
+) -> None:
+    """Those of its own group wait in a gathering, the other group for the sum over both."""
+    assert is_named(endings[name], where), endings[name]
 
 
 def test_alone(endings: dict[str, Ending]) -> None:

@@ -20,6 +20,7 @@ from trainer.checkpoint.folder import (
     Damaged,
     Unreadable,
     folder_name,
+    look_up,
     read,
     read_slots,
     read_state,
@@ -190,7 +191,8 @@ def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
     path = kept if kept.exists() else _in_run(Path(begun_from.folder), begun_from.step)
     remedy = f"bring back {kept}, or begin again in another --out"
     try:
-        found = read(path)
+        # A rank of a sharded run reads its rows alone, later.
+        found = read(path) if run.state.rows is None else look_up(path)
         if sums_hash(path) != begun_from.hash:
             raise Damaged("isn't the checkpoint that the run began from (another hash)")
         taken = take_over(run, found)

@@ -11,7 +11,13 @@ from torch import distributed as dist
 
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
-from trainer.distributed.parallel import World, check_agreement, joined_world, least_over_ranks
+from trainer.distributed.parallel import (
+    World,
+    check_agreement,
+    is_sharded,
+    joined_world,
+    least_over_ranks,
+)
 from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
@@ -99,7 +105,8 @@ def _attempt(
         # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
         threads, notes = choose_threads(recipe, stored, request.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
-        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored)
+        sharded = is_sharded(recipe.parallel, world)
+        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored, sharded)
         begin = checkpoint.step if checkpoint else 0
         anomalies = anomalies_before(read_anomalies(folder), begin, make_plan(recipe, task))
         skipped = frozenset(left_out(anomalies))

@@ -28,7 +28,9 @@ from trainer.train.run_folder import KEPT, MANIFEST, write_json
 from trainer.train.start import start
 
 # What a replay may take from elsewhere: where things lie, and how they come.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.pretrained", "task"]
+_SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel.")) and key not in _SUMS]
+_ELSEWHERE += ["model.pretrained", "task"]
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:

@@ -118,8 +118,10 @@ def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
         train_step(run, batches, step)
         if step == 0:
             tell({"held": _holders(run)})
-            # Of the rank that writes checkpoints; it is there while the next steps are trained.
-            staged = stage(tensors_of(run.state)) if world.rank == 0 else None
+            # Of the ranks that write checkpoints; it is there while the next steps are trained.
+            rows = run.state.rows
+            writes = world.rank == 0 if rows is None else rows.first
+            staged = stage(tensors_of(run.state)) if writes else None
         if step == timed:
             # As many more on every rank as the mean of their times allows.
             mean = _mean(_now(world.device) - began, world)
