@@ -449,7 +449,7 @@ PHASES = {
 @pytest.mark.slow
 def test_a_start_is_timed_until_its_first_row(digits_run: Path) -> None:
     seconds, source = probes.of_start(digits_run)["start_s"]
-    assert 0.5 < seconds < 300 and source.startswith("measured:")
+    assert seconds > 0 and source.startswith("measured:")
 
 
 def test_the_default_is_the_recipes() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.doctor.facts import Box, Card, Gpus, Network, RecipeNeeds, Software, System
+from trainer.commands.doctor.facts import Card, Gpus, MachineFacts, Network, RecipeNeeds, Software, System
 from trainer.commands.doctor.stacks import read_stacks
 from trainer.host.disks import Data, Folder, Mount
 from trainer.host.limits import Limits
@@ -24,9 +24,9 @@ def folder(path: str = "/data/runs", **facts: Any) -> Folder:
     return replace(Folder(Path(path), "", 500 * GIB, 10**6, 900e6, DISK), **facts)
 
 
-def healthy(**changes: Any) -> Box:
+def healthy(**changes: Any) -> MachineFacts:
     """Two H100s, InfiniBand, a recipe with files: every check that can look finds nothing."""
-    box = Box(
+    box = MachineFacts(
         environ={"USER": "ann", "HOME": "/home/ann", "CUDA_VISIBLE_DEVICES": "0,1"},
         limits=Limits(16, 200 * GIB, 8 * GIB, 4096, SOURCES),
         gpus=Gpus(driver="570.86", kernel="570.86", nodes=True, cards=(card(0), card(1))),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.helpers.forked import small
-from trainer.host.memory import Room
+from trainer.host.memory_room import Room
 from trainer.launch.launcher import LocalRanks
 from trainer.train.tune.job import Job
 

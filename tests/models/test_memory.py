@@ -15,7 +15,7 @@ from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.host.memory import Room
+from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
 from trainer.models.batchnorm import StepStatistics

@@ -33,6 +33,13 @@ from trainer.train.tune.trial import probe_recipe
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")  # torch 2.14 has and calls the first
+GPT: dict[str, Any] = {
+    "task": "language",
+    "data": {"name": "synthetic", "samples": 64, "global_batch_size": 8, "micro_batch_size": 4},
+    "language": {"layers": 3, "heads": 2, "width": 32, "sequence_length": 16},
+    "model": {},
+}
 
 
 class Tied(TokenTask):
@@ -141,7 +148,8 @@ def held(world: World, parallel: dict[str, Any]) -> tuple[int, int, list[torch.S
         ema={"decay": 0.9},
     )
     run, sent = build(recipe, TokenTask(32, blocks=3), world, workers=0), list[torch.Size]()
-    original = dist.reduce_scatter_tensor
+    name = next(name for name in REDUCE_SCATTER if hasattr(dist, name))
+    original = getattr(dist, name)
 
     def noted(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         sent.append(output.shape)
@@ -149,7 +157,7 @@ def held(world: World, parallel: dict[str, Any]) -> tuple[int, int, list[torch.S
 
     batches = run.loader(run.share.batches())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "reduce_scatter_tensor", noted)
+        patch.setattr(dist, name, noted)
         train_step(run, batches, 0)
     model = run.state.model
     own = sum(one.numel() for one in weights(model).values())
@@ -231,10 +239,12 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
         {"optim": {"name": "sgd", "lr": 0.05}, "anomaly": {"nonfinite": "skip"}},
         {"precision": {"mode": "bf16"}},
+        {"precision": {"mode": "bf16"}, "model": {"width": 8, "norm": "group"}},
+        {"precision": {"mode": "bf16"}, **GPT, "optim": {"schedule": "constant"}},
         {"precision": {"mode": "fp16", "initial_scale": 2.0**30}},
         {"model": {"width": 8, "dropout": 0.2, "norm": "group"}, "memory": {"checkpointing": "blocks"}},
     ],
-    ids=["adamw", "sgd", "bf16", "fp16", "checkpointed"],
+    ids=["adamw", "sgd", "bf16", "bf16 with GroupNorm", "gathered in bf16", "fp16", "checkpointed"],
 )
 def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> None:
     values = {**DIGITS, **sections}

@@ -18,7 +18,7 @@ from trainer.data.loader import Batch
 from trainer.distributed.parallel import World, check_agreement, is_sharded, sum_over_ranks
 from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
-from trainer.host.memory import Room
+from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import KeptBytes, ModelCost, cheapest, measure, seconds_of_step
 from trainer.models.compiling import (

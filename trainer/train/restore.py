@@ -11,7 +11,7 @@ from trainer.distributed.parallel import World, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
-from trainer.optim.own import HostRates
+from trainer.optim.own import HostSchedule
 from trainer.train.resume import Mode
 from trainer.train.run_folder import Manifest
 from trainer.train.state import Run, load_state
@@ -126,7 +126,7 @@ def load_checkpoint(
         ) from error
     except (Damaged, Unreadable) as error:  # of one whose tensors are read only now
         raise BadInputError(f"{found.path}: {error}; it was sound a moment ago: start again") from error
-    if isinstance(run.state.lr, HostRates):
+    if isinstance(run.state.lr, HostSchedule):
         refuse_later_end(found.path, run.state.lr.last_update, run.plan.steps)
 
 

@@ -22,7 +22,7 @@ from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.limits import Limits, read_limits, threads_per_rank
-from trainer.host.memory import read_room
+from trainer.host.memory_room import read_room
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, requested
 from trainer.observe.console import detail, say, warn

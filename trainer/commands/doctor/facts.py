@@ -1,7 +1,7 @@
 """What the doctor read of the box, as values, and what a check makes of them.
 
 Reading and judging are apart: the modules by subject hold a reader, which looks at the box, and checks, which
-are pure functions of a `Box`.
+are pure functions of a `MachineFacts`.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class RecipeNeeds:
 
 
 @dataclass(frozen=True)
-class Box:
+class MachineFacts:
     """All that was read."""
 
     environ: Mapping[str, str]

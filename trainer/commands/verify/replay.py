@@ -13,7 +13,7 @@ import yaml
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import folder_name as step_name
-from trainer.commands.verify.recorded import Part, Recorded
+from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, provisional
 from trainer.config.redact import REDACTED
@@ -96,7 +96,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def replay(
-    config: Mapping[str, Any], parts: Sequence[Part], steps: int, folder: Path, gpus: str | None
+    config: Mapping[str, Any], parts: Sequence[Segment], steps: int, folder: Path, gpus: str | None
 ) -> int:
     """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
     recipe = folder.with_name("replay.yaml")

@@ -23,7 +23,7 @@ from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.limits import read_limits
-from trainer.host.memory import cap_own
+from trainer.host.memory_room import cap_own
 from trainer.host.processes import peak_bytes, status_of
 from trainer.launch.worker import cpu_shares, requested
 from trainer.observe.memory import tells_figures

@@ -29,7 +29,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.host.memory import HEADROOM, Room, Watch, cap_own, read_room
+from trainer.host.memory_room import HEADROOM, MemoryGuard, Room, cap_own, read_room
 from trainer.host.processes import peak_bytes
 from trainer.host.reading import text_of
 from trainer.launch.launcher import LocalRanks
@@ -266,7 +266,7 @@ def holder(name: str = "") -> "subprocess.Popen[str]":
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 def test_what_processes_share_counts_once() -> None:
     ranks: list[int] = []
-    with Watch(lambda: ranks, float("inf")) as watch:
+    with MemoryGuard(lambda: ranks, float("inf")) as watch:
         process = holder()
         ranks.append(process.pid)
         assert process.stdout is not None
@@ -288,7 +288,7 @@ def test_a_job_beyond_its_bound_is_killed_whole(
     allowed: int, seconds: float, why: str, tmp_path: Path
 ) -> None:
     ranks: list[int] = []
-    with Watch(lambda: ranks, allowed, seconds) as watch:
+    with MemoryGuard(lambda: ranks, allowed, seconds) as watch:
         process = holder(str(tmp_path))
         ranks.append(process.pid)
         assert process.wait(300) == -9
@@ -471,7 +471,7 @@ import sys; from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
 from tests.helpers.probe_job import job
 from trainer.launch.signals import SignalReceiver
-from trainer.host.memory import read_room
+from trainer.host.memory_room import read_room
 from trainer.train.tune.job import run_probe
 room = read_room()
 assert room.source.startswith(sys.argv[1]), room
