@@ -249,7 +249,7 @@ def user_home(box: MachineFacts) -> CheckResult:
     return warn(box.system.home_error, why, **variable("HOME", "/tmp"))
 
 
-def strategy(box: Box) -> CheckResult:
+def strategy(box: MachineFacts) -> CheckResult:
     """How ranks share the model: whether this torch can, and which links the groups of hsdp use."""
     needs = box.needs
     if needs.strategy == "ddp":
