@@ -176,6 +176,8 @@ class RecipeNeeds:
     loader_bytes: int = 0  # what the loaders of all ranks take of memory, processes included
     compiles: bool = False  # whether it uses torch.compile
     ranks: int = 1  # processes on this host
+    strategy: str = "ddp"  # parallel.strategy
+    shard: int = 0  # parallel.shard
 
     @property
     def ahead(self) -> int:

@@ -131,7 +131,7 @@ def model(run: RecordedRun) -> str:
         for row in (*listed, *total)
     ]
     heads = ["part", "", "parameters", "trainable", "FLOPs a step", "memory"]
-    note = f"Memory of each rank: {escaped(told.get('memory'), 120)}; activations come on top."
+    note = f"Memory of each rank: {escaped(told.get('memory'), 240)}; activations come on top."
     return section("Model", table(heads, rows, right=(2, 3, 4, 5)) if rows else "", note)
 
 
