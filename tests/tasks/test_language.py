@@ -97,7 +97,7 @@ def test_places_begin_anew_in_each_document() -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "vocabulary", "wanted"),
     [
-        # GPT-2 small and XL, as their weights are published; nanoGPT's, printed without the positions:
+        # GPT-2 small and XL, as their weights are published; nanoGPT's, which it prints without positions:
         # 123.59M of gpt2-124m, 10.65M of the characters on a GPU, 0.80M on a CPU.
         ("gpt2-124m", {"bias": True}, 50257, 124_439_808),
         ("gpt2-124m", {}, 50304, 123_587_328 + 1024 * 768),

@@ -135,10 +135,11 @@ def test_the_sharded_recipe_trains_on_token_files(tmp_path: Path) -> None:
     for name in ("train", "val"):
         file = np.resize(np.arange(60, dtype=np.uint16), 2000)
         file.tofile(tmp_path / "tokens" / f"{name}.bin")
-    little = settings("data.path=tokens", "data.global_batch_size=8", "data.micro_batch_size=2")
+    sizes = "data.global_batch_size=8", "data.micro_batch_size=2"
+    little = settings("data.path=tokens", *sizes, "max_steps=12")
     narrow = settings(*(f"language.{key}" for key in ("width=50", "layers=3", "sequence_length=16")))
     quick = settings("optim.lr=0.01", "optim.warmup_steps=2", "compile.mode=none", "parallel.threads=1")
-    quick += settings("language.vocabulary=64", "language.dtype=uint16", "log.every=1", "max_steps=12")
+    quick += settings("language.vocabulary=64", "language.dtype=uint16", "log.every=1")
     words = ("train", "gpt2-1.5b", "--nproc-per-node", "2", "--out", "run", *little, *narrow, *quick)
     done = trainer(tmp_path, *words)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """Promise: a sharded model learns what the whole one learns, and each rank keeps its rows of it only."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ from trainer.train.prepare import memory_to_come
 from trainer.train.run import make_task
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
+from trainer.train.tune import trial
+from trainer.train.tune.trial import probe_recipe
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
@@ -177,6 +181,34 @@ def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks, parallel: dict
     assert sum(own for own, _, _ in answers[: 4 if parallel is FSDP else 2]) == answers[0][1]
 
 
+def time_limits(world: World) -> list[float]:
+    """Seconds of the groups that a sharded model sums and gathers in."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": 2},
+        parallel={"threads": 1, "timeout_s": 77, **HSDP},
+    )
+    made, new = list[Any](), getattr(dist, "new_subgroups_by_enumeration")  # noqa: B009  (untyped)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        group, others = new(*arguments, **named)
+        made.append(group)
+        return group, others
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_subgroups_by_enumeration", noted)
+        run = build(recipe, TokenTask(16, blocks=1), world, workers=0)
+    assert run.state.rows is not None and run.state.rows.group is made[1]
+    assert [dist.get_process_group_ranks(group) for group in made] == [
+        [world.rank % 2, world.rank % 2 + 2],
+        [world.rank // 2 * 2, world.rank // 2 * 2 + 1],
+    ]
+    return [one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in made]
+
+
+def test_groups_of_ranks_have_the_runs_time_limit(ranks: Ranks) -> None:
+    assert ranks.run(4, time_limits) == [[77.0, 77.0]] * 4
+
+
 def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any] | None:
     """Steps of the digits with evaluations between them, and what a checkpoint would hold; rank 0's."""
     recipe = make_recipe(**values, parallel={"threads": 1, **parallel})
@@ -268,6 +300,30 @@ def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> 
         gradients = 2 * block + (whole - -(-whole // 2) if micro_batch_size == 2 else rest)
         assert coming["gradients and optimizer state"] == 3 * own
         assert coming["gathered parameters and gradients"] == gathered + gradients
+
+
+def probed(world: World, parallel: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What this rank tells of a probe of `trainer tune`."""
+    recipe = make_recipe(**{**DIGITS, "ema": {"decay": 0.9}}, parallel={"threads": 1, **parallel})
+    size = recipe.data.micro_batch_size
+    request = {"recipe": probe_recipe(recipe, size, world.size), "settings": [], "threads": 1, "room": 0}
+    told: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(world.size))
+        patch.setattr(trial, "joined_world", lambda *_: nullcontext(world))
+        assert trial.train_some({**request, "folder": folder}, told.update) == 0
+    return told
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(2, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])
+def test_a_probe_of_tune_trains_the_sharded_model(
+    ranks: Ranks, tmp_path: Path, size: int, parallel: dict[str, Any]
+) -> None:
+    whole = ranks.run(2, probed, {}, str(tmp_path))[0]["held"]
+    answers = [told["held"] for told in ranks.run(size, probed, parallel, str(tmp_path))]
+    for what in ("weights", "optimizer state", "average"):
+        assert max(held[what] for held in answers) < 0.7 * whole[what], what
+    assert all(told["samples_per_s"] > 0 for told in ranks.run(2, probed, FSDP, str(tmp_path)))
 
 
 def overflowing(world: World) -> tuple[float, bool]:
