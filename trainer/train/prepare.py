@@ -33,13 +33,14 @@ from trainer.models.gpt import GPT
 from trainer.models.nonfinite import FirstNonFinite
 from trainer.models.packed import missing_for_blocks
 from trainer.models.pointwise import mend_pointwise
-from trainer.models.precision import autocast, fp32_modules, keep_in_fp32
+from trainer.models.precision import autocast, fp32_modules, gathered_in, keep_in_fp32
 from trainer.models.pretrained import find_weights
 from trainer.models.sync_batchnorm import synchronize_batchnorm
 from trainer.models.weights import load_initial
 from trainer.optim.muon import hidden_matrices
 from trainer.rng import Purpose, key
 from trainer.tasks import Task
+from trainer.train.rank_memory import rank_memory
 from trainer.train.updates import brings_optimizer
 
 _NAMES = 5
@@ -174,16 +175,14 @@ def memory_to_come(
 
 
 def _gathered(recipe: Recipe, model: nn.Module, world: World) -> int:
-    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes.
-
-    The rest of the model outside of blocks, a block and the one that is fetched ahead; with accumulation the
-    gradients of all until the last micro-batch.
-    """
+    """Bytes of whole parameters and gradients that a rank of a sharded run holds while it computes."""
     sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
-    whole = sum(p.nbytes for p in model.parameters())
-    at_once = whole - sum(sizes) + 2 * max(sizes, default=0)
+    rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
     accumulates = recipe.data.global_batch_size > recipe.data.micro_batch_size * world.size
-    return at_once + (whole if accumulates else at_once)
+    low = gathered_in(recipe.precision, model, world.device) is not None
+    ranks = recipe.parallel.shard or world.size
+    needs = rank_memory(sizes, rest, ranks, 0, accumulates=accumulates, low=low)
+    return needs.gathered + needs.gradients - needs.kept  # the rows of weights and gradients are as many
 
 
 def could_be_sharded(recipe: Recipe, task: Task, ranks: int) -> bool:
