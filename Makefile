@@ -110,7 +110,7 @@ steady: ## run the fast tests 10 times: quiet, beside busy processes, on one cor
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.steady $(or $(ARGS),--quiet 3 --busy 5 --one-core 2) $(if $(OUT),--out "$(OUT)")
 
-chaos: ## cut, kill, signal and hang runs at random (up to 20 minutes); ARGS="--kills 20"
+chaos: ## cut, kill, signal and hang runs at random (about an hour); ARGS="--kills 20"
 	$(call bootstrap,--groups train test)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
 

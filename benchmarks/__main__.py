@@ -20,6 +20,7 @@ BENCHES = {
     "tokens": ("tokens", "token batches per CPU second against a nanoGPT-style get_batch"),
     "start": ("start", "CPU seconds from the command to the first step, beside a plain script's"),
     "reduction": ("reduction", "time, memory and bytes of parallel.reduction=tree"),
+    "sharding": ("sharding", "memory, bytes sent and time of a model spread over four ranks, beside DDP"),
     "resume": ("resume", "a run gone on with against the one that wasn't cut"),
     "optimizers": ("optimizers", "what each optimizer learns in the same updates"),
     "claims": (

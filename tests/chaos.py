@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from trainer.launch.worker import Worker
 from trainer.train.request import Request
 from trainer.train.trainer import train_rank
 
-_PHASES = ("start", "train", "write")
+PHASES = ("start", "train", "write")
 _ATTEMPTS = 12
 _MOST_RUNS = 20  # for each hit that is wanted
 THROUGH_THE_LAUNCHER = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -109,16 +110,9 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     rank, size, port = map(str, world)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
-    commit, loop = store.commit, sys.modules["trainer.train.trainer"]
-
-    def noted(*arguments: Any) -> Any:
-        phase[0] = 2
-        try:
-            return commit(*arguments)
-        finally:
-            phase[0] = 1
-
-    store.commit = noted  # type: ignore[assignment]
+    loop = sys.modules["trainer.train.trainer"]
+    for name in ("commit", "commit_part", "commit_shared"):
+        setattr(store, name, _noted(getattr(store, name), phase))
     original: Any = loop.__dict__["train"]
 
     def train(*arguments: Any, **named: Any) -> Any:
@@ -129,6 +123,17 @@ def _rank(recipe: Recipe, folder: Path, phase: mmap.mmap, world: tuple[int, int,
     with Worker() as worker:
         worker.code = train_rank(Request(recipe, "digits", folder))
     os._exit(worker.exit_code)
+
+
+def _noted(commit: Callable[..., Any], phase: mmap.mmap) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        phase[0] = 2
+        try:
+            return commit(*arguments)
+        finally:
+            phase[0] = 1
+
+    return noted
 
 
 def ending(folder: Path) -> Ending:
@@ -188,7 +193,7 @@ def disturb(
             process.join()
         if process.exitcode is None:
             resuming = phase[0] == 0 and any((folder / "checkpoints").glob("step-*"))
-            hits["resume" if resuming else _PHASES[phase[0]]] += 1
+            hits["resume" if resuming else PHASES[phase[0]]] += 1
             assert process.pid is not None
             os.kill(process.pid, number)
             process.join(120)
@@ -277,7 +282,7 @@ def chaos(kills: int, signals: int, seed: int) -> Tally:
             )
             hits = disturb(recipes[which], folder, phase, kind, seconds, random_)
             name = "kills" if killing else "signals"
-            for place in (*_PHASES, "resume"):
+            for place in (*PHASES, "resume"):
                 tally.counts[name] += hits[place]
                 tally.counts[f"{name} during {place}"] += hits[place]
             tally.counts["late"] += hits["late"]
@@ -313,10 +318,13 @@ def main() -> int:
     parser.add_argument("--signals", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--topologies", type=int, default=100, help="runs on changing numbers of ranks")
+    parser.add_argument("--sharded", type=int, default=200, help="cuts of sharded runs on 2 and 4 ranks")
+    parser.add_argument("--resharded", type=int, default=12, help="runs whose ranks and strategy change")
     parser.add_argument("--hangs", type=int, default=30, help="ranks that hang somewhere")
     parser.add_argument("--launched", type=int, default=10, help="hits of each kind through the command line")
     options = parser.parse_args()
     from tests.helpers.hangs import hangs
+    from tests.helpers.sharded_chaos import resharded, sharded
     from tests.helpers.topologies import topologies  # it is made of what is in here
 
     torch.set_num_threads(1)
@@ -327,6 +335,8 @@ def main() -> int:
     for number in THROUGH_THE_LAUNCHER:
         chaos_launched(number, options.launched, tally, random.Random(options.seed))
     told = topologies(options.topologies, options.seed, tally)
+    told += "\n" + sharded(options.sharded, options.seed, tally)
+    told += "\n" + resharded(options.resharded, options.seed, tally)
     unnamed = hangs(options.hangs, options.seed)
     tally.failures += unnamed
     for failure in tally.failures:
@@ -334,7 +344,7 @@ def main() -> int:
     counts = tally.counts
     print(f"seed {options.seed}, {time.monotonic() - began:.0f} s, kinds of runs: {len(kinds())}")
     for name in ("kills", "signals"):
-        all_places = (*_PHASES, "resume")
+        all_places = (*PHASES, "resume")
         places = ", ".join(f"{counts[f'{name} during {place}']} during {place}" for place in all_places)
         print(f"{counts[name]} {name} ({places})")
     for name in (number.name for number in THROUGH_THE_LAUNCHER):

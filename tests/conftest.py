@@ -33,8 +33,8 @@ settings.load_profile("few")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    # Many tests start two ranks or workers of their own.
-    return max(1, min(int(read_limits().cpus), 8))
+    # One more than CPUs: a quarter of a test's time is waiting, as for ranks to meet or a process to end.
+    return max(2, min(int(read_limits().cpus) + 1, 8))
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

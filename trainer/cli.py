@@ -28,7 +28,7 @@ from trainer.commands import (
 from trainer.config.redact import redact_text
 from trainer.config.suggest import MEANT, nearest
 from trainer.errors import EXIT_BAD_INPUT, BadInputError
-from trainer.host.streams import print_anything
+from trainer.host.startup import print_anything
 from trainer.observe.console import tell
 from trainer.version import __version__
 
@@ -82,6 +82,7 @@ _ELSEWHERE = {
     "--ranks-per-node": "--nproc-per-node",
     "--master": "--master-addr",
 }
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")  # argparse's words
 _SETTING = re.compile(r"[a-z]\w*(\.\w+)*=.*", re.DOTALL)
 
 
@@ -125,6 +126,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends with code 2."""
+        if found := _CHOICE.search(message):
+            message += nearest(found[1], re.findall(r"[\w-]+", found[2]))
         raise SystemExit(self._one_line(message))
 
     def _one_line(self, message: str) -> int:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainer.host.threads import wait_passively
+from trainer.host.startup import wait_passively
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:

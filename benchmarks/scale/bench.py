@@ -34,6 +34,11 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "--simulate", action="store_true", help="simulate it too; code 1 where they differ by over 10 %%"
     )
     bench.add_argument("--sources", action="store_true", help="only print the figures and their sources")
+    bench.add_argument(
+        "--strategies",
+        action="store_true",
+        help="only print what ddp, fsdp and hsdp (a group on each node) send a step and hold",
+    )
     bench.add_argument("--seed", type=int, default=0, metavar="N", help="of the simulated failures")
     bench.add_argument("--json", action="store_true", help="print JSON")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw it, with the simulation (.svg)")
@@ -55,6 +60,7 @@ def _run(options: argparse.Namespace) -> int:
         comm=options.comm,
         simulated=options.simulate,
         sources_only=options.sources,
+        strategies_only=options.strategies,
         seed=options.seed,
         as_json=options.json,
         plot=options.plot,
@@ -69,6 +75,7 @@ def bench_scale(
     comm: Path | None = None,
     simulated: bool = False,
     sources_only: bool = False,
+    strategies_only: bool = False,
     seed: int = 0,
     as_json: bool = False,
     plot: Path | None = None,
@@ -82,6 +89,7 @@ def bench_scale(
         comm: What `trainer bench comm --json` printed.
         simulated: Whether to simulate, too.
         sources_only: Whether to print what it would be computed from, and no more.
+        strategies_only: Whether to print what the strategies send and hold, and no more.
         seed: Of the simulation.
         as_json: Whether to print for machines.
         plot: An SVG file to write, or None.
@@ -95,6 +103,7 @@ def bench_scale(
     from benchmarks.scale import formulas
     from benchmarks.scale.figures import as_mapping, read_job
     from benchmarks.scale.simulate import simulate, simulate_stragglers
+    from benchmarks.scale.strategies import strategies_table
     from benchmarks.scale.table import TARGET, advice, differences, not_measured, sources, table
 
     if file is None:
@@ -112,6 +121,9 @@ def bench_scale(
         return EXIT_DONE
     figures = job.figures
     numbers = _numbers(gpus, figures.gpus_per_node, _MOST_SIMULATED if simulated or plot else _MOST_GPUS)
+    if strategies_only:
+        print(strategies_table(figures, numbers))
+        return EXIT_DONE
     estimates = [formulas.estimate(figures, one) for one in numbers]
     seen = []
     if simulated:

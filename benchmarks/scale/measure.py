@@ -15,7 +15,7 @@ from trainer.config.recipe_file import read_recipe
 from trainer.config.section import validated
 from trainer.errors import EXIT_DONE, BadInputError
 from trainer.host import strict_json
-from trainer.host.threads import wait_passively
+from trainer.host.startup import wait_passively
 from trainer.observe.conditions import conditions
 from trainer.observe.rows import FILES
 from trainer.train.run_folder import read_rows

@@ -1,8 +1,11 @@
 """Promise: what a sharded run leaves is read on any number of ranks, whole, or named and left out."""
 
+import argparse
 import errno
 import json
 import os
+import shutil
+import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -12,17 +15,27 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.chaos import Tally
+from tests.helpers import sharded_chaos
 from tests.helpers.forked import attempt, small
 from tests.helpers.rows import read_rows
 from tests.helpers.run_folders import rewrite
 from tests.helpers.world import Ranks
 from trainer.checkpoint import FOLDER, store
-from trainer.checkpoint.folder import Damaged, read
+from trainer.checkpoint.folder import Damaged, Stored, read
 from trainer.checkpoint.store import listing
+from trainer.cli import main
+from trainer.commands.verify import replay as replaying
+from trainer.config.recipe_file import load_recipe
 from trainer.distributed.parallel import World
+from trainer.host import files
 from trainer.train import trainer
+from trainer.train.build import build
 from trainer.train.model_of_run import open_run
 from trainer.train.request import Request
+from trainer.train.restore import newest_checkpoint
+from trainer.train.run import make_task
+from trainer.train.state import load_state, tensors_of
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
@@ -32,17 +45,22 @@ def whole_run(
     world: World, folder: Path, parallel: dict[str, Any], stop_after: int | None = None
 ) -> tuple[int, str]:
     """A rank's whole part of a run; its exit code, and what it said."""
-    names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
-    names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     recipe = small(
         data={"micro_batch_size": 2}, parallel={"threads": 1, "hang_s": 0, **parallel}, log={"every": 4}
     )
+    return asked_run(world, Request(recipe, "small", folder, stop_after=stop_after))
+
+
+def asked_run(world: World, request: Request) -> tuple[int, str]:
+    """The same of what a request says."""
+    names = {"RANK": world.rank, "LOCAL_RANK": world.rank}
+    names |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     said = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         for name, value in names.items():
             patch.setenv(name, str(value))
         patch.setattr(trainer, "joined_world", lambda *_: nullcontext(world))
-        code = trainer.train_rank(Request(recipe, "small", folder, stop_after=stop_after))
+        code = trainer.train_rank(request)
     return code, said.getvalue()
 
 
@@ -106,6 +124,14 @@ def test_a_resumed_run_has_the_same_bits(ranks: Ranks, uncut: Path, tmp_path: Pa
     assert same_bits(folder, uncut)
 
 
+@pytest.mark.slow  # the other tests here cut at known places
+def test_sharded_chaos_in_small() -> None:
+    tally = Tally()
+    told = sharded_chaos.sharded(6, 5, tally) + sharded_chaos.resharded(1, 5, tally)
+    assert not tally.failures, told
+    assert tally.counts["identical"] >= 1
+
+
 @pytest.mark.parametrize(
     ("size", "parallel", "then_size", "then"),
     [
@@ -153,6 +179,36 @@ def test_checkpoints_open_and_verify(uncut: Path) -> None:
         assert torch.equal(opened.model.state_dict()[name], tensor)
 
 
+def test_it_is_verified_on_as_many_ranks(
+    ranks: Ranks,
+    uncut: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = list[int]()
+
+    def start(asked: argparse.Namespace, *_: Any) -> int:
+        sizes.append(asked.nproc_per_node)
+        recipe = load_recipe(asked.recipe, asked.set)
+        request = Request(recipe, "small", asked.out, resume=asked.resume, stop_after=asked.stop_after)
+        (code, _), _ = ranks.run(2, asked_run, request)
+        return int(code)
+
+    monkeypatch.setattr(replaying, "start", start)
+    assert main(["verify", str(uncut)]) == 0
+    told = capsys.readouterr().out
+    assert sizes == [2] and "16 of 16 steps on 2 ranks of 1 thread" in told
+    assert told.endswith("final weights: model.safetensors, ema.safetensors\n")
+    other = shutil.copytree(uncut, tmp_path / "run")
+    change = json.loads((other / "manifest.json").read_text())
+    change["config"]["optim"]["lr"] *= 2
+    (other / "manifest.json").write_text(json.dumps(change))
+    assert main(["verify", str(other)]) == 1
+    assert main(["verify", str(uncut), "--set", "parallel.strategy=ddp"]) == 2
+    assert "would change what is computed" in capsys.readouterr().err
+
+
 def damaged_shard(folder: Path, how: str) -> str:
     file = max((folder / FOLDER).iterdir()) / "optimizer_00001_of_00002.safetensors"
     if how == "missing":
@@ -179,6 +235,88 @@ def test_a_damaged_shard_is_named_and_the_one_before_is_used(
     said = run_on(ranks, 2, folder, FSDP)
     assert f"checkpoint left out: {line}" in said and "resumes after step 5" in said
     assert same_bits(folder, uncut)
+
+
+def read_bytes(world: World, folder: Path) -> tuple[int, list[int], int]:
+    """Resumes; bytes of files that were hashed, of each piece that was read, and of this rank's tensors."""
+    hashed, pieces = [0], list[int]()
+    read_hashed, read_into = files.read_hashed, files.read_into
+
+    def noted_hash(file: int, size: int, into: Any, advance: Any) -> str:
+        assert into is None or len(into) < 4000, "state.json alone is kept"
+        hashed[0] += size if into is None else 0
+        return read_hashed(file, size, into, advance)
+
+    def noted_piece(file: int, start: int, into: memoryview) -> None:
+        pieces.append(len(into))
+        read_into(file, start, into)
+
+    recipe = small(data={"micro_batch_size": 2}, parallel={"threads": 1, **FSDP})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "read_hashed", noted_hash)
+        patch.setattr(files, "read_into", noted_piece)
+        found, skipped = newest_checkpoint(folder, "auto", world, sharded=True)
+        assert found is not None and not skipped and not pieces
+        run = build(recipe, make_task(recipe), world, workers=0, fresh=False)
+        load_state(run, found.step, found.tensors, found.state)
+    run.close()
+    tensors = [one for group in tensors_of(run.state).values() for one in group.values()]
+    return hashed[0], pieces, sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=["as many ranks", "others"])
+def test_each_rank_reads_its_rows_and_no_more(ranks: Ranks, uncut: Path, size: int) -> None:
+    folder = uncut / FOLDER / "step-00000016"
+    written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    answers = ranks.run(size, read_bytes, uncut)
+    assert sum(hashed for hashed, _, _ in answers) == written, "together, and each file once"
+    for _, pieces, own in answers:
+        assert sum(pieces) == own
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["final", "checkpoint"])
+def test_an_export_holds_one_tensor_at_a_time(
+    ranks: Ranks, uncut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    folder = uncut
+    if not finished:
+        folder = tmp_path / "run"
+        run_on(ranks, 2, folder, FSDP, stop_after=7)
+    held, most, sizes = [0], [0], list[int]()
+    read_rows = Stored.__getitem__
+
+    def let_go(size: int) -> None:
+        held[0] -= size
+
+    def noted(self: Stored, rows: Any) -> torch.Tensor:
+        tensor = read_rows(self, rows)
+        held[0] += tensor.nbytes
+        most[0] = max(most[0], held[0])
+        sizes.append(tensor.nbytes)
+        weakref.finalize(tensor.untyped_storage(), let_go, tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(Stored, "__getitem__", noted)
+    command = ["export", str(folder), "--to", "safetensors", "--streamed", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert most[0] <= 2 * max(sizes) < sum(sizes)
+    monkeypatch.undo()
+    exported = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    wanted = open_run(folder).model.state_dict()
+    assert exported.keys() == wanted.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_is_torn_is_not_exported(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run_on(ranks, 2, folder, FSDP, stop_after=7)
+    damaged_shard(folder, "flipped")
+    assert main(["export", str(folder), "--to", "safetensors", "--streamed"]) == 0
+    assert "step-00000005" in capsys.readouterr().out, "the one before"
+    assert main(["export", str(folder), "--to", "onnx", "--streamed"]) == 2
+    assert "use --to safetensors" in capsys.readouterr().err
 
 
 def failing_part(world: World, folder: Path) -> tuple[int, str]:

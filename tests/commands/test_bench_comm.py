@@ -35,7 +35,7 @@ from trainer.commands.bench.link_limit import (
     local_limit,
 )
 from trainer.commands.bench.links import Link, called, calling, listening, rate
-from trainer.commands.bench.preflight import Place, _told, _tried, preflight
+from trainer.commands.bench.preflight import RankPlace, _told, _tried, preflight
 from trainer.commands.bench.preflight_verdict import Host, Pair, better, joined, rounds_of, verdict
 from trainer.config.sizes import MIB
 from trainer.errors import BadInputError
@@ -424,7 +424,7 @@ def test_a_link_that_was_tried_again_is_as_good_as_its_best() -> None:
 
 def test_a_host_that_is_busy_for_a_moment_is_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_module, "_LOOK_SECONDS", 0.001)
-    store, places = HashStore(), [Place(rank, 3, "127.0.0.1", 1, rank == 0) for rank in range(3)]
+    store, places = HashStore(), [RankPlace(rank, 3, "127.0.0.1", 1, rank == 0) for rank in range(3)]
     tried: Counter[int] = Counter()
 
     def link(_: Any, own: Host, __: Host, other: Host, *___: Any) -> Link:
@@ -454,7 +454,7 @@ def test_a_rank_that_vanishes_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(preflight_module, "_told", told_in_time)
     monkeypatch.setattr(preflight_module, "_try", lambda *_: Link(1e-4, GIGABIT))
-    store, places = HashStore(), [Place(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]
+    store, places = HashStore(), [RankPlace(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]
     store.set("host-3", json.dumps(Host(3, platform.node(), "127.0.0.1", 1)))
     with ThreadPoolExecutor() as pool:
         told = list(pool.map(lambda place: _tried(store, place, 0.1, 5.0), places))
@@ -513,7 +513,7 @@ def test_three_ranks_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_module, "_told", told_in_time)
     monkeypatch.setattr(links, "STREAM_SECONDS", 0.2)
     store = HashStore()
-    places = [Place(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]  # and rank 3 never comes
+    places = [RankPlace(rank, 4, "127.0.0.1", 1, rank == 0) for rank in range(3)]  # and rank 3 never comes
     with ThreadPoolExecutor() as pool:
         told = list(pool.map(lambda place: _tried(store, place, 60.0, 60.0), places))
     assert told[0] == told[1] == told[2]
@@ -526,7 +526,7 @@ def test_a_rank_without_a_store_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens there
         port = nobody.getsockname()[1]
-        told = preflight(Place(1, 2, "127.0.0.1", port, False), 1.0, come_seconds=1.0)
+        told = preflight(RankPlace(1, 2, "127.0.0.1", port, False), 1.0, come_seconds=1.0)
     assert "got no answer from the store at 127.0.0.1:" in told["alone"]
 
 
@@ -538,7 +538,7 @@ def test_the_preflight_as_a_command(capfd: Capfd) -> None:
 
 def between_hosts(names: list[str], seconds: float, come: Sequence[float] = ()) -> list[dict[str, Any]]:
     def one(number: int) -> dict[str, Any]:
-        place = Place(number, len(names), "10.79.0.1", 29512, number == 0)
+        place = RankPlace(number, len(names), "10.79.0.1", 29512, number == 0)
         return preflight(place, seconds, come_seconds=come[number] if come else 60.0)
 
     told: list[dict[str, Any]] = on_each(names, one)

@@ -21,7 +21,7 @@ from tests.helpers.files import contents
 from tests.helpers.forked import attempt, small
 from trainer.cli import main
 from trainer.commands.verify import replay as replaying, verify as module
-from trainer.commands.verify.recorded import Part, last_step, parts_of, read_recorded
+from trainer.commands.verify.recorded import Segment, last_step, parts_of, read_recorded
 from trainer.commands.verify.verdict import differences_here
 from trainer.config.recipe_file import load_recipe
 
@@ -520,7 +520,7 @@ def test_a_run_is_replayed_on_the_ranks_that_trained_it(whole: Path) -> None:
     assert parts(whole, 4, (0, 4, 2), (5, 2, 2)) == [(4, 4, 2)]
     # The attempt from 5 on left no checkpoint; the one before it began again.
     assert parts(whole, 16, (0, 4, 2), (0, 2, 2), (5, 1, 2), (5, 8, 2)) == [(5, 2, 2), (16, 8, 2)]
-    assert parts_of(read_recorded(whole), 8, 3) == [Part(8, 3, 1, 2)]
+    assert parts_of(read_recorded(whole), 8, 3) == [Segment(8, 3, 1, 2)]
 
 
 def test_an_older_field_is_no_difference() -> None:

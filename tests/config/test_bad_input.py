@@ -182,6 +182,7 @@ CASES = [
     (["submit", "digits", "--on", "slurm", "--ranks-per-node=2"], "did you mean '--nproc-per-node'?"),
     (["submit", "digits", "--on", "slurm", "--nodes", "2"], "--nodes 2; did you mean '--nnodes'?"),
     (["fly"], "invalid choice: 'fly'"),
+    (["trian", "digits"], "; did you mean 'train'?"),
     ([], "required: COMMAND"),
     (["train", "text.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a single value"),
     (["train", "list.yaml"], "a recipe is a mapping such as 'optim: {lr: 0.1}', not a list"),

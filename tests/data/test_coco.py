@@ -15,7 +15,7 @@ from PIL import Image
 from tests.helpers.batches import CPU, read_all, source
 from trainer.config.data import LoaderConfig
 from trainer.data.builtin.digits_canvas import INK, LARGEST, OVERLAP, SIZE, SMALLEST, DigitsCanvas, enlarged
-from trainer.data.check import Part, check_data
+from trainer.data.check import CheckedData, check_data
 from trainer.data.corrupt import Corrupt
 from trainer.data.formats.boxes import (
     BOXES,
@@ -353,7 +353,7 @@ def test_images_that_are_not_there_are_counted(tmp_path: Path) -> None:
     (tmp_path / "train" / "7.png").unlink()
     (tmp_path / "train" / "7.png").symlink_to("gone.png")
     with pytest.raises(BadInputError, match=r"2 of 2 files named in .*json .* image 7: .*a link that leads"):
-        check_data("fast", False, [Part("training", data, 0)])
+        check_data("fast", False, [CheckedData("training", data, 0)])
 
 
 def test_wrong_boxes_may_be_left_out(tmp_path: Path) -> None:

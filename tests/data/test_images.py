@@ -20,7 +20,7 @@ from PIL import Image
 from benchmarks.photographs import write_photographs
 from tests.helpers.batches import CPU, read_all
 from trainer.config.data import DataConfig, LoaderConfig
-from trainer.data.check import Part, check_data, unreadable
+from trainer.data.check import CheckedData, check_data, unreadable
 from trainer.data.corrupt import Bad, Corrupt, Quarantine, fill_rows
 from trainer.data.formats import decode
 from trainer.data.formats.crop import Box
@@ -496,7 +496,7 @@ def test_a_table_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
 
 def checked(records: Records, how: Any = "fast", on_corrupt: Any = "fail", budget: int = 0) -> None:
     dataset = ImageDataset(records, SIDE, random_crop=True, on_corrupt=on_corrupt)
-    check_data(how, False, [Part("training", dataset, budget)])
+    check_data(how, False, [CheckedData("training", dataset, budget)])
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

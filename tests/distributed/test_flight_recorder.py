@@ -169,10 +169,17 @@ def test_a_rank_held_up_before_the_next_is_named_though_its_count_lags() -> None
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1; "
         "collective 7, all_reduce of 3 x 4 Float: rank 0 entered it, rank 1 did not"
     )
+    # On every rank.
+    both = {**whole, "pg_status": {"0": {"last_completed_collective": "1"}}}
+    dumps = {rank: json.dumps({**both, "entries": kept}) for rank, kept in enumerate((entries, entries[:2]))}
+    assert parse(dumps) == (
+        "collective 2, all_reduce of 3 x 4 Float: ranks 0 and 1 are in it, and none is through; "
+        "collective 3, all_reduce of 7 Float: rank 0 entered it, rank 1 did not"
+    )
     # Nobody has come to the next one.
-    lags = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
-    through = {**lags, "pg_status": {"0": {"last_completed_collective": "2"}}}
-    assert parse({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **lags})}) == (
+    counted = {"entries": entries[:2], "pg_status": {"0": {"last_completed_collective": "1"}}}
+    through = {**counted, "pg_status": {"0": {"last_completed_collective": "2"}}}
+    assert parse({0: json.dumps({**whole, **through}), 1: json.dumps({**whole, **counted})}) == (
         "collective 2, all_reduce of 3 x 4 Float: done on rank 0, not on rank 1"
     )
 
@@ -202,21 +209,12 @@ def test_no_recorder_no_dump() -> None:
 
 
 _HANG = """
-import json, os, sys, time
+import os, sys
 from datetime import timedelta
 import torch
 from torch import distributed as dist
 from tests.helpers import preloaded
 from trainer.distributed.flight_recorder import dump, parse
-
-def settled():  # gloo's thread counts a collective a moment after it let the caller go
-    for _ in range(3000):
-        text = dump() or '{"pg_status": {}}'
-        groups = json.loads(text)["pg_status"].values()
-        if any(int(group["last_completed_collective"]) == 2 for group in groups):
-            break
-        time.sleep(0.1)
-    return text
 
 pipe, over = os.pipe(), os.pipe()
 child = os.fork()
@@ -228,9 +226,9 @@ dist.all_reduce(tensor)
 dist.barrier()
 if rank == 0:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-    print(parse({0: settled(), 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
+    print(parse({0: dump(), 1: os.read(pipe[0], 1 << 16).decode()}), flush=True)
 else:
-    os.write(pipe[1], settled().encode())
+    os.write(pipe[1], dump().encode())
     os.close(over[1])
     os.read(over[0], 1)  # until rank 0 is gone: a peer that leaves first would end its all_reduce
 os._exit(0)
@@ -245,6 +243,8 @@ def test_what_torch_itself_writes(tmp_path: Any) -> None:
     variables = {"TORCH_FR_BUFFER_SIZE": "100", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _HANG, str(tmp_path / "store")]
     ended = preloaded.run(command, env={**os.environ, **variables})
-    assert ended.stdout.splitlines()[-1:] == [
-        "collective 3, all_reduce of 1000 Float: rank 0 entered it, rank 1 did not"
-    ], ended.stderr
+    # Which of the first two gloo has counted by then is a matter of its threads.
+    *_, verdict = ended.stdout.splitlines() or [""]
+    assert verdict.endswith("collective 3, all_reduce of 1000 Float: rank 0 entered it, rank 1 did not"), (
+        verdict + ended.stderr
+    )

@@ -20,7 +20,7 @@ from tests.helpers.hangs import PHASES, Ending, Hang, Job, hang, is_named, recip
 from trainer.checkpoint import store
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World
-from trainer.distributed.watchdog import HangVerdict, Seen, Watchdog, judge
+from trainer.distributed.watchdog import HangVerdict, RankStatus, Watchdog, judge
 from trainer.errors import EXIT_FAILED, EXIT_HANG
 from trainer.launch import exit_record
 from trainer.launch.worker import Worker, leave_now
@@ -72,6 +72,9 @@ def _stuck_disk(_rank: int) -> None:
 for _name, _where in HANGS.items():
     _job(_name, 2, hang(_where))
 _job("tree", 2, hang(Hang(1, "backward", 3)), parallel={"reduction": "tree"})
+_SHARDED = {"strategy": "hsdp", "shard": 2}
+_job("sharded-forward", 4, hang(Hang(2, "forward", 3)), parallel=_SHARDED)
+_job("sharded-backward", 4, hang(Hang(1, "backward", 2)), parallel=_SHARDED)
 _job("worker", 2, hang(Hang(1, "data", 9)), data={"workers": 1})
 _job("recorded", 2, hang(Hang(1, "forward", 5)))
 _job("alone", 1, hang(Hang(0, "forward", 6)))
@@ -118,7 +121,7 @@ def test_every_phase_is_tried() -> None:
 
 @pytest.mark.parametrize("phase", phases.PHASES)
 def test_each_phase_comes_with_what_to_check(phase: str) -> None:
-    verdict = judge([Seen(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
+    verdict = judge([RankStatus(0, 5, 3, phase, idle=99.0)], limit=10.0, doubtful=10.0)
     assert verdict is not None
     assert f"hangs in {phase}, step 3; check the " in verdict.line.replace("check whether", "check the")
 
@@ -149,6 +152,18 @@ def test_recorded() -> None:
         "rank 0 entered it, rank 1 did not",
         ended.stdout,
     ), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("sharded-forward", Hang(2, "forward", 3)), ("sharded-backward", Hang(1, "backward", 2))],
+    ids=["sharded-forward", "sharded-backward"],
+)
+def test_of_ranks_that_gather_for_each_other_one_is_named(
+    endings: dict[str, Ending], name: str, where: Hang
+) -> None:
+    """Those of its own group wait in a gathering, the other group for the sum over both."""
+    assert is_named(endings[name], where), endings[name]
 
 
 def test_alone(endings: dict[str, Ending]) -> None:
@@ -314,11 +329,11 @@ def test_the_command_line_says_who_hangs(tmp_path: Path) -> None:
 # --- who is blamed ---
 
 
-def _seen(count: int, idle: float = 40.0, silence: float = 1.0, phase: str = "communication") -> Seen:
-    return Seen(0, count, 13, phase, idle, silence)
+def _seen(count: int, idle: float = 40.0, silence: float = 1.0, phase: str = "communication") -> RankStatus:
+    return RankStatus(0, count, 13, phase, idle, silence)
 
 
-def _judged(*states: Seen) -> str:
+def _judged(*states: RankStatus) -> str:
     numbered = [replace(state, rank=number) for number, state in enumerate(states)]
     verdict = judge(numbered, 30.0, 6.0)
     return verdict.line.partition("; check")[0] if verdict else ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.forked import small
-from trainer.host.memory import HEADROOM
+from trainer.host.memory_room import HEADROOM
 from trainer.launch.launcher import LocalRanks
 from trainer.launch.signals import SignalReceiver
 from trainer.train.tune.job import Job, choose, run_probe

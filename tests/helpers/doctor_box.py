@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.doctor.facts import Box, Card, Gpus, Network, RecipeNeeds, Software, System
+from trainer.commands.doctor.facts import Card, Gpus, MachineFacts, Network, RecipeNeeds, Software, System
 from trainer.commands.doctor.stacks import read_stacks
 from trainer.host.disks import Data, Folder, Mount
 from trainer.host.limits import Limits
@@ -24,9 +24,9 @@ def folder(path: str = "/data/runs", **facts: Any) -> Folder:
     return replace(Folder(Path(path), "", 500 * GIB, 10**6, 900e6, DISK), **facts)
 
 
-def healthy(**changes: Any) -> Box:
+def healthy(**changes: Any) -> MachineFacts:
     """Two H100s, InfiniBand, a recipe with files: every check that can look finds nothing."""
-    box = Box(
+    box = MachineFacts(
         environ={"USER": "ann", "HOME": "/home/ann", "CUDA_VISIBLE_DEVICES": "0,1"},
         limits=Limits(16, 200 * GIB, 8 * GIB, 4096, SOURCES),
         gpus=Gpus(driver="570.86", kernel="570.86", nodes=True, cards=(card(0), card(1))),
@@ -121,6 +121,14 @@ PROVOKED: list[tuple[str, str, dict[str, Any], str]] = [
     ("software.user_site", "bad", {"software__leaked": ("numpy", "black")}, "PYTHONNOUSERSITE"),
     ("software.user_site", "warn", {"software__leaked": ("black",)}, "black"),
     ("software.path", "bad", {"software__shadowed": ("torch in /home/ann",)}, "torch in /home/ann"),
+    ("parallel.strategy", "bad", {"needs__strategy": "fsdp", "software__torch": "2.8.0"}, "needs torch 2.9"),
+    ("parallel.strategy", "warn", {"needs__strategy": "fsdp", "needs__ranks": 1}, "nothing to share"),
+    (
+        "parallel.strategy",
+        "warn",
+        {"needs__strategy": "hsdp", "needs__shard": 4},
+        "crosses the network",
+    ),
     ("cpu.quota", "warn", {"limits__cpus": 4.0}, "--cpus=14"),
     ("cpu.quota", "warn", {"limits__cpus": 4.0, "system__machine_cpus": 4}, "--set data.workers=1"),
     ("cpu.quota", "warn", {"limits__cpus": 0.5}, "less than one CPU"),

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,40 +44,67 @@ def history(recipe: Recipe, folder: Path, seconds: float, random_: random.Random
     """Trains a run to its end on changing numbers of ranks; returns each number and how it was left."""
     told, last = list[str](), 0
     while True:
-        size = random_.choice([size for size in (1, 2, 4) if size != last])
-        last = size
-        phase = mmap.mmap(-1, 1)
-        ranks = _start(recipe, folder, phase, size)
-        if len(told) < _MOST_CHANGES:
-            chaos.wait_for(ranks[0], phase, random_, seconds * size)
-        killing = random_.random() < 0.3
-        disturbed = len(told) < _MOST_CHANGES and ranks[0].exitcode is None
-        # A kill ends all, as when a machine is lost; a request reaches any one of them.
-        reached = [] if not disturbed else ranks if killing else [random_.choice(ranks)]
-        for rank in reached:
-            assert rank.pid is not None
-            while not (killing or rank.exitcode is not None or chaos.takes(rank.pid, signal.SIGTERM)):
-                time.sleep(0.005)
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL if killing else signal.SIGTERM)
-        for rank in reached:
-            rank.join(300)
-        for rank in ranks:
-            if any(one.exitcode == EXIT_FAILED for one in reached):
-                rank.kill()  # as the launcher does: it would wait for one that left before it began
-            rank.join(300)
-        codes = {rank.exitcode for rank in ranks}
-        told.append(f"{size}{'!' if killing and disturbed else ''}")
-        if codes == {0}:
+        last = random_.choice([size for size in (1, 2, 4) if size != last])
+        cutting = len(told) < _MOST_CHANGES
+        number = signal.SIGKILL if random_.random() < 0.3 else signal.SIGTERM
+        left = attempt(recipe, folder, last, seconds * last, random_, number if cutting else None)
+        told.append(f"{last}{'!' if left.place and number == signal.SIGKILL else ''}")
+        if left.finished:
             return told
-        # 1: stopped before there was a checkpoint; the others of a rank that was killed.
-        if codes - ({0, 1, EXIT_REQUEUE, -signal.SIGKILL} if disturbed else {0}):
-            raise AssertionError(f"{' '.join(told)}: exit codes {codes}")
 
 
-def _start(recipe: Recipe, folder: Path, phase: mmap.mmap, size: int) -> list[BaseProcess]:
-    port = free_port()
-    return [chaos.start(recipe, folder, phase, (rank, size, port)) for rank in range(size)]
+class Left(NamedTuple):
+    """How an attempt was left: whether it was through, and what it did when it was cut, or ""."""
+
+    finished: bool
+    place: str
+
+
+def attempt(
+    recipe: Recipe,
+    folder: Path,
+    size: int,
+    seconds: float,
+    random_: random.Random,
+    number: signal.Signals | None,
+) -> Left:
+    """Trains on so many ranks; sends `number` at a random moment, SIGKILL to all, another to any one of them.
+
+    Args:
+        seconds: What the training takes about.
+
+    Raises:
+        AssertionError: If a rank ended as none should.
+    """
+    phases = [mmap.mmap(-1, 1) for _ in range(size)]
+    resumes, port, place = any((folder / "checkpoints").glob("step-*")), free_port(), ""
+    ranks = [chaos.start(recipe, folder, phases[rank], (rank, size, port)) for rank in range(size)]
+    watched, reached = random_.randrange(size), list[BaseProcess]()
+    if number is not None:
+        # A kill ends all, as when a machine is lost; a request reaches any one of them.
+        chaos.wait_for(ranks[watched], phases[watched], random_, seconds)
+        if ranks[watched].exitcode is None:
+            reached = ranks if number == signal.SIGKILL else [random_.choice(ranks)]
+            phase = phases[watched][0]
+            place = "resume" if resumes and not phase else chaos.PHASES[phase]
+    for rank in reached:
+        assert rank.pid is not None and number is not None
+        # Python takes SIGINT from its first moment on.
+        while rank.exitcode is None and not (number == signal.SIGINT or chaos.takes(rank.pid, number)):
+            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
+    for rank in reached:
+        rank.join(300)
+    for rank in ranks:
+        if any(one.exitcode == EXIT_FAILED for one in reached):
+            rank.kill()  # as the launcher does: it would wait for one that left before it began
+        rank.join(300)
+    codes = {rank.exitcode for rank in ranks}
+    # 1: stopped before there was a checkpoint; the others of a rank that was killed.
+    if codes - ({0, 1, EXIT_REQUEUE, -signal.SIGKILL} if place else {0}):
+        raise AssertionError(f"{size} ranks, {number and number.name} in {place or 'no phase'}: {codes}")
+    return Left(codes == {0}, place)
 
 
 def topologies(count: int, seed: int, tally: chaos.Tally) -> str:

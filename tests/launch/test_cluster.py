@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from tests.helpers.clock import Clock
 from tests.helpers.waiting import until
 from trainer.errors import BadInputError
-from trainer.host.interfaces import interface_of
+from trainer.host.interfaces import gloo_interface, interface_of
 from trainer.launch import launcher as launch
 from trainer.launch.exit_record import ExitRecord
 from trainer.launch.nodes import wire
@@ -25,7 +25,6 @@ from trainer.launch.nodes.discover import (
     mark_of_rank,
     rank_variables,
 )
-from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Outcome, Round, outcome_of
 from trainer.launch.nodes.wire import Wire
 

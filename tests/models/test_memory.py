@@ -11,16 +11,24 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from tests.helpers.toys import SMALL, build_alone, make_recipe
+from tests.helpers.toys import SMALL, TokenTask, build_alone, make_recipe
 from trainer.config.model import MemoryConfig, ModelConfig
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
-from trainer.host.memory import Room
+from trainer.host.memory_room import Room
 from trainer.models.activation_checkpointing import blocks, candidates, recompute
 from trainer.models.activations import BlockCost, KeptBytes, ModelCost, cheapest, measure
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
-from trainer.train.prepare import blank_batch, memory_to_come, too_much
+from trainer.observe.flops import Count
+from trainer.train.model_table import describe_model, top_parts
+from trainer.train.prepare import (
+    blank_batch,
+    memory_to_come,
+    room_of_gpu,
+    saved_by_sharding,
+    too_much,
+)
 from trainer.train.run import make_task
 from trainer.train.step import train_step
 
@@ -168,7 +176,7 @@ def test_what_a_rank_will_want_is_known_before_it_does() -> None:
     what = "gradients (the state of the task's own optimizer comes on top)"
     assert memory_to_come(recipe, task, model, world)[what] == weights
     on_a_gpu = replace(world, device=torch.device("cuda"))
-    assert memory_to_come(recipe, task, model, on_a_gpu) == {}
+    assert memory_to_come(recipe, task, model, on_a_gpu) == {what: weights, "activations": 0}
 
 
 def test_too_little_memory_is_told_with_what_takes_it() -> None:
@@ -189,10 +197,52 @@ def test_what_sharding_would_save_is_told_where_it_is_enough() -> None:
     gigabyte = 10**9
     room = Room(2 * gigabyte, gigabyte, "/sys/fs/cgroup/memory.max")
     needs = {"activations": gigabyte // 10, "gradients and optimizer state": 6 * gigabyte // 10}
-    assert "among the 2 ranks by parallel.strategy=fsdp" in too_much(room, 2, needs, ddp_ranks=2)
+    line = too_much(room, 2, needs, saved=3 * gigabyte // 10, shared_by=2)
+    assert "among the 2 ranks by parallel.strategy=fsdp, which takes 0.30 GB less on each" in line
     assert "fsdp" not in too_much(room, 2, needs), "it is sharded already"
-    too_large = {**needs, "activations": gigabyte // 2}
-    assert "fsdp" not in too_much(room, 2, too_large, ddp_ranks=2), "which would not be enough"
+    assert "fsdp" not in too_much(room, 2, needs, saved=gigabyte // 10, shared_by=2), "which isn't enough"
+
+
+def test_a_gpu_that_ddp_fills_and_shards_would_not_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    gigabyte = 10**9
+    figures = {"reserved": 9 * gigabyte, "allocated": 6 * gigabyte}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gigabyte, 80 * gigabyte))
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda _, value=value: value)
+    room = room_of_gpu(torch.device("cuda", 1))
+    assert room == Room(80 * gigabyte, 7 * gigabyte, "GPU 1")
+    needs = {"activations": 0, "gradients and optimizer state": 90 * gigabyte}
+    line = too_much(room, 1, needs, saved=60 * gigabyte, shared_by=8, gpu=True)
+    assert line.startswith(
+        "memory may not be enough: of 80.00 GB (GPU 1) 7.00 GB are in use, and come up to 90.00 GB of "
+        "gradients and optimizer state, and activations on top; when it is full, the step ends with an error"
+    )
+    assert "among the 8 ranks by parallel.strategy=fsdp" in line and "kernel" not in line
+    assert too_much(room, 1, {"gradients": 60 * gigabyte}, gpu=True) == ""
+
+
+def test_what_sharding_would_save_is_that_of_the_tensors() -> None:
+    sizes = {"global_batch_size": 32, "micro_batch_size": 8}
+    recipe = make_recipe(data=sizes, optim={"name": "adamw"}, ema={"decay": 0.9})
+    task, four = TokenTask(16, dtype=torch.float32, blocks=6), World(0, 4, 0, torch.device("cpu"), None)
+    model = task.model()
+    whole = sum(p.nbytes for p in model.parameters())
+    block = sum(p.nbytes for p in model[2][0].parameters())  # type: ignore[index]
+    gathered = 2 * (whole - 4 * block)  # what isn't in blocks and two of them, with gradients
+    # Weights, average, gradients twice and two moments; a quarter of all but the second gradients.
+    assert saved_by_sharding(recipe, task, model, four) == 6 * whole - 5 * whole // 4 - gathered
+    muon = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"name": "muon"})})
+    assert saved_by_sharding(muon, task, model, four) == 0, "which needs whole matrices"
+    assert saved_by_sharding(recipe, task, model, replace(four, size=1)) == 0
+    sharded = recipe.parallel.model_copy(update={"strategy": "fsdp"})
+    assert saved_by_sharding(recipe.model_copy(update={"parallel": sharded}), task, model, four) == 0
+
+
+def test_the_table_says_what_shards_would_hold() -> None:
+    recipe, model = make_recipe(optim={"name": "adamw"}), nn.Sequential(nn.Linear(1000, 1000))
+    told = [describe_model(recipe, model, top_parts(model), Count(), could_share=ranks) for ranks in (0, 4)]
+    assert "fsdp" not in told[0]["memory"]
+    assert told[1]["memory"].endswith("; 3.8 MiB with parallel.strategy=fsdp, shared by 4 ranks")
 
 
 @given(blocks=st.lists(costs, max_size=8), least=st.integers(0, 50), budget=st.integers(0, 300))

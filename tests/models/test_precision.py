@@ -18,7 +18,13 @@ from trainer.errors import BadInputError
 from trainer.models.batchnorm import StepStatistics
 from trainer.models.images import build_model
 from trainer.models.nonfinite import FirstNonFinite
-from trainer.models.precision import check_precision, fp32_modules, keep_in_fp32, set_matmul_mode
+from trainer.models.precision import (
+    check_precision,
+    fp32_modules,
+    gathered_in,
+    keep_in_fp32,
+    set_matmul_mode,
+)
 from trainer.tasks.augment import affine
 from trainer.tasks.classification import Classification
 from trainer.train.run import check_request, make_task
@@ -359,3 +365,22 @@ def test_debug_names_it_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {name: float(figure) for name, figure in take_metrics(run).items()}
     run.nonfinite.name_first({"kind": "train", "step": 6, **figures})
     assert re.search(r"step [2-4]: the first that wasn't finite was the", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("norm", "on_cpu", "on_gpu"),
+    [
+        (nn.BatchNorm1d(4), None, None),
+        (nn.LayerNorm(4), None, torch.bfloat16),
+        (nn.GroupNorm(2, 4), None, torch.bfloat16),
+        (nn.RMSNorm(4), torch.bfloat16, torch.bfloat16),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_what_a_sharded_model_is_gathered_in(
+    norm: nn.Module, on_cpu: torch.dtype | None, on_gpu: torch.dtype | None
+) -> None:
+    model, low = nn.Sequential(nn.Linear(4, 4), norm), PrecisionConfig(mode="bf16")
+    devices = torch.device("cpu"), torch.device("cuda")
+    assert [gathered_in(low, model, device) for device in devices] == [on_cpu, on_gpu]
+    assert [gathered_in(PrecisionConfig(), model, device) for device in devices] == [None, None]

@@ -19,7 +19,7 @@ from tests.helpers.clock import Clock
 from tests.helpers.planted import GIB, write
 from tests.helpers.waiting import until
 from trainer.host import counters as host
-from trainer.host.counters import Host, rates
+from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
 from trainer.host.nvml import Nvml, slowdown
 from trainer.observe import machine as machine_module
@@ -79,7 +79,7 @@ def box(
 def seen(root: Path, top: int = 0, files: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> dict[str, Any]:
     """Metrics of two seconds."""
     box(root, 1.0, files=files[0])
-    looks = Host(read_limits(root), root, pid=10, top=top)
+    looks = JobCounters(read_limits(root), root, pid=10, top=top)
     before, _ = looks.counters(), looks.resident()
     box(root, 3.0, files=files[1])
     after = looks.counters()
@@ -114,13 +114,13 @@ def test_in_a_container_every_interface_counts(tmp_path: Path) -> None:
     box(tmp_path, 1.0)
     (tmp_path / "sys/class/net/eth0/device/vendor").unlink()
     (tmp_path / "sys/class/net/eth0/device").rmdir()
-    looks = Host(read_limits(tmp_path), tmp_path, pid=10)
+    looks = JobCounters(read_limits(tmp_path), tmp_path, pid=10)
     assert looks.counters()["network/received"] == 5000
 
 
 def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
     """It counts for the process that waited for it, and processes that come are found."""
-    looks = Host(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10)
+    looks = JobCounters(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10)
     before = looks.counters()
     for file in (tmp_path / "proc/20").rglob("*"):
         if file.is_file():
@@ -132,7 +132,7 @@ def test_a_worker_that_ended_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_another_rank_that_ended_makes_us_look_around(tmp_path: Path) -> None:
-    looks = Host(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10, top=1)
+    looks = JobCounters(read_limits(box(tmp_path, 1.0)), tmp_path, pid=10, top=1)
     before = looks.counters()
     (tmp_path / "proc/11/stat").unlink()
     write(tmp_path, process(1, 2 + 4, "10 12") | process(12, 8))
@@ -189,7 +189,7 @@ def test_v1_with_a_quota(tmp_path: Path, layout: str) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    looks = Host(read_limits(tmp_path), tmp_path, pid=10)
+    looks = JobCounters(read_limits(tmp_path), tmp_path, pid=10)
     assert (looks.counters(), looks.resident()) == ({}, None)
     write(tmp_path, {"proc/stat": "cpu 0 0 0 0 0 0 0 0 0 0"})  # gVisor
     assert looks.counters() == {}

@@ -95,16 +95,19 @@ def test_places_begin_anew_in_each_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "vocabulary", "wanted"),
+    ("name", "keys", "vocabulary", "wanted"),
     [
-        # GPT-2 small, as its weights are published; nanoGPT's, which it prints without the positions: 123.59M
-        # of gpt2-124m, 10.65M of the characters on a GPU, 0.80M on a CPU.
-        ({"bias": True}, 50257, 124_439_808),
-        ({}, 50304, 123_587_328 + 1024 * 768),
+        # GPT-2 small and XL, as their weights are published; nanoGPT's, which it prints without positions:
+        # 123.59M of gpt2-124m, 10.65M of the characters on a GPU, 0.80M on a CPU.
+        ("gpt2-124m", {"bias": True}, 50257, 124_439_808),
+        ("gpt2-124m", {}, 50304, 123_587_328 + 1024 * 768),
+        ("gpt2-1.5b", {"bias": True}, 50257, 1_557_611_200),
     ],
 )
-def test_it_has_as_many_parameters_as_gpt2(keys: dict[str, Any], vocabulary: int, wanted: int) -> None:
-    config = GPTConfig(layers=12, heads=12, width=768, sequence_length=1024, **GPT2, **keys)
+def test_it_has_as_many_parameters_as_gpt2(
+    name: str, keys: dict[str, Any], vocabulary: int, wanted: int
+) -> None:
+    config = Recipe.model_validate(read_recipe(name)).language.model_copy(update=keys)
     with torch.device("meta"):
         model = GPT(config, vocabulary)
     assert sum(p.numel() for p in model.parameters()) == wanted
@@ -555,7 +558,7 @@ def test_generating_is_what_the_model_says() -> None:
     assert float((counts / 600 - wanted).abs().max()) < 0.08
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt-stdlib-gpu", "gpt-char-gpu"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-1.5b", "gpt-stdlib-gpu", "gpt-char-gpu"])
 def test_the_large_recipes_have_a_dry_run(name: str) -> None:
     """Random tokens, and shapes alone: on two cores a step of theirs takes minutes."""
     values = read_recipe(name)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -125,6 +126,29 @@ def test_two_ranks_and_torchrun_are_the_same_thing(tmp_path: Path) -> None:
     assert json.loads((folder / "manifest.json").read_text())["world_size"] == 2
     ours, theirs = (read_rows(path) for path in (tmp_path / "mine", folder))
     assert [row.get("loss") for row in ours] == [row.get("loss") for row in theirs]
+
+
+@pytest.mark.slow
+def test_the_sharded_recipe_trains_on_token_files(tmp_path: Path) -> None:
+    """At a small width, on two ranks; compiled code is the subject of others."""
+    (tmp_path / "tokens").mkdir()
+    for name in ("train", "val"):
+        file = np.resize(np.arange(60, dtype=np.uint16), 2000)
+        file.tofile(tmp_path / "tokens" / f"{name}.bin")
+    sizes = "data.global_batch_size=8", "data.micro_batch_size=2"
+    little = settings("data.path=tokens", *sizes, "max_steps=12")
+    narrow = settings(*(f"language.{key}" for key in ("width=50", "layers=3", "sequence_length=16")))
+    quick = settings("optim.lr=0.01", "optim.warmup_steps=2", "compile.mode=none", "parallel.threads=1")
+    quick += settings("language.vocabulary=64", "language.dtype=uint16", "log.every=1")
+    words = ("train", "gpt2-1.5b", "--nproc-per-node", "2", "--out", "run", *little, *narrow, *quick)
+    done = trainer(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "sharded over 2 ranks: 3 blocks are gathered one by one, the rest" in done.stdout
+    losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
+    assert 4 < losses[0] < 4.3, "about the logarithm of 64"
+    assert losses[-1] < losses[0] - 0.5
+    whole = safetensors.torch.load_file(tmp_path / "run" / "model.safetensors")
+    assert whole["embedding.weight"].shape == (64, 50)
 
 
 BROKEN = """

@@ -48,6 +48,7 @@ SMALLEST: dict[str, list[str]] = {
     "gpt-char-gpu": [*_FEW, *_LESS],
     "gpt-stdlib": [*_FEW, *_LESS],
     "gpt-stdlib-gpu": [*_FEW, *_LESS, "language.stride=32"],
+    "gpt2-1.5b": [*_FEW, *_LESS, "language.vocabulary=256"],
     "gpt2-124m": [*_FEW, *_LESS, "language.vocabulary=256"],
     "resnet18-cifar10": [*_FEW, "model.width=4"],
     "resnet50-imagenet": [*_FEW, "data.image_size=32", "data.classes=3", "data.micro_batch_size=2"],

@@ -1,5 +1,7 @@
 """Promise: a sharded model learns what the whole one learns, and each rank keeps its rows of it only."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +28,18 @@ from trainer.train.prepare import memory_to_come
 from trainer.train.run import make_task
 from trainer.train.state import Run, gather_tensors, tensors_of, whole_model
 from trainer.train.step import train_step
+from trainer.train.tune import trial
+from trainer.train.tune.trial import probe_recipe
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 HSDP: dict[str, Any] = {"strategy": "hsdp", "shard": 2}
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")  # torch 2.14 has and calls the first
+GPT: dict[str, Any] = {
+    "task": "language",
+    "data": {"name": "synthetic", "samples": 64, "global_batch_size": 8, "micro_batch_size": 4},
+    "language": {"layers": 3, "heads": 2, "width": 32, "sequence_length": 16},
+    "model": {},
+}
 
 
 class Tied(TokenTask):
@@ -137,7 +148,8 @@ def held(world: World, parallel: dict[str, Any]) -> tuple[int, int, list[torch.S
         ema={"decay": 0.9},
     )
     run, sent = build(recipe, TokenTask(32, blocks=3), world, workers=0), list[torch.Size]()
-    original = dist.reduce_scatter_tensor
+    name = next(name for name in REDUCE_SCATTER if hasattr(dist, name))
+    original = getattr(dist, name)
 
     def noted(output: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         sent.append(output.shape)
@@ -145,7 +157,7 @@ def held(world: World, parallel: dict[str, Any]) -> tuple[int, int, list[torch.S
 
     batches = run.loader(run.share.batches())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "reduce_scatter_tensor", noted)
+        patch.setattr(dist, name, noted)
         train_step(run, batches, 0)
     model = run.state.model
     own = sum(one.numel() for one in weights(model).values())
@@ -167,6 +179,34 @@ def test_each_rank_keeps_its_rows_and_sends_each_block_once(ranks: Ranks) -> Non
 def test_a_model_of_few_rows_leaves_some_ranks_none(ranks: Ranks, parallel: dict[str, Any]) -> None:
     answers = ranks.run(4, held, parallel)
     assert sum(own for own, _, _ in answers[: 4 if parallel is FSDP else 2]) == answers[0][1]
+
+
+def time_limits(world: World) -> list[float]:
+    """Seconds of the groups that a sharded model sums and gathers in."""
+    recipe = make_recipe(
+        data={"global_batch_size": 8, "micro_batch_size": 2},
+        parallel={"threads": 1, "timeout_s": 77, **HSDP},
+    )
+    made, new = list[Any](), getattr(dist, "new_subgroups_by_enumeration")  # noqa: B009  (untyped)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        group, others = new(*arguments, **named)
+        made.append(group)
+        return group, others
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_subgroups_by_enumeration", noted)
+        run = build(recipe, TokenTask(16, blocks=1), world, workers=0)
+    assert run.state.rows is not None and run.state.rows.group is made[1]
+    assert [dist.get_process_group_ranks(group) for group in made] == [
+        [world.rank % 2, world.rank % 2 + 2],
+        [world.rank // 2 * 2, world.rank // 2 * 2 + 1],
+    ]
+    return [one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in made]
+
+
+def test_groups_of_ranks_have_the_runs_time_limit(ranks: Ranks) -> None:
+    assert ranks.run(4, time_limits) == [[77.0, 77.0]] * 4
 
 
 def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any] | None:
@@ -199,10 +239,12 @@ def trained(world: World, values: dict[str, Any], parallel: dict[str, Any]) -> d
         {"optim": {"lr": 0.01, "max_grad_norm": 1.0}},
         {"optim": {"name": "sgd", "lr": 0.05}, "anomaly": {"nonfinite": "skip"}},
         {"precision": {"mode": "bf16"}},
+        {"precision": {"mode": "bf16"}, "model": {"width": 8, "norm": "group"}},
+        {"precision": {"mode": "bf16"}, **GPT, "optim": {"schedule": "constant"}},
         {"precision": {"mode": "fp16", "initial_scale": 2.0**30}},
         {"model": {"width": 8, "dropout": 0.2, "norm": "group"}, "memory": {"checkpointing": "blocks"}},
     ],
-    ids=["adamw", "sgd", "bf16", "fp16", "checkpointed"],
+    ids=["adamw", "sgd", "bf16", "bf16 with GroupNorm", "gathered in bf16", "fp16", "checkpointed"],
 )
 def test_it_learns_what_ddp_learns(ranks: Ranks, sections: dict[str, Any]) -> None:
     values = {**DIGITS, **sections}
@@ -254,9 +296,34 @@ def test_memory_is_told_of_a_ranks_part(ranks: Ranks, micro_batch_size: int) -> 
     for table, coming, whole, own, block in ranks.run(2, told_memory, micro_batch_size):
         assert table == 4 * own  # weights, gradients, two moments
         gathered = whole - 4 * block + 2 * block
-        gradients = whole if micro_batch_size == 2 else gathered
+        rest = whole - 4 * block
+        gradients = 2 * block + (whole - -(-whole // 2) if micro_batch_size == 2 else rest)
         assert coming["gradients and optimizer state"] == 3 * own
         assert coming["gathered parameters and gradients"] == gathered + gradients
+
+
+def probed(world: World, parallel: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What this rank tells of a probe of `trainer tune`."""
+    recipe = make_recipe(**{**DIGITS, "ema": {"decay": 0.9}}, parallel={"threads": 1, **parallel})
+    size = recipe.data.micro_batch_size
+    request = {"recipe": probe_recipe(recipe, size, world.size), "settings": [], "threads": 1, "room": 0}
+    told: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(world.size))
+        patch.setattr(trial, "joined_world", lambda *_: nullcontext(world))
+        assert trial.train_some({**request, "folder": folder}, told.update) == 0
+    return told
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(2, FSDP), (4, HSDP)], ids=["fsdp", "hsdp"])
+def test_a_probe_of_tune_trains_the_sharded_model(
+    ranks: Ranks, tmp_path: Path, size: int, parallel: dict[str, Any]
+) -> None:
+    whole = ranks.run(2, probed, {}, str(tmp_path))[0]["held"]
+    answers = [told["held"] for told in ranks.run(size, probed, parallel, str(tmp_path))]
+    for what in ("weights", "optimizer state", "average"):
+        assert max(held[what] for held in answers) < 0.7 * whole[what], what
+    assert all(told["samples_per_s"] > 0 for told in ranks.run(2, probed, FSDP, str(tmp_path)))
 
 
 def overflowing(world: World) -> tuple[float, bool]:

@@ -63,7 +63,7 @@ class Exchange(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """This rank's part of a checkpoint that all ranks write together.
 
     Attributes:
@@ -114,7 +114,7 @@ class BackgroundWriter:
         tensors: Tensors,
         state: Mapping[str, Any],
         best: int | None = None,
-        part: Part | None = None,
+        part: RankPart | None = None,
     ) -> float:
         """Starts writing a checkpoint and returns, once the one before is done.
 
@@ -186,7 +186,7 @@ class BackgroundWriter:
         return commit
 
     def _shared(
-        self, step: int, tensors: Tensors, state: Mapping[str, Any], part: Part
+        self, step: int, tensors: Tensors, state: Mapping[str, Any], part: RankPart
     ) -> Callable[[], bool]:
         exchange, name = part.exchange, store.shared_name(step, part.token)
         files = shard_contents(tensors, part.shapes, exchange.rank, exchange.ranks)
@@ -217,7 +217,7 @@ class BackgroundWriter:
 
         return commit
 
-    def _of_all(self, name: str, part: Part) -> dict[str, str]:
+    def _of_all(self, name: str, part: RankPart) -> dict[str, str]:
         """The hashes of all ranks' files, once they are on the disk."""
         end, hashes = time.monotonic() + part.seconds, dict[str, str]()
         while (words := part.exchange.told(name)) is None:

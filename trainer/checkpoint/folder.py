@@ -14,9 +14,10 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -53,7 +54,8 @@ class Checkpoint(NamedTuple):
     Attributes:
         step: What it was written as.
         path: Its folder.
-        tensors: By file and by name, on the CPU, contiguous. Those of a file share one block of memory.
+        tensors: By file and by name, on the CPU, contiguous. Those of a file share one block of memory. From
+            `look_up` they are `Stored`.
         state: What JSON keeps.
     """
 
@@ -61,6 +63,56 @@ class Checkpoint(NamedTuple):
     path: Path
     tensors: dict[str, dict[str, torch.Tensor]]
     state: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a checkpoint that lies on the disk; a slice of it, or [...], reads these rows and no more.
+
+    Attributes:
+        path: The folder.
+        dtype: Its type of number.
+        shape: Of the whole.
+        parts: Files that hold its rows, in order: name, first byte, rows.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: tuple[tuple[str, int, int], ...]
+
+    layout: ClassVar = torch.strided
+
+    def __len__(self) -> int:
+        """Its rows."""
+        return self.shape[0]
+
+    def numel(self) -> int:
+        """Its numbers."""
+        return self.shape.numel()
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        """Reads.
+
+        Raises:
+            Damaged: If a file isn't what it was.
+            Unreadable: If it can't be read now.
+        """
+        count = len(self) if self.shape else 1
+        start, stop, _ = (slice(None) if rows is ... else rows).indices(count)
+        each = self.numel() // max(count, 1) * self.dtype.itemsize
+        data = torch.empty(max(stop - start, 0) * each, dtype=torch.uint8)
+        before = filled = 0
+        for name, place, held in self.parts:
+            first, last = max(start - before, 0), min(stop - before, held)
+            before += held
+            if first < last and each:
+                with _opened(self.path, name) as (file, _):
+                    into = tensor_file.memory(data)[filled : filled + (last - first) * each]
+                    files.read_into(file, place + first * each, into)
+                    filled += len(into)
+        shape = (stop - start, *self.shape[1:]) if self.shape else ()
+        return data.view(self.dtype).view(shape)
 
 
 def folder_name(step: int) -> str:
@@ -194,17 +246,86 @@ def read_slots(path: Path, name: str) -> list[tensor_file.Slot]:
     with _reason("the folder"), files.opened_folder(path) as folder:
         shards = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly).get("shards")
     if shards is None:
-        return _slots_of(path, name)
+        return _slots_of(path, name + _SUFFIX)
     shapes = shards["shapes"].get(name, {})
-    slots = _slots_of(path, _shard_name(name, 0, shards["ranks"]))
+    slots = _slots_of(path, _shard_name(name, 0, shards["ranks"]) + _SUFFIX)
     return [slot._replace(shape=shapes.get(slot.name, slot.shape)) for slot in slots]
 
 
 def _slots_of(path: Path, name: str) -> list[tensor_file.Slot]:
-    name += _SUFFIX
+    """What a file holds; bytes are counted from its beginning."""
     with _opened(path, name) as (file, size):
         start = 8 + tensor_file.header_size(files.read_at(file, 0, 8), size)
-        return tensor_file.parse_header(files.read_at(file, 0, start)[8:], size - start)
+        slots = tensor_file.parse_header(files.read_at(file, 0, start)[8:], size - start)
+    return [slot._replace(start=slot.start + start, stop=slot.stop + start) for slot in slots]
+
+
+def stored_in(path: Path, name: str) -> dict[str, Stored]:
+    """The tensors of a safetensors file in a folder, unread.
+
+    Raises:
+        Damaged: If it is missing, or is none.
+        Unreadable: If it can't be read now.
+    """
+    return {
+        slot.name: Stored(
+            path,
+            slot.dtype,
+            torch.Size(slot.shape),
+            ((name, slot.start, slot.shape[0] if slot.shape else 1),),
+        )
+        for slot in _slots_of(path, name)
+    }
+
+
+def look_up(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """A checkpoint whose tensors are `Stored` and read later: those that are needed, and only their rows.
+
+    Args:
+        path: Its folder.
+        share: Of so many readers that look it up together, this one's number, and how many they are. Each
+            compares the hashes of its share of the files; only all together know that it can be trusted.
+
+    Raises:
+        Damaged: If this reader found damage.
+        Unreadable: If it can't be read now.
+    """
+    found = _read(path, keep=False, advance=quietly, share=share)
+    with _reason("the folder"), files.opened_folder(path) as folder:
+        about = _read_about(folder, _read_sums(folder).get(_STATE, ""), quietly)
+    shards, tensors = about.get("shards"), dict[str, dict[str, Any]]()
+    for kind in about["tensors"]:
+        if shards is None:
+            tensors[kind] = {**stored_in(path, kind + _SUFFIX)}
+            continue
+        names = [_shard_name(kind, rank, shards["ranks"]) + _SUFFIX for rank in range(shards["ranks"])]
+        held = {name: stored_in(path, name) for name in names}
+        tensors[kind] = {**_put_together(kind, held, shards["shapes"].get(kind, {}))}
+    return found._replace(tensors=tensors)
+
+
+def _put_together(
+    kind: str, held: dict[str, dict[str, Stored]], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Stored]:
+    """What the ranks' files hold together, as `_joined` does with tensors that were read."""
+    first, *others = held.values()
+    whole = {}
+    for name, one in first.items():
+        if (shape := shapes.get(name)) is None:
+            whole[name] = one
+            continue
+        for file, group in held.items():
+            part = group.get(name)
+            if part is None or part.shape[1:] != torch.Size(shape[1:]) or part.dtype != one.dtype:
+                raise Damaged(f"{file} has no rows of '{name}'")
+        parts = tuple(part for group in held.values() for part in group[name].parts)
+        if sum(rows for _, _, rows in parts) != shape[0]:
+            raise Damaged(f"{kind}: the ranks' rows of '{name}' aren't {shape[0]} together")
+        whole[name] = replace(one, shape=torch.Size(shape), parts=parts)
+    odd = [name for group in others for name in group if name not in shapes]
+    if odd := odd + [name for name in shapes if name not in whole]:
+        raise Damaged(f"{kind}: '{odd[0]}' isn't in all files that {_STATE} says")
+    return whole
 
 
 def sums_hash(path: Path) -> str:
@@ -243,7 +364,9 @@ def verify(path: Path, advance: Callable[[int], object] = quietly) -> None:
     _read(path, keep=False, advance=advance)
 
 
-def _read(path: Path, keep: bool, advance: Callable[[int], object]) -> Checkpoint:
+def _read(
+    path: Path, keep: bool, advance: Callable[[int], object], share: tuple[int, int] = (0, 1)
+) -> Checkpoint:
     with _reason("the folder"), files.opened_folder(path) as folder:
         sums = _read_sums(folder)
         about = _read_about(folder, sums.get(_STATE, ""), advance)
@@ -257,6 +380,7 @@ def _read(path: Path, keep: bool, advance: Callable[[int], object]) -> Checkpoin
         if (named := parse_name(path.name)) and named[0] != about["step"]:
             raise Damaged(f"{_STATE} is of step {about['step']}")
         one = partial(_read_tensors, folder, sums, keep=keep, advance=advance)
+        names = names[share[0] :: share[1]]
         with ThreadPoolExecutor(4) as pool:  # hashing is what takes time, and it leaves the GIL alone
             tensors = dict(zip(names, pool.map(one, names), strict=True))
     if shards is not None and keep:

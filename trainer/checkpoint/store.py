@@ -209,6 +209,15 @@ def listing(folder: Path, verify: bool = False, advance: Callable[[int], object]
     return entries
 
 
+def names_of(folder: Path) -> list[str]:
+    """The names of the checkpoints in a folder, newest first; whether they are sound, nobody has looked.
+
+    Raises:
+        OSError: If the folder can't be read.
+    """
+    return [path.name for _, _, path in _folders(folder)]
+
+
 def newest_good(
     folder: Path, foreign: Callable[[Mapping[str, Any]], str | None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:

@@ -54,7 +54,8 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, piece by piece: the header, then each tensor made contiguous.
 
     Args:
-        tensors: By name. Tied ones are written once for each name.
+        tensors: By name. Tied ones are written once for each name. What only reads its numbers when it is
+            sliced goes as well: each is let go of before the next one is read.
 
     Raises:
         ValueError: Right away, for a type of number or a name that the format doesn't know.
@@ -73,7 +74,7 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     header += b" " * (-len(header) % 8)
     if len(header) > strict_json.LARGEST:
         raise ValueError(f"the names and shapes take more than {strict_json.LARGEST >> 20} MiB")
-    return chain([len(header).to_bytes(8, "little") + header], (_bytes(tensors[name]) for name in order))
+    return chain([len(header).to_bytes(8, "little") + header], (_bytes(tensors[name][...]) for name in order))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

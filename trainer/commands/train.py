@@ -153,7 +153,7 @@ def _add_nodes(train: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from trainer.config.recipe_file import key_lines, provisional
-    from trainer.host.threads import wait_passively
+    from trainer.host.startup import wait_passively
     from trainer.launch.nodes.discover import is_rank, rank_variables
     from trainer.train.tune.tuned import with_tuned
 

@@ -1,12 +1,12 @@
 """How weights are updated, by whom, and what is watched, logged and kept meanwhile."""
 
 import re
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from trainer.config.data import EvaluationSetConfig
-from trainer.config.plugins import plugged_sinks
 from trainer.config.redact import is_secret
 from trainer.config.section import Section
 from trainer.config.suggest import nearest
@@ -20,6 +20,12 @@ MAIN_SET = "data"  # the evaluation set that the section of this name has
 TRACKERS = ("wandb", "mlflow")
 FILES = ("jsonl", "csv", "tensorboard")
 _SINKS = (*FILES, *TRACKERS)
+SINK_GROUP = "trainer.sinks"
+
+
+def plugged_sinks() -> dict[str, EntryPoint]:
+    """The sinks that installed packages bring as entry points, by name; nothing of them is imported."""
+    return {one.name: one for one in entry_points(group=SINK_GROUP)}
 
 
 class OptimConfig(Section):

@@ -34,7 +34,7 @@ class Wrong(NamedTuple):
     reason: str
 
 
-class Part(NamedTuple):
+class CheckedData(NamedTuple):
     """A data set, and how many of its samples may be corrupt."""
 
     what: str
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     budget: int
 
 
-def check_data(how: Check, remote: bool, parts: Sequence[Part]) -> None:
+def check_data(how: Check, remote: bool, parts: Sequence[CheckedData]) -> None:
     """Looks a data set's files up.
 
     Args:
@@ -128,7 +128,7 @@ def counted(wrong: Sequence[Wrong], total: int, what: str, name: Callable[[int],
     return f"{len(wrong):,} of {total:,} {what} can't be read; {first}{name(number)} ({reason}); {remedy}"
 
 
-def _decode_all(part: Part) -> None:
+def _decode_all(part: CheckedData) -> None:
     """Reads each sample once, as training would.
 
     Raises:

@@ -32,7 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "
 Collate = Callable[[list[Any]], Any]
 
 
-class Rows:
+class ArrayItems:
     """Arrays (samples, …) by name as a data set of torch's kind: an item is a dict of their rows."""
 
     def __init__(self, arrays: Arrays) -> None:

@@ -62,7 +62,7 @@ def check_known_there(dataset: Dataset, method: str) -> None:
             )
 
 
-class _Trial(pickle.Pickler):
+class _PickleTrial(pickle.Pickler):
     """Passes over what only a starting process can send."""
 
     def persistent_id(self, value: Any) -> str | None:
@@ -71,7 +71,7 @@ class _Trial(pickle.Pickler):
 
 def _can_be_sent(value: Any) -> bool:
     try:
-        _Trial(io.BytesIO()).dump(value)
+        _PickleTrial(io.BytesIO()).dump(value)
     except (TypeError, AttributeError, pickle.PicklingError):
         return False
     return True

@@ -8,7 +8,7 @@ here; the same as JSON comes from `_dump_nccl_trace_json` (NCCL, from torch 2.5 
 same on all ranks of a group), `profiling_name`, sizes, dtypes and `state`: "scheduled" from when the host
 called it, "completed" once the GPU has done it, between them "started" if TORCH_NCCL_ENABLE_TIMING=1;
 `pg_status` with the last number that was completed; `pg_config` with the ranks of each group. Gloo leaves
-the state at "scheduled" and has no `pg_config`.
+the state at "scheduled" and has no `pg_config`, and its last number may be too low for good.
 
 torch's own analyzer (`torchfrtrace`) is not used: its code is in the wheel of 2.14.1, but not in those of
 2.5.1 and 2.9.1, which bring the command alone; it unpickles whole dumps from a folder, and wants `pg_config`.
@@ -32,7 +32,7 @@ class _Group(NamedTuple):
     ranks: str
 
 
-class _Seen(NamedTuple):
+class _Kept(NamedTuple):
     """What a rank kept of a group: collectives by their number, and the last numbers of each kind."""
 
     entries: dict[int, dict[str, Any]]
@@ -96,7 +96,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
         "collective 7, all_reduce of 25 x 2 Float: ranks 0 and 1 entered it, rank 2 did not"; None if nobody
         waits, or nothing can be told.
     """
-    seen: dict[_Group, dict[int, _Seen]] = {}
+    seen: dict[_Group, dict[int, _Kept]] = {}
     told = set[int]()
     for rank, text in dumps.items():
         try:
@@ -110,7 +110,7 @@ def parse(dumps: Mapping[int, str | None]) -> str | None:
     return "; ".join(sentence for sentence in sentences if sentence) or None
 
 
-def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
+def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Kept]:
     """What a dump holds of each group; point-to-point operations, which concern two ranks, are left out."""
     found: dict[_Group, dict[int, dict[str, Any]]] = {}
     for entry in whole.get("entries", []):
@@ -122,7 +122,7 @@ def _groups(whole: Mapping[str, Any]) -> dict[_Group, _Seen]:
         # Several operations that were coalesced have one number: the first of them stands for all.
         found.setdefault(group, {}).setdefault(int(entry["collective_seq_id"]), entry)
     return {
-        group: _Seen(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
+        group: _Kept(entries, max(entries), _completed(entries, whole.get("pg_status", {})))
         for group, entries in found.items()
     }
 
@@ -136,7 +136,7 @@ def _completed(entries: Mapping[int, Mapping[str, Any]], status: Mapping[str, An
 
 
 def _sentence(
-    group: _Group, seen: Mapping[int, _Seen], told: set[int], dumps: Mapping[int, str | None]
+    group: _Group, seen: Mapping[int, _Kept], told: set[int], dumps: Mapping[int, str | None]
 ) -> str:
     """What to say of one group; empty if its ranks are together and none waits."""
     members = [int(word) for word in re.findall(r"\d+", group.ranks)]
@@ -148,14 +148,15 @@ def _sentence(
     unknown = [rank for rank in members if rank not in known]
     silent = f"; of {_names(unknown)} nothing is known" if unknown else ""
     told_of = _standing(group, seen, known, number)
-    # What is done somewhere all have entered; gloo's count may lag on a rank that is held up before the next.
+    # What is done somewhere all have entered; gloo's count lags on a rank that is held up before the next,
+    # and its threads may count two collectives in the wrong order, which leaves it at the first.
     last = [seen[rank].entered for rank in known if rank in seen]
-    if ": done on " in told_of and max(last) > min(last) >= number:
+    if (": done on " in told_of or _by_gloo(seen)) and max(last) > min(last) >= number:
         told_of += f"; {_standing(group, seen, known, min(last) + 1)}"
     return told_of and told_of + silent
 
 
-def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], number: int) -> str:
+def _standing(group: _Group, seen: Mapping[int, _Kept], known: Sequence[int], number: int) -> str:
     """How far the ranks that are known are with one collective; empty if none has come to it."""
     there = {
         rank: seen[rank].entries[number] for rank in known if rank in seen and number in seen[rank].entries
@@ -178,6 +179,10 @@ def _standing(group: _Group, seen: Mapping[int, _Seen], known: Sequence[int], nu
         for rank, entry in there.items()
     }
     return head + _states(states, known)
+
+
+def _by_gloo(seen: Mapping[int, _Kept]) -> bool:
+    return any("gloo:" in str(e.get("profiling_name")) for one in seen.values() for e in one.entries.values())
 
 
 def _states(states: Mapping[int, str], known: Sequence[int]) -> str:

@@ -275,6 +275,20 @@ def least_over_ranks(number: int, world: World) -> int:
     return int(least)
 
 
+def words_of_ranks(word: str, world: World) -> list[str]:
+    """What each rank says, in their order; collective."""
+    if world.group is None:
+        return [word]
+    data = torch.tensor([*word.encode()], dtype=torch.int64)
+    lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    lengths[world.rank] = len(data)
+    sizes = [int(size) for size in sum_over_ranks(lengths, world.group).tolist()]
+    table = torch.zeros(world.size, max(sizes), dtype=torch.int64, device=world.device)
+    table[world.rank, : len(data)] = data
+    rows = sum_over_ranks(table, world.group).tolist() if max(sizes) else [[]] * world.size
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def gather_rows(world: World, row: torch.Tensor) -> torch.Tensor:
     """A table (ranks, n) on the device of each rank's row, float64 (n,) on the host; collective."""
     table = torch.zeros(world.size, len(row), dtype=row.dtype, device=world.device)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import distributed as dist, nn
 from trainer.config.training import ParallelConfig
 from trainer.distributed.parallel import World, hold_gloo, silenced
 from trainer.errors import BadInputError
+from trainer.observe.phases import communicating, enter_phase
 
 _OWN = "own_rows"  # attribute of a sharded parameter
 
@@ -161,8 +163,12 @@ def shard(
             # A loss is already divided by the step's total over all ranks. NCCL alone scales while it adds.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
-    # Until its first forward pass FSDP may put other memory in place of a parameter's.
-    root._get_fsdp_state()._lazy_init()
+            if world.device.type == "cpu":  # a GPU's are only started here, and nobody waits in them
+                part.set_custom_all_gather(_AllGather())
+                part.set_custom_reduce_scatter(_ReduceScatter())
+            # Until it gathers for the first time FSDP may put other memory in place of a parameter's.
+            part.unshard()
+            part.reshard()
     for parameter in root.parameters():
         own = own_rows(parameter.detach())
         setattr(parameter, _OWN, nn.Parameter(own, requires_grad=parameter.requires_grad))
@@ -175,23 +181,64 @@ def shard(
     return replace(rows, note=note)
 
 
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocates):
+    """As FSDP gathers, and the phase says so: the watchdog finds the rank that the others wait for."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        before = communicating()
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        enter_phase(before)
+        return work
+
+
+class _ReduceScatter(_Allocates):
+    """Likewise."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        before = communicating()
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        enter_phase(before)
+        return work
+
+
 def _mesh(world: World, config: ParallelConfig) -> tuple[Any, Rows]:
     """torch's mesh of the ranks, and this rank's place in it."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     kind = world.device.type
     if not config.shard:
         assert world.group is not None
         mesh = DeviceMesh.from_group(world.group, kind, mesh_dim_names=("shard",))
         return mesh, Rows(world.rank, world.size, world.group)
-    sizes = (world.size // config.shard, config.shard)
-    with nullcontext() if kind == "cuda" else silenced(sys.stdout):
-        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
-    if kind == "cpu":
-        for name in ("replicate", "shard"):
-            hold_gloo(mesh.get_group(name))
-    group = mesh.get_group("shard")
-    return mesh, Rows(world.rank % config.shard, config.shard, group, world.rank < config.shard)
+    places = torch.arange(world.size).view(-1, config.shard)
+    # A mesh's own groups would have torch's time limit, not the run's.
+    timeout, groups = timedelta(seconds=config.timeout_s), list[dist.ProcessGroup]()
+    for ranks in (places.T.tolist(), places.tolist()):
+        with nullcontext() if kind == "cuda" else silenced(sys.stdout):
+            group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        groups.append(group)
+        if kind == "cpu":
+            hold_gloo(group)
+    mesh = DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("replicate", "shard"))
+    return mesh, Rows(world.rank % config.shard, config.shard, groups[1], world.rank < config.shard)
 
 
 def _apart(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -274,7 +321,8 @@ def own_part(
     Args:
         rows: This rank's.
         shapes: From `whole_shapes`.
-        saved: By kind and name, as in `trainer.train.state.tensors_of`.
+        saved: By kind and name, as in `trainer.train.state.tensors_of`; or what reads rows when it is sliced,
+            as a tensor is: of others this rank reads nothing.
 
     Raises:
         ValueError: If a tensor has another shape.
@@ -286,7 +334,7 @@ def own_part(
             shape = shapes.get(parameter_of(kind, name))
             is_slot = kind == "optimizer"  # which needn't be as large as its parameter: a count of steps
             if shape is None or (is_slot and tensor.shape != shape):
-                found[kind][name] = tensor
+                found[kind][name] = tensor[...]
             elif tensor.shape != shape:
                 raise ValueError(f"{kind}: {name} isn't the same in the checkpoint and in the model")
             else:

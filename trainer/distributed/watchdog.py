@@ -54,7 +54,7 @@ _CHECK: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankStatus:
     """What a rank said last.
 
     Attributes:
@@ -96,7 +96,7 @@ class HangVerdict:
     code: int = EXIT_HANG
 
 
-def judge(states: Sequence[Seen], limit: float, doubtful: float) -> HangVerdict | None:
+def judge(states: Sequence[RankStatus], limit: float, doubtful: float) -> HangVerdict | None:
     """Who keeps the others waiting.
 
     Args:
@@ -138,7 +138,7 @@ def _sentence(limit: float, parts: Sequence[str], check: str) -> str:
     return f"no progress for {limit:g} s: {'; '.join(parts)}; check {check}; {slow}"
 
 
-def _waiting(others: Sequence[Seen]) -> list[str]:
+def _waiting(others: Sequence[RankStatus]) -> list[str]:
     if not others:
         return []
     ((where, count), *_) = Counter(other.where for other in others).most_common()
@@ -147,14 +147,14 @@ def _waiting(others: Sequence[Seen]) -> list[str]:
     return [f"{len(others)} others wait{', most of them' * (count < len(others))} in {where}"]
 
 
-def _names(culprits: Sequence[Seen], there: Sequence[Seen]) -> str:
+def _names(culprits: Sequence[RankStatus], there: Sequence[RankStatus]) -> str:
     """Few of them by their numbers; with the host where there are several."""
     hosts = len({state.host for state in there}) > 1
     names = [f"{state.rank} on {state.host}" if hosts else str(state.rank) for state in culprits]
     return f"rank{'s' * (len(names) > 1)} {listed(names, _NAMED)}"
 
 
-def _ranks(states: Sequence[Seen]) -> list[int]:
+def _ranks(states: Sequence[RankStatus]) -> list[int]:
     return [state.rank for state in states]
 
 
@@ -189,8 +189,8 @@ class Watchdog:
         self._left = ""
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._first = Seen(0, -1, 0, "start", 0.0)
-        self._heard: list[Seen] = []
+        self._first = RankStatus(0, -1, 0, "start", 0.0)
+        self._heard: list[RankStatus] = []
         self._heard_times = 0
         self._proposal = self._agreed = ""
         self._recorded: str | None = None
@@ -300,7 +300,7 @@ class Watchdog:
                     return
                 if self._proposal:
                     self._agreed = self._store.compare_set(_VERDICT, _NOTHING, self._proposal).decode()
-                self._first = Seen(**json.loads(self._store.get(keys[0]))[1])
+                self._first = RankStatus(**json.loads(self._store.get(keys[0]))[1])
                 if not self._listens():
                     self._heard, last = [], 0.0
                     self._forget_records()
@@ -319,7 +319,7 @@ class Watchdog:
             for number, word in enumerate(words):
                 told, values = json.loads(word)
                 silence = silences.get(number, 0.0) if told == numbers[number] else 0.0
-                heard.append(replace(Seen(**values), silence=silence))
+                heard.append(replace(RankStatus(**values), silence=silence))
                 numbers[number] = told
             self._heard = heard
             self._heard_times += 1
@@ -348,10 +348,10 @@ class Watchdog:
     def _record(self) -> None:
         self._recorded = dump() or ""
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> RankStatus:
         phase = self._left or PHASE_TIMER.phase
         host = platform.node()
-        return Seen(self._world.rank, PHASE_TIMER.count, PHASE_TIMER.step, phase, self._idle, host=host)
+        return RankStatus(self._world.rank, PHASE_TIMER.count, PHASE_TIMER.step, phase, self._idle, host=host)
 
     def _word(self) -> str:
         self._number += 1

@@ -21,7 +21,7 @@ _REFRESH = 20  # samples between two looks at who belongs to the tree
 _QUOTA_FILES = {"cpu.max", "cpu.cfs_quota_us"}
 
 
-class Host:
+class JobCounters:
     """Reads the counters of one job on this host.
 
     The job is the cgroup whose quota limits it, if there is one, since the quota counts all that runs there;

@@ -134,6 +134,24 @@ def read_at(file: int, start: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
+def read_into(file: int, start: int, into: memoryview) -> None:
+    """Reads a piece of a file, from byte `start` on.
+
+    Args:
+        file: From `opened_file`.
+        start: Where it begins.
+        into: Where it goes; as long as the piece.
+
+    Raises:
+        ValueError: If the file ends before.
+    """
+    done = 0
+    while done < len(into):
+        if not (got := os.preadv(file, [into[done:]], start + done)):
+            raise ValueError("ends before its tensors do")
+        done += got
+
+
 def read_hashed(file: int, size: int, into: memoryview | None, advance: Callable[[int], object]) -> str:
     """Reads a file from its beginning, each byte once.
 

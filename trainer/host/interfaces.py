@@ -1,6 +1,7 @@
 """The network interfaces of this host and their addresses (Linux)."""
 
 import fcntl
+import os
 import socket
 import struct
 
@@ -28,3 +29,15 @@ def addresses() -> dict[str, list[str]]:
 def interface_of(address: str) -> str:
     """The interface that has an address, or nothing."""
     return next((name for name, own in addresses().items() if address in own), "")
+
+
+def gloo_interface(address: str) -> dict[str, str]:
+    """Names gloo the interface of an address; else it takes that of this host's own name, which it looks up.
+
+    That is a loopback address on many hosts, none on others, and where no name service answers it takes ten
+    seconds for each process group. NCCL chooses for itself.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    name = interface_of(address.removeprefix("::ffff:"))
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, BadInputError
 from trainer.host.affinity import CpuShares
+from trainer.host.interfaces import gloo_interface
 from trainer.host.limits import Limits, out_of_memory_kills, read_limits
 from trainer.host.processes import children
 from trainer.launch import as_launcher
@@ -36,7 +37,6 @@ from trainer.launch.exit_record import (
 )
 from trainer.launch.folder import Launch, write_launch, write_request
 from trainer.launch.forked import ForkedRank
-from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Rendezvous
 from trainer.launch.signals import SignalReceiver, blocked
 from trainer.launch.termination import leave_message
@@ -275,7 +275,7 @@ class WorkerGroup:
             self._stopped = True
             self.signals.append(signal.SIGTERM)
         if self.rendezvous.over:
-            self._end_within(_AFTER_FAILURE_SECONDS)
+            self._end_within(0 if self._only_torchrun_is_left() else _AFTER_FAILURE_SECONDS)
 
     def _forward(self) -> None:
         """Sends each rank the signals that it has not had; a rank that registers late gets them then."""
@@ -296,8 +296,15 @@ class WorkerGroup:
         """Ends what did not end in time: the ranks, registered or not, then torchrun."""
         self.overdue |= {rank for rank in self.ranks if rank not in self.pids or _exists(self.pids[rank])}
         self._kill_groups(*children(process.pid))
-        if time.monotonic() > self.deadline + _TORCHRUN_SECONDS:
+        if time.monotonic() > self.deadline + _TORCHRUN_SECONDS or self._only_torchrun_is_left():
             process.kill()
+
+    def _only_torchrun_is_left(self) -> bool:
+        """Whether no rank is there that could say more, and torchrun waits for nodes that have ended."""
+        if self.rendezvous is None or not self.rendezvous.over:
+            return False
+        told = len(self.records) == len(self.ranks)
+        return not self.pids or (told and not any(map(_exists, self.pids.values())))
 
     def _kill_groups(self, *unregistered: int) -> None:
         for pid in (*self.pids.values(), *unregistered):  # each rank leads a session

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_REQUEUE, BadInputError
+from trainer.host.interfaces import gloo_interface
 from trainer.launch.exit_record import ExitRecord
 from trainer.launch.launcher import LocalRanks, WorkerGroup, say
 from trainer.launch.nodes import EXIT_CODE, LOGS, MEETING
 from trainer.launch.nodes.client import RendezvousClient, sees
 from trainer.launch.nodes.discover import Nodes
-from trainer.launch.nodes.interface import gloo_interface
 from trainer.launch.nodes.rendezvous import Outcome, Rendezvous, Round
 from trainer.launch.nodes.server import RendezvousServer
 from trainer.launch.signals import SignalReceiver

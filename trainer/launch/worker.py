@@ -28,7 +28,7 @@ from trainer.host.affinity import CpuShares, bind
 from trainer.host.environment import RANK_MARK
 from trainer.host.files import write_whole
 from trainer.host.processes import children
-from trainer.host.streams import print_anything
+from trainer.host.startup import print_anything
 from trainer.launch import signals
 from trainer.launch.exit_record import ExitRecord, record_of
 from trainer.launch.folder import Launch, read_launch, take_request

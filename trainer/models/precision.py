@@ -214,14 +214,18 @@ def _one_if_finite(loss: torch.Tensor) -> torch.Tensor:
     return loss * 0 + 1
 
 
-def gathered_in(config: PrecisionConfig, model: nn.Module) -> torch.dtype | None:
+def gathered_in(config: PrecisionConfig, model: nn.Module, device: torch.device) -> torch.dtype | None:
     """What the parameters of blocks are gathered in where a model is sharded; None: as they are.
 
     In bfloat16 where autocast would round them so anyway: not where a module computes in float32, as those
-    of `precision.keep_fp32` do, and BatchNorm, whose statistics have its weights' type.
+    of `precision.keep_fp32` do, and BatchNorm, whose statistics have its weights' type; nor on a CPU where
+    there are other norms, whose kernels take no such weights with what is still in float32.
     """
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    return torch.bfloat16 if config.mode == "bf16" and not config.keep_fp32 and not norms else None
+    norms: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
+    if device.type == "cpu":
+        norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    full = config.keep_fp32 or any(isinstance(module, norms) for module in model.modules())
+    return torch.bfloat16 if config.mode == "bf16" and not full else None
 
 
 def make_precision(

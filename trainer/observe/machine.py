@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.host.counters import Host, rates
+from trainer.host.counters import JobCounters, rates
 from trainer.host.limits import read_limits
 from trainer.host.nvml import Nvml
 from trainer.observe.console import warn
@@ -47,7 +47,7 @@ class Machine:
         limits = read_limits(root)
         self._cpus = limits.cpus
         # torchrun, or whatever started the ranks, is above them all.
-        self._host = Host(limits, root, top=os.getppid() if ranks > 1 else 0)
+        self._host = JobCounters(limits, root, top=os.getppid() if ranks > 1 else 0)
         self._gpus = Nvml(environ, ranks, nvml) if gpu else None
         self._interval = interval
         self._lock = threading.Lock()

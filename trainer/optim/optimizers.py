@@ -16,7 +16,7 @@ from trainer.distributed.sharding import weights
 from trainer.errors import BadInputError
 from trainer.models.activation_checkpointing import blocks
 from trainer.optim.muon import Muon, hidden_matrices, split_groups
-from trainer.optim.own import ConstantRates
+from trainer.optim.own import ConstantSchedule
 
 
 # torch wraps methods of its optimizers for callers that are compiled, and these wrappers import the compiler:
@@ -259,7 +259,7 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def make_optimizer(
-    config: OptimConfig, groups: list[dict[str, Any]], scheduler: LRScheduler | ConstantRates
+    config: OptimConfig, groups: list[dict[str, Any]], scheduler: LRScheduler | ConstantSchedule
 ) -> torch.optim.Optimizer:
     """A fused optimizer: one kernel, and no reading of the device when fp16's scaler skips.
 

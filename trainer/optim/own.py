@@ -29,7 +29,7 @@ class Scheduler(Protocol):
         ...
 
 
-class ConstantRates:
+class ConstantSchedule:
     """What `make_optimizer` asks for, where somebody's scheduler sets the rates that these are at first."""
 
     def __init__(self, rate: float) -> None:
@@ -41,7 +41,7 @@ class ConstantRates:
         return self.current * factor
 
 
-class HostRates:
+class HostSchedule:
     """The learning rates of an optimizer, set on the host by somebody's scheduler, or by nobody.
 
     It stands in the place of `optimizers.LRScheduler`, and knows what else a checkpoint must keep.

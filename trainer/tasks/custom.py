@@ -18,11 +18,11 @@ from torch import nn
 
 from trainer.config.task_file import MODULE, read_source, source_hash
 from trainer.data.dataset import NUM_ITEMS, ArrayDataset, Dataset, spread
-from trainer.data.items import ItemDataset, Rows, is_items
+from trainer.data.items import ArrayItems, ItemDataset, is_items
 from trainer.data.loader import Batch
 from trainer.errors import BadInputError
 from trainer.observe.console import warn
-from trainer.optim.own import HostRates, Scheduler
+from trainer.optim.own import HostSchedule, Scheduler
 from trainer.rng import Ints
 from trainer.tasks.trial import goes_on_alike, outside_of_checkpoint, stays_when_doubled
 
@@ -173,7 +173,7 @@ class CustomTask:
             raise self._wrong("scheduler", "one of another optimizer")
         return cast(Scheduler, scheduler)
 
-    def check_updates(self, make: Callable[[nn.Module], HostRates]) -> None:
+    def check_updates(self, make: Callable[[nn.Module], HostSchedule]) -> None:
         """Tries its optimizer and scheduler on a few samples, on the CPU: do they go on from what is saved?
 
         Args:
@@ -187,7 +187,7 @@ class CustomTask:
             model = self.model()
             batch = self._two(self.train_data)
 
-            def update(rates: HostRates) -> None:
+            def update(rates: HostSchedule) -> None:
                 model.zero_grad(set_to_none=True)
                 self.loss(model, batch).backward()
                 self._call("optimizer", rates.optimizer.step)
@@ -402,7 +402,7 @@ class CustomTask:
         whole = ArrayDataset(arrays)
         if not transforms and collate is None:
             return whole
-        return ItemDataset(Rows(arrays), what, collate, transforms, whole.num_items)
+        return ItemDataset(ArrayItems(arrays), what, collate, transforms, whole.num_items)
 
     def _call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.models.pointwise import mend_pointwise
-from trainer.optim.own import HostRates
+from trainer.optim.own import HostSchedule
 
 _DRAWS = 16  # of a loss that draws random numbers
 _NOISE = 0.1  # the largest relative error at which 1 and 2 can be told apart
@@ -86,7 +86,7 @@ def outside_of_checkpoint(model: nn.Module, loss: Callable[[], torch.Tensor], ow
 
 
 def goes_on_alike(
-    model: nn.Module, make: Callable[[], HostRates], update: Callable[[HostRates], None]
+    model: nn.Module, make: Callable[[], HostSchedule], update: Callable[[HostSchedule], None]
 ) -> bool:
     """Whether a second update is the same by an optimizer and scheduler made anew, which load their state.
 
@@ -125,7 +125,7 @@ def goes_on_alike(
         torch.set_num_threads(threads)
 
 
-def _after(model: nn.Module, rates: HostRates) -> tuple[Any, Any]:
+def _after(model: nn.Module, rates: HostSchedule) -> tuple[Any, Any]:
     tensors, plain = rates.kept()
     return {name: _digest(value) for name, value in {**_tensors(model), **tensors}.items()}, plain
 

@@ -20,6 +20,7 @@ from trainer.checkpoint.folder import (
     Damaged,
     Unreadable,
     folder_name,
+    look_up,
     read,
     read_slots,
     read_state,
@@ -33,7 +34,7 @@ from trainer.host import files
 from trainer.models.finetune import fine_tune
 from trainer.tasks import Task
 from trainer.train.prepare import shapes_only
-from trainer.train.resume import Source, differences, other_data
+from trainer.train.resume import StartingPoint, differences, other_data
 from trainer.train.run import WEIGHTS, data_of
 from trainer.train.run_folder import KEPT, BegunFrom, RunFolder, read_run, shown
 from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors_of
@@ -41,7 +42,7 @@ from trainer.train.state import Run, fitting, load_tensors, own_tensors, tensors
 _SHOWN = 6
 
 
-def find_beginning(source: Source, recipe: Recipe, task: Task) -> BegunFrom:
+def find_beginning(source: StartingPoint, recipe: Recipe, task: Task) -> BegunFrom:
     """Looks up and verifies what a new run is to begin from.
 
     Raises:
@@ -90,7 +91,7 @@ def find_beginning(source: Source, recipe: Recipe, task: Task) -> BegunFrom:
     )
 
 
-def _chosen(run: RunFolder, source: Source) -> tuple[int, Path]:
+def _chosen(run: RunFolder, source: StartingPoint) -> tuple[int, Path]:
     """The checkpoint that is meant, and its step; whether it is sound, nobody has looked."""
     word, folder = f"--from {source.word}", source.run / FOLDER
     try:
@@ -190,7 +191,8 @@ def begin_from(run: Run, folder: Path, begun_from: BegunFrom) -> list[str]:
     path = kept if kept.exists() else _in_run(Path(begun_from.folder), begun_from.step)
     remedy = f"bring back {kept}, or begin again in another --out"
     try:
-        found = read(path)
+        # A rank of a sharded run reads its rows alone, later.
+        found = read(path) if run.state.rows is None else look_up(path)
         if sums_hash(path) != begun_from.hash:
             raise Damaged("isn't the checkpoint that the run began from (another hash)")
         taken = take_over(run, found)

@@ -86,7 +86,7 @@ def build(
     loss_of = (LossesOf if losses else LossOf)(task, prepared.call)  # type: ignore[arg-type]
     rows = None
     if is_sharded(recipe.parallel, world):
-        parts, kind = blocks(model).values(), gathered_in(recipe.precision, model)
+        parts, kind = blocks(model).values(), gathered_in(recipe.precision, model, device)
         rows = shard(model, parts, world, recipe.parallel, kind)
     replica = replicate(loss_of, world.group, recipe.parallel, device)
     average = WeightAverage(model, recipe.ema) if recipe.ema.decay else None

@@ -48,9 +48,9 @@ def find_changing(
     names = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
     if not names and not _has_empty_places(model):
         return FoundBuffers()
-    trial = _Trial()
+    trial = _BufferTrial()
     for samples in dict.fromkeys((min(2, micro_batch_size), micro_batch_size)):
-        trial = _Trial()
+        trial = _BufferTrial()
         trial.run(task, model, samples, context, world.device)
         if not trial.error and not trial.remade:
             break
@@ -91,7 +91,7 @@ def _has_empty_places(model: nn.Module) -> bool:
     return any(buffer is None for module in modules for buffer in module._buffers.values())
 
 
-class _Trial:
+class _BufferTrial:
     """What some forward passes do to buffers, told by the class of the module and its name for the buffer.
 
     Attributes:

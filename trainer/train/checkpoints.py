@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.background import BackgroundWriter, Part, stage
+from trainer.checkpoint.background import BackgroundWriter, RankPart, stage
 from trainer.checkpoint.folder import folder_name
 from trainer.config.section import config_hash
 from trainer.distributed.exchange import StoreExchange
@@ -85,7 +85,7 @@ class Checkpoints:
         tensors, part = tensors_of(state), None
         if self._exchange is not None:
             shapes = {kind: shapes_of(state, kind, group) for kind, group in tensors.items()}
-            part = Part(self._exchange, token, shapes, run.recipe.parallel.timeout_s / 2)
+            part = RankPart(self._exchange, token, shapes, run.recipe.parallel.timeout_s / 2)
         self._writer.submit(state.step, stage(tensors), numbers, best, part)
 
     def _token(self) -> int:

@@ -1,5 +1,6 @@
 """The model that a run left: rebuilt from its manifest, with the weights that its evaluation measured."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, read
+from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up, read, stored_in
 from trainer.checkpoint.store import listing, newest_good
 from trainer.config.recipe import Recipe
 from trainer.config.redact import redact
@@ -29,6 +30,7 @@ from trainer.models.precision import set_matmul_mode
 from trainer.rng import Ints
 from trainer.tasks import Task
 from trainer.train.manifest import file_hash
+from trainer.train.prepare import shapes_only
 from trainer.train.resume import FREE, own_config
 from trainer.train.run import make_task, more_sets
 from trainer.train.run_folder import MANIFEST, RunFolder, read_run
@@ -98,6 +100,55 @@ def open_run(
         raise BadInputError(f"{folder / weights}: isn't one of the run's final weights; give the run folder")
     source = _load_weights(model, run, name, checkpoint)
     return OpenedRun(folder, run.facts, recipe, task, model, source)
+
+
+def stored_weights(folder: Path, settings: Sequence[str] = ()) -> tuple[RunFolder, str, dict[str, Any]]:
+    """The weights that `open_run` gives its model, unread: by name what is read when it is sliced.
+
+    Hashes are compared before, so every file is read once, in pieces.
+
+    Returns:
+        The run, where its weights come from, and these.
+
+    Raises:
+        BadInputError: As `open_run`; or if they are to be merged with others first.
+    """
+    run = read_run(folder)
+    recipe = _recipe_of(run, settings)
+    name = "ema.safetensors" if recipe.ema.decay else "model.safetensors"
+    if (digest := run.manifest.weights.get(name)) is not None:
+        try:
+            if file_hash(folder / name) != digest:
+                raise BadInputError(
+                    f"{folder / name}: isn't what the run wrote (another hash); bring it back"
+                )
+            return run, name, {**stored_in(folder, name)}
+        except (OSError, Damaged, Unreadable) as error:
+            raise BadInputError(f"{folder / name}: can't be read ({error}); bring it back") from error
+    if run.manifest.config.get("model", {}).get("lora", {}).get("rank"):
+        raise BadInputError(
+            f"{folder}: what model.lora learned is merged into the weights at the run's end, and not tensor "
+            "by tensor: finish the run, or leave out --streamed"
+        )
+    found, why = None, ""
+    try:
+        for entry in listing(folder / FOLDER):
+            with contextlib.suppress(Damaged):
+                found = look_up(entry.path)
+                break
+            why = why or f" ({entry.path.name} is damaged; see `trainer checkpoints {folder} --verify`)"
+    except (OSError, Unreadable) as error:
+        raise BadInputError(f"{folder / FOLDER}: can't be read ({error}); mend that") from error
+    if found is None:
+        raise BadInputError(f"{folder}: holds no weights yet, nor a good checkpoint{why}; train it")
+    kind = "ema" if recipe.ema.decay and "ema" in found.tensors else "model"
+    tensors: dict[str, Any] = dict(found.tensors["model"])
+    if kind == "ema":
+        # The average has each parameter once, also one that two names share.
+        model, first = shapes_only(make_task(recipe)), dict[int, str]()
+        for parameter, one in model.named_parameters(remove_duplicate=False):
+            tensors[parameter] = found.tensors["ema"][first.setdefault(id(one), parameter)]
+    return run, f"{FOLDER}/{found.path.name}/{kind}.safetensors", tensors
 
 
 def _with_set(recipe: Recipe, on: str) -> Recipe:

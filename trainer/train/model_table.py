@@ -24,13 +24,19 @@ def top_parts(model: nn.Module) -> list[Part]:
 
 
 def describe_model(
-    recipe: Recipe, model: nn.Module, shown: Sequence[Part], counted: Count, own_optimizer: bool = False
+    recipe: Recipe,
+    model: nn.Module,
+    shown: Sequence[Part],
+    counted: Count,
+    own_optimizer: bool = False,
+    could_share: int = 0,
 ) -> dict[str, Any]:
     """The table as plain data.
 
     Args:
         counted: FLOPs by these parts.
         own_optimizer: Whether the optimizer is the task's own: nobody knows yet what that will keep.
+        could_share: Ranks that hold the same each and needn't; 0: they don't, or it can't be shared.
 
     Returns:
         `rows` and `total`, each with its `block`, `kind`, `parameters`, `trainable`, `flops` of a step of all
@@ -62,6 +68,9 @@ def describe_model(
     memory = "weights, gradients" + ", optimizer state" * (not own_optimizer)
     memory += ", average of the weights" * averages
     memory += "; not the state of the task's own optimizer" * own_optimizer
+    if could_share:
+        each = rough_size(-(-total["bytes"] // could_share))
+        memory += f"; {each} with parallel.strategy=fsdp, shared by {could_share} ranks"
     all_of_it: dict[str, Any] = {"block": "all", "kind": type(model).__name__, **total}
     all_of_it["flops"] = counted.per_sample * samples or None
     return {"rows": rows, "total": all_of_it, "memory": memory}

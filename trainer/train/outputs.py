@@ -38,6 +38,7 @@ from trainer.train.hooks import checkpoint_hook, find_hooks, hook_sink, load_sin
 from trainer.train.manifest import make_manifest
 from trainer.train.model_table import describe_model, show_model, top_parts
 from trainer.train.operations import count_operations
+from trainer.train.prepare import could_be_sharded
 from trainer.train.recording import check_space, open_folder, other_ranks_checksums, writable
 from trainer.train.request import Request
 from trainer.train.run_folder import Manifest, set_status
@@ -139,7 +140,8 @@ def open_outputs(
     if sources.count is not None:
         shown = top_parts(run.state.model)
         own = brings_optimizer(run.task)
-        manifest["model"] = describe_model(run.recipe, run.state.model, shown, sources.count, own)
+        ranks = run.world.size if could_be_sharded(run.recipe, run.task, run.world.size) else 0
+        manifest["model"] = describe_model(run.recipe, run.state.model, shown, sources.count, own, ranks)
     check_space(folder, run.recipe, run.state.model, brings_optimizer(run.task))
     with writable(folder):
         # All ranks have read theirs: they agreed.

@@ -15,7 +15,7 @@ from trainer.errors import BadInputError
 from trainer.models.pretrained import find_weights
 from trainer.models.weights import regular
 from trainer.train.manifest import file_hash
-from trainer.train.resume import Mode, Source
+from trainer.train.resume import Mode, StartingPoint
 from trainer.train.run_folder import Manifest, Pretrained, read_run
 
 
@@ -55,7 +55,7 @@ def resolve_pretrained(
     stored: Manifest | None,
     folder: Path | None = None,
     mode: Mode = "auto",
-    source: Source | None = None,
+    source: StartingPoint | None = None,
 ) -> tuple[Recipe, Pretrained | None, bool]:
     """Finds what a recipe starts from, and fetches it if it isn't here; not where a checkpoint is taken.
 

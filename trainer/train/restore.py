@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import FOLDER
-from trainer.checkpoint.folder import Checkpoint, Unreadable
-from trainer.checkpoint.store import newest_good, remove_leftovers
-from trainer.distributed.parallel import World
+from trainer.checkpoint.folder import Checkpoint, Damaged, Unreadable, look_up
+from trainer.checkpoint.store import names_of, newest_good, remove_leftovers
+from trainer.distributed.parallel import World, words_of_ranks
 from trainer.errors import BadInputError
 from trainer.host.affinity import binding_note
 from trainer.launch.worker import cpu_shares
-from trainer.optim.own import HostRates
+from trainer.optim.own import HostSchedule
 from trainer.train.resume import Mode
 from trainer.train.run_folder import Manifest
 from trainer.train.state import Run, load_state
@@ -22,9 +22,17 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def newest_checkpoint(
-    folder: Path, mode: Mode, world: World, stored: Manifest | None = None
+    folder: Path, mode: Mode, world: World, stored: Manifest | None = None, sharded: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to resume from, and why newer ones were left out.
+
+    Args:
+        folder: Of the run.
+        mode: What to do if none can be trusted.
+        world: The ranks.
+        stored: What the earlier attempts left.
+        sharded: Whether the ranks look at it together, each at a part of its files, and read their rows of
+            the tensors later; collective then. Otherwise each reads all of it.
 
     Raises:
         BadInputError: If there are checkpoints and none of them can be trusted, or they can't be read.
@@ -32,7 +40,10 @@ def newest_checkpoint(
     try:
         if world.rank == 0:
             remove_leftovers(folder / FOLDER)
-        found, skipped = newest_good(folder / FOLDER, stored.foreign if stored else None)
+        if sharded:
+            found, skipped = _newest_together(folder / FOLDER, world, stored)
+        else:
+            found, skipped = newest_good(folder / FOLDER, stored.foreign if stored else None)
     except OSError as error:
         raise BadInputError(
             f"{folder / FOLDER} can't be used ({error.strerror}); mend that, or give another --out"
@@ -62,6 +73,30 @@ def newest_checkpoint(
     return found, skipped
 
 
+def _newest_together(
+    folder: Path, world: World, stored: Manifest | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """As `newest_good`, by all ranks: what one finds damaged none uses."""
+    skipped = list[str]()
+    names = "\n".join(names_of(folder)) if world.rank == 0 else ""
+    for name in words_of_ranks(names, world)[0].split():
+        found, damage, unreadable = None, "", ""
+        try:
+            found = look_up(folder / name, (world.rank, world.size))
+            damage = (stored.foreign(found.state) if stored else None) or ""
+        except Unreadable as error:
+            unreadable = str(error)
+        except Damaged as error:
+            damage = str(error)
+        if line := next(filter(None, words_of_ranks(unreadable, world)), ""):
+            raise Unreadable(f"{name}: {line}")
+        if line := next(filter(None, words_of_ranks(damage, world)), ""):
+            skipped.append(f"{name}: {line}")
+        else:
+            return found, skipped
+    return None, skipped
+
+
 def load_checkpoint(
     run: Run, found: Checkpoint | None, stop_after: int | None = None, stored: Manifest | None = None
 ) -> None:
@@ -89,7 +124,9 @@ def load_checkpoint(
         raise BadInputError(
             f"{found.path}: isn't a checkpoint of this run ({error}); give another --out, or remove it"
         ) from error
-    if isinstance(run.state.lr, HostRates):
+    except (Damaged, Unreadable) as error:  # of one whose tensors are read only now
+        raise BadInputError(f"{found.path}: {error}; it was sound a moment ago: start again") from error
+    if isinstance(run.state.lr, HostSchedule):
         refuse_later_end(found.path, run.state.lr.last_update, run.plan.steps)
 
 

@@ -49,7 +49,7 @@ _SHOWN = 4
 Mode = Literal["auto", "newest", "force", "never"]
 
 
-class Source(NamedTuple):
+class StartingPoint(NamedTuple):
     """What `--from` names.
 
     Attributes:
@@ -63,7 +63,7 @@ class Source(NamedTuple):
     word: str
 
 
-def parse_source(word: str) -> Source:
+def parse_source(word: str) -> StartingPoint:
     """Reads RUN, RUN@STEP or RUN@best.
 
     Raises:
@@ -73,8 +73,8 @@ def parse_source(word: str) -> Source:
         name, _, which = word.rpartition("@")
         if which not in ("best", "last") and not (which.isascii() and which.isdigit()):
             raise BadInputError(f"--from {word}: after the @ stands a step, best or last")
-        return Source(Path(name), which, word)
-    return Source(Path(word), "last", word)
+        return StartingPoint(Path(name), which, word)
+    return StartingPoint(Path(word), "last", word)
 
 
 def own_config(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def extends(stored: Manifest, config: Mapping[str, Any]) -> bool:
     return stored.status == "finished" or (stored.extended and later)
 
 
-def check_beginning(folder: Path, stored: Manifest, source: Source) -> None:
+def check_beginning(folder: Path, stored: Manifest, source: StartingPoint) -> None:
     """Makes sure that a folder's run began from what `--from` names; where that is gone now, it isn't needed.
 
     Raises:

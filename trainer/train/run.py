@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer.checkpoint.tensor_file import is_storable
 from trainer.config.recipe import Recipe, of_set
-from trainer.data.check import Part, check_data
+from trainer.data.check import CheckedData, check_data
 from trainer.data.dataset import Dataset
 from trainer.data.sampling.plan import Plan, Share
 from trainer.data.sources import order_of
@@ -112,13 +112,13 @@ def check_files(recipe: Recipe, task: Task) -> None:
     check_data(
         recipe.data.check,
         isinstance(recipe.data.path, str),
-        [Part(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
+        [CheckedData(what, dataset, recipe.data.corrupt_samples(len(dataset))) for what, dataset in parts],
     )
     for name, dataset in more_sets(task).items():
         data = recipe.data_of_set(name)
         budget = recipe.data.corrupt_samples(len(dataset))
         try:
-            part = Part(f"evaluation.sets.{name}", dataset, budget)
+            part = CheckedData(f"evaluation.sets.{name}", dataset, budget)
             check_data(data.check, isinstance(data.path, str), [part])
         except BadInputError as error:
             raise BadInputError(of_set(name, str(error))) from error

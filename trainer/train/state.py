@@ -29,7 +29,7 @@ from trainer.observe.log import Logged
 from trainer.observe.sinks import finite
 from trainer.optim.average import WeightAverage
 from trainer.optim.optimizers import LRScheduler
-from trainer.optim.own import HostRates
+from trainer.optim.own import HostSchedule
 from trainer.tasks import Task
 from trainer.train.anomaly import RecentLosses
 from trainer.train.reduction import Gradients, ItemCount, Reduction
@@ -65,7 +65,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    lr: LRScheduler | HostRates
+    lr: LRScheduler | HostSchedule
     scaler: GradScaler | None
     average: WeightAverage | None
     statistics: StepStatistics
@@ -201,7 +201,7 @@ def numbers_of(state: TrainState, losses: list[Any]) -> dict[str, Any]:
         "no_better": state.no_better,
         "history": list(state.history),
         "averaged_before": 0 if state.average is None else state.average.before,
-        "own": state.lr.kept()[1] if isinstance(state.lr, HostRates) else None,
+        "own": state.lr.kept()[1] if isinstance(state.lr, HostSchedule) else None,
     }
 
 
@@ -224,7 +224,7 @@ def load_state(run: Run, step: int, saved: Mapping[str, Any], numbers: Mapping[s
     rows = [one if isinstance(one, list) else [one] for one in known.losses]
     if {len(row) for row in rows} != {state.loss.numel()}:
         raise ValueError("state.json: losses: it is of a task with others")
-    if isinstance(state.lr, HostRates) and known.own is None:
+    if isinstance(state.lr, HostSchedule) and known.own is None:
         raise ValueError("state.json: own: it holds nothing of the task's own optimizer or scheduler")
     load_tensors(state, step, own_tensors(state, saved), known.own)
     losses = [run.reduction.own_loss([float(loss) for loss in each]) for each in zip(*rows, strict=True)]
@@ -294,7 +294,7 @@ def load_tensors(
         ValueError: If names, shapes or types aren't those of this run; no tensor has been changed then, but
             in an optimizer of the task's own.
     """
-    if isinstance(state.lr, HostRates):
+    if isinstance(state.lr, HostSchedule):
         if own is not None:
             state.lr.load(saved["optimizer"], own)
     else:
@@ -356,7 +356,7 @@ def fitting(state: TrainState, saved: Mapping[str, torch.Tensor]) -> dict[str, t
     parameters = {name for name, parameter in state.model.named_parameters() if parameter.requires_grad}
     places = dict(_optimizer_tensors(state))
     lazy = _ADAMW if isinstance(state.optimizer, torch.optim.AdamW) else ()  # makes its own at the first step
-    if isinstance(state.lr, HostRates):  # begins anew: what it keeps is a whole, not tensors alone
+    if isinstance(state.lr, HostSchedule):  # begins anew: what it keeps is a whole, not tensors alone
         places, lazy = {key: tensor for key, tensor in places.items() if key.startswith("scaler/")}, ()
     found = {}
     for key, tensor in saved.items():
@@ -374,7 +374,7 @@ def _type(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _optimizer_tensors(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(state.lr, HostRates):
+    if isinstance(state.lr, HostSchedule):
         yield from state.lr.kept()[0].items()
     else:
         names = {id(parameter): name for name, parameter in weights(state.model).items()}

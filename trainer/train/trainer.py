@@ -11,15 +11,22 @@ from torch import distributed as dist
 
 from trainer.config.recipe import Recipe
 from trainer.config.section import config_hash
-from trainer.distributed.parallel import World, check_agreement, joined_world, least_over_ranks
+from trainer.distributed.parallel import (
+    World,
+    check_agreement,
+    is_sharded,
+    joined_world,
+    least_over_ranks,
+)
 from trainer.distributed.watchdog import Watchdog, watching
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE, BadInputError, DivergedError
 from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.limits import Limits, read_limits, threads_per_rank
-from trainer.host.memory import read_room
+from trainer.host.memory_room import read_room
 from trainer.launch.signals import Stopped
 from trainer.launch.worker import cpu_shares, requested
 from trainer.observe.console import detail, say, warn
+from trainer.observe.memory import tells_figures
 from trainer.observe.phases import PHASE_TIMER, enter_phase
 from trainer.tasks import Task
 from trainer.train.allocator import set_up_allocator
@@ -31,7 +38,7 @@ from trainer.train.checkpoints import Checkpoints
 from trainer.train.loading import choose_loading
 from trainer.train.loop import train
 from trainer.train.outputs import Outputs, memory_explained, open_outputs
-from trainer.train.prepare import memory_to_come, too_much
+from trainer.train.prepare import memory_to_come, room_of_gpu, saved_by_sharding, too_much
 from trainer.train.report.write import leave_report
 from trainer.train.request import Request
 from trainer.train.restore import load_checkpoint, newest_checkpoint, resume_notes
@@ -99,7 +106,8 @@ def _attempt(
         # Hosts may have unlike numbers of CPUs, and the sums of all ranks are to be alike.
         threads, notes = choose_threads(recipe, stored, request.resume, world)
         torch.set_num_threads(least_over_ranks(threads, world))
-        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored)
+        sharded = is_sharded(recipe.parallel, world)
+        checkpoint, damaged = newest_checkpoint(folder, request.resume, world, stored, sharded)
         begin = checkpoint.step if checkpoint else 0
         anomalies = anomalies_before(read_anomalies(folder), begin, make_plan(recipe, task))
         skipped = frozenset(left_out(anomalies))
@@ -153,13 +161,14 @@ def _build(request: Request, task: Task, world: World, fresh: bool) -> tuple[Run
     loading = choose_loading(recipe, task, _limits(), world.local_size)
     setting = loading.setting
     run = build(recipe, task, world, setting.workers, request.folder, setting.prefetch, fresh)
-    if world.local_rank == 0:
-        room = read_room()
-        needs = memory_to_come(recipe, task, run.state.model, world, room.spare_bytes / world.local_size)
-        if loading.bytes:
+    gpu = world.device.type == "cuda"
+    if world.local_rank == 0 and (not gpu or tells_figures()):
+        room, sharing = (room_of_gpu(world.device), 1) if gpu else (read_room(), world.local_size)
+        needs = memory_to_come(recipe, task, run.state.model, world, room.spare_bytes / sharing)
+        if loading.bytes and not gpu:
             needs["loading"] = loading.bytes
-        alike = world.size if recipe.parallel.strategy == "ddp" else 0
-        if line := too_much(room, world.local_size, needs, alike):
+        saved = saved_by_sharding(recipe, task, run.state.model, world)
+        if line := too_much(room, sharing, needs, saved, world.size, gpu):
             warn(line)
     return run, [loading.line] if loading.line else []
 

@@ -19,7 +19,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.errors import BadInputError
 from trainer.launch.worker import current
 from trainer.optim.optimizers import LRScheduler, make_optimizer, parameter_groups, schedule
-from trainer.optim.own import ConstantRates, HostRates
+from trainer.optim.own import ConstantSchedule, HostSchedule
 from trainer.tasks import Task
 from trainer.tasks.custom import CustomTask
 from trainer.train.run_folder import Manifest
@@ -34,7 +34,7 @@ def make_updates(
     plan: Plan,
     device: torch.device,
     generators: Sequence[torch.Generator] = (),
-) -> tuple[torch.optim.Optimizer, LRScheduler | HostRates]:
+) -> tuple[torch.optim.Optimizer, LRScheduler | HostSchedule]:
     """Optimizer and learning rates of a run; the task's own where it brings them.
 
     Args:
@@ -54,12 +54,12 @@ def make_updates(
             factors = tuple({group["factor"] for group in groups})
             lr = LRScheduler(schedule(recipe.optim, plan.steps, plan.epoch_length), device, factors)
             return make_optimizer(recipe.optim, groups, lr), lr
-        optimizer = make_optimizer(recipe.optim, groups, ConstantRates(recipe.optim.lr))
+        optimizer = make_optimizer(recipe.optim, groups, ConstantSchedule(recipe.optim.lr))
     scheduler = None
     if "scheduler" in brings:
         scheduler = task.scheduler(optimizer, plan.steps)  # type: ignore[attr-defined]
     own = "optimizer" in brings
-    return optimizer, HostRates(optimizer, scheduler, device, plan.seed, generators, own)
+    return optimizer, HostSchedule(optimizer, scheduler, device, plan.seed, generators, own)
 
 
 def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> None:
@@ -89,9 +89,9 @@ def check_updates(recipe: Recipe, task: Task, model: nn.Module, plan: Plan) -> N
     if isinstance(task, CustomTask) and current() is None:
         cpu = torch.device("cpu")
 
-        def make(model: nn.Module) -> HostRates:
+        def make(model: nn.Module) -> HostSchedule:
             _, rates = make_updates(recipe, task, model, plan, cpu, [torch.default_generator])
-            assert isinstance(rates, HostRates)
+            assert isinstance(rates, HostSchedule)
             if reason := _ends_early(rates.last_update, plan.steps):
                 raise BadInputError(f"the task's own scheduler {reason}; give it as many as the run makes")
             return rates

@@ -84,10 +84,10 @@ def comm_without_launcher(options: argparse.Namespace) -> int:
 
 def _meet(options: argparse.Namespace, nodes: Nodes) -> int:
     """The preflight between several hosts, in this process: one end of links is enough on each host."""
-    from trainer.commands.bench.preflight import Place, preflight
+    from trainer.commands.bench.preflight import RankPlace, preflight
 
     first = nodes.number == 0
-    told = preflight(Place(nodes.number, nodes.most, nodes.host, nodes.port, first), options.seconds)
+    told = preflight(RankPlace(nodes.number, nodes.most, nodes.host, nodes.port, first), options.seconds)
     return show(told, options, "gloo", shown=first)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from trainer.commands.bench.inference_ways import WAYS, Call, Figure, Unavailable, chosen_ways, make_way
+from trainer.commands.bench.inference_ways import WAYS, Call, Unavailable, WayTiming, chosen_ways, make_way
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_MEASURED, BadInputError
 from trainer.host.limits import read_limits, threads_per_rank
 from trainer.models.export.error import LIMITS, relative_error
@@ -80,7 +80,7 @@ def _sizes(batches: str) -> list[int]:
     return list(dict.fromkeys(sizes))
 
 
-def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> list[Figure]:
+def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> list[WayTiming]:
     """Makes the ways ready for a batch size, checks them, and times them in turn."""
     device = torch.device(device_kind(run.recipe))
     model = run.model.to(device)
@@ -91,23 +91,23 @@ def _at(run: OpenedRun, batch: int, names: Sequence[str], seconds: float) -> lis
         wanted = leaves(model(*inputs))
     except (MemoryError, RuntimeError) as error:  # too large a batch; the smaller ones were measured
         why = f"can't ({(str(error).splitlines() or ['out of memory'])[0][:120]})"
-        return [Figure(name, batch, why) for name in names]
-    calls, errors, figures = dict[str, Call](), dict[str, float](), dict[str, Figure]()
+        return [WayTiming(name, batch, why) for name in names]
+    calls, errors, figures = dict[str, Call](), dict[str, float](), dict[str, WayTiming]()
     for name in track(names, f"batch {batch}: making ready", transient=True):
         try:
             call = make_way(name, model, inputs)
             errors[name] = relative_error(wanted, leaves(call(*inputs)))
         except Unavailable as reason:
-            figures[name] = Figure(name, batch, str(reason))
+            figures[name] = WayTiming(name, batch, str(reason))
             continue
         if not errors[name] <= LIMITS["bf16" if WAYS[name].low else "fp32"]:
-            figures[name] = Figure(name, batch, f"WRONG: differs from eager by {errors[name]:.1e}")
+            figures[name] = WayTiming(name, batch, f"WRONG: differs from eager by {errors[name]:.1e}")
             continue
         calls[name] = call
     latencies = _interleaved(calls, inputs, seconds)
     for name, series in latencies.items():
         ordered = sorted(series)
-        figures[name] = Figure(
+        figures[name] = WayTiming(
             name,
             batch,
             calls=len(ordered),
@@ -148,7 +148,7 @@ def _wait(inputs: Tensors) -> None:
         torch.cuda.synchronize(inputs[0].device)
 
 
-def _table(figures: Sequence[Figure]) -> str:
+def _table(figures: Sequence[WayTiming]) -> str:
     rows = [
         "| way | batch | p50 ms | p99 ms | samples/s | of eager | error |",
         "|---|---|---|---|---|---|---|",
@@ -166,6 +166,6 @@ def _table(figures: Sequence[Figure]) -> str:
     return "\n".join(rows)
 
 
-def _of_eager(figure: Figure, eager: Mapping[int, float]) -> str:
+def _of_eager(figure: WayTiming, eager: Mapping[int, float]) -> str:
     base = eager.get(figure.batch)
     return f"{figure.samples_per_s / base:.2f} x" if base else ""

@@ -46,7 +46,7 @@ class Way(NamedTuple):
     low: bool = False
 
 
-class Figure(NamedTuple):
+class WayTiming(NamedTuple):
     """What was measured of one way at one batch size.
 
     Attributes:

@@ -33,7 +33,7 @@ _MOST_TRIES = 3
 _COME_SECONDS = 30.0  # that hosts need to start the command and import torch
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """This rank among the others, and where they meet."""
 
     rank: int
@@ -48,7 +48,7 @@ def as_rank(seconds: float) -> dict[str, Any]:
     environ = os.environ
     rank = int(environ["RANK"])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = Place(
+    place = RankPlace(
         rank,
         int(environ["WORLD_SIZE"]),
         environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -58,7 +58,7 @@ def as_rank(seconds: float) -> dict[str, Any]:
     return preflight(place, seconds)
 
 
-def preflight(place: Place, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
+def preflight(place: RankPlace, seconds: float, come_seconds: float = 0.0) -> dict[str, Any]:
     """Tries all links together with the other ranks.
 
     Args:
@@ -86,7 +86,7 @@ def preflight(place: Place, seconds: float, come_seconds: float = 0.0) -> dict[s
         return {"alone": f"{who} lost the store at {where}"}
 
 
-def _store(place: Place, seconds: float) -> Any:
+def _store(place: RankPlace, seconds: float) -> Any:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     wait = timedelta(seconds=seconds)
@@ -94,7 +94,7 @@ def _store(place: Place, seconds: float) -> Any:
     return PrefixStore("preflight", store)
 
 
-def _tried(store: Any, place: Place, seconds: float, come: float) -> dict[str, Any]:
+def _tried(store: Any, place: RankPlace, seconds: float, come: float) -> dict[str, Any]:
     interface, _ = interface_to(place.master, os.environ)
     address = next(iter(addresses().get(interface, [])), "") or address_towards(place.master) or "127.0.0.1"
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < place.size
@@ -164,7 +164,7 @@ def _round(
     return found
 
 
-def _present(store: Any, place: Place, come: float) -> list[Host]:
+def _present(store: Any, place: RankPlace, come: float) -> list[Host]:
     """The ranks that came in time: what rank 0 says, so that all ranks try the same links."""
     if place.rank == 0:
         until = time.monotonic() + come
@@ -184,7 +184,7 @@ def _one_of_each(present: Sequence[Host]) -> list[Host]:
     return list(first.values()) if len(first) > 1 else list(present)
 
 
-def _leave(store: Any, place: Place, present: Sequence[Host], seconds: float) -> None:
+def _leave(store: Any, place: RankPlace, present: Sequence[Host], seconds: float) -> None:
     """Rank 0 may hold the store: it goes last."""
     _tell(store, f"done-{place.rank}", True)
     if place.holds_store:

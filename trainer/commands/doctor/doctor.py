@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.doctor import gpu, network, resources, software, storage
-from trainer.commands.doctor.facts import Box, CheckResult, Gpus, Place, RecipeNeeds, unavailable
+from trainer.commands.doctor.facts import CheckResult, Gpus, MachineFacts, Place, RecipeNeeds, unavailable
 from trainer.commands.doctor.kernel import read_system
 from trainer.commands.doctor.show import show, surroundings
 from trainer.config.redact import redact_text
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _RUNS = Path("runs")  # as in trainer.train.resume, which imports torch
 _NVML_SECONDS = 4.0
 
-CHECKS: tuple[tuple[str, Callable[[Box], CheckResult]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[MachineFacts], CheckResult]], ...] = (
     *gpu.CHECKS,
     *software.CHECKS,
     *resources.CHECKS,
@@ -62,7 +62,7 @@ def doctor(options: argparse.Namespace) -> int:
     return EXIT_FAILED if any(one.status == "bad" for one in found.values()) else EXIT_DONE
 
 
-def judge(box: Box) -> dict[str, CheckResult]:
+def judge(box: MachineFacts) -> dict[str, CheckResult]:
     """What each check finds, by its id; a check that fails has found that it can't be made here."""
     found = {}
     for name, check in CHECKS:
@@ -80,7 +80,7 @@ def read_box(
     root: Path = Path("/"),
     environ: Mapping[str, str] | None = None,
     nvml: Any = None,
-) -> Box:
+) -> MachineFacts:
     """Looks at everything; takes about a second.
 
     Args:
@@ -107,7 +107,7 @@ def read_box(
         from trainer.commands.doctor.needs import make_needs
 
         needs = make_needs(name, recipe, limits, gpus)
-    return Box(
+    return MachineFacts(
         environ=environ,
         limits=limits,
         gpus=gpus,

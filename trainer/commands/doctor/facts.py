@@ -1,7 +1,7 @@
 """What the doctor read of the box, as values, and what a check makes of them.
 
 Reading and judging are apart: the modules by subject hold a reader, which looks at the box, and checks, which
-are pure functions of a `Box`.
+are pure functions of a `MachineFacts`.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class RecipeNeeds:
     loader_bytes: int = 0  # what the loaders of all ranks take of memory, processes included
     compiles: bool = False  # whether it uses torch.compile
     ranks: int = 1  # processes on this host
+    strategy: str = "ddp"  # parallel.strategy
+    shard: int = 0  # parallel.shard
 
     @property
     def ahead(self) -> int:
@@ -184,7 +186,7 @@ class RecipeNeeds:
 
 
 @dataclass(frozen=True)
-class Box:
+class MachineFacts:
     """All that was read."""
 
     environ: Mapping[str, str]

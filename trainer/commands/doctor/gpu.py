@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commands.doctor.facts import (
-    Box,
     Card,
     CheckResult,
     Gpus,
+    MachineFacts,
     bad,
     fine,
     some,
@@ -89,7 +89,7 @@ def _compat(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def nvml(box: Box) -> CheckResult:  # noqa: PLR0911
+def nvml(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """Whether NVIDIA's driver answers."""
     gpus = box.gpus
     if not gpus.problem:
@@ -133,7 +133,7 @@ def nvml(box: Box) -> CheckResult:  # noqa: PLR0911
     )
 
 
-def visible(box: Box) -> CheckResult:
+def visible(box: MachineFacts) -> CheckResult:
     """Whether CUDA_VISIBLE_DEVICES names GPUs that there are."""
     words = box.environ.get("CUDA_VISIBLE_DEVICES")
     if box.gpus.problem:
@@ -150,7 +150,7 @@ def visible(box: Box) -> CheckResult:
     return fine("every GPU may be used" if words is None else f"CUDA_VISIBLE_DEVICES={words}")
 
 
-def lost(box: Box) -> CheckResult:
+def lost(box: MachineFacts) -> CheckResult:
     """Whether every GPU answers."""
     if not box.gpus.cards:
         return unavailable("no GPU")
@@ -165,7 +165,7 @@ def lost(box: Box) -> CheckResult:
     return fine("every GPU answers")
 
 
-def driver(box: Box) -> CheckResult:
+def driver(box: MachineFacts) -> CheckResult:
     """The driver against the installed stack's floor; names the stack that would fit."""
     gpus, stacks = box.gpus, read_stacks()
     if not gpus.driver:
@@ -205,7 +205,7 @@ def _with_stack(name: str) -> dict[str, str]:
     }
 
 
-def architecture(box: Box) -> CheckResult:
+def architecture(box: MachineFacts) -> CheckResult:
     """Whether the installed torch has code for every GPU."""
     cards = [card for card in box.gpus.cards if card.architecture]
     if not cards:
@@ -226,7 +226,7 @@ def architecture(box: Box) -> CheckResult:
     return fine(f"torch has code for {', '.join(sorted({card.architecture for card in cards}))}")
 
 
-def compat(box: Box) -> CheckResult:
+def compat(box: MachineFacts) -> CheckResult:
     """The state of forward compatibility (cuda-compat)."""
     gpus = box.gpus
     if not gpus.driver:
@@ -254,7 +254,7 @@ def compat(box: Box) -> CheckResult:
     return fine(f"forward compatibility: libcuda {found} on driver {gpus.driver}")
 
 
-def memory(box: Box) -> CheckResult:
+def memory(box: MachineFacts) -> CheckResult:
     """Whether somebody else fills the GPUs."""
     cards = [card for card in box.gpus.cards if card.total]
     if not cards:

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.commands.doctor.facts import System
 from trainer.host.kernel import figures_in
 from trainer.host.limits import Limits, count_cpus, out_of_memory_kills
-from trainer.host.memory import read_room
+from trainer.host.memory_room import read_room
 from trainer.host.reading import kind_of, text_of
 
 _IPC_LOCK = 14  # the number of the capability, linux/capability.h

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.doctor.facts import Box, CheckResult, Network, bad, fine, some, unavailable, warn
+from trainer.commands.doctor.facts import (
+    CheckResult,
+    MachineFacts,
+    Network,
+    bad,
+    fine,
+    some,
+    unavailable,
+    warn,
+)
 from trainer.host.kernel import infiniband_ports
 from trainer.host.reading import kind_of
 
@@ -56,7 +65,7 @@ def verbs_devices(load: Callable[[str], Any]) -> tuple[str, ...] | None:
     return tuple(name.decode() for name in names)
 
 
-def nccl(box: Box) -> CheckResult:
+def nccl(box: MachineFacts) -> CheckResult:
     """Whether the settings of NCCL and Gloo are right."""
     environ, network = box.environ, box.network
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -91,7 +100,7 @@ def _names(word: str, known: tuple[str, ...]) -> bool:
     return any(one == name if word.startswith("=") else one.startswith(name) for one in known)
 
 
-def infiniband(box: Box) -> CheckResult:
+def infiniband(box: MachineFacts) -> CheckResult:
     """Whether InfiniBand can be used, if it is there."""
     network = box.network
     if not network.infiniband:

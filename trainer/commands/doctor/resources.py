@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from trainer.commands.doctor.facts import Box, CheckResult, bad, fine, pod_volume, unavailable, variable, warn
+from trainer.commands.doctor.facts import (
+    CheckResult,
+    MachineFacts,
+    bad,
+    fine,
+    pod_volume,
+    unavailable,
+    variable,
+    warn,
+)
 from trainer.commands.doctor.stacks import numbers
 from trainer.config.sizes import GIB, MIB
 from trainer.host.limits import TASKS_PER_RANK, TASKS_PER_WORKER
@@ -14,18 +23,19 @@ from trainer.observe.text import rough_size
 _SHM_OF_NCCL = GIB
 # Below that a job on several GPUs was seen to fail: NCCL takes tens of MiB for each.
 _SHM_LEAST = 32 * MIB
+_SHARDING = [2, 9]  # torch, for parallel.strategy=fsdp
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def _tasks(box: Box) -> int:
+def _tasks(box: MachineFacts) -> int:
     """Processes and threads that the run takes."""
     return box.needs.ranks * (TASKS_PER_RANK + TASKS_PER_WORKER * box.needs.workers)
 
 
-def quota(box: Box) -> CheckResult:
+def quota(box: MachineFacts) -> CheckResult:
     """The CPU quota against the planned ranks and workers, and whether it bites."""
     cpus, needs, throttled = box.limits.cpus, box.needs, box.system.throttled
     wanted = max(needs.ranks * (needs.workers + 1), 1)
@@ -68,7 +78,7 @@ def quota(box: Box) -> CheckResult:
     return fine(said)
 
 
-def memory(box: Box) -> CheckResult:
+def memory(box: MachineFacts) -> CheckResult:
     """The memory limit against what the recipe prepares ahead, and whether it killed already."""
     system, limits, needs = box.system, box.limits, box.needs
     if not limits.memory_bytes:
@@ -107,7 +117,7 @@ def _more_memory(source: str, wanted: float) -> dict[str, str]:
     }
 
 
-def overcommit(box: Box) -> CheckResult:
+def overcommit(box: MachineFacts) -> CheckResult:
     """Whether the kernel refuses memory that is only reserved."""
     system = box.system
     if system.overcommit == 2 and system.commit_left < 16 * GIB:
@@ -119,7 +129,7 @@ def overcommit(box: Box) -> CheckResult:
     return fine(f"vm.overcommit_memory={system.overcommit}")
 
 
-def memlock(box: Box) -> CheckResult:
+def memlock(box: MachineFacts) -> CheckResult:
     """Whether RDMA may lock memory."""
     soft = box.system.rlimits.get("memlock", -1)
     if box.system.ipc_lock or soft == -1:
@@ -137,7 +147,7 @@ def memlock(box: Box) -> CheckResult:
     return fine(f"{said}; only RDMA needs more, and there is none here")
 
 
-def shared(box: Box) -> CheckResult:
+def shared(box: MachineFacts) -> CheckResult:
     """/dev/shm against what the recipe, NCCL and other libraries put there."""
     total, free, needs = box.system.shm, box.limits.shm_bytes, box.needs
     several = len(box.gpus.cards) > 1
@@ -169,7 +179,7 @@ def shared(box: Box) -> CheckResult:
     return fine(f"{said}; {own}")
 
 
-def pids(box: Box) -> CheckResult:
+def pids(box: MachineFacts) -> CheckResult:
     """How many processes and threads the container may have."""
     most, needs, wanted = box.limits.pids, box.needs, _tasks(box)
     if most is None:
@@ -188,7 +198,7 @@ def pids(box: Box) -> CheckResult:
     return fine(f"{most} processes and threads may run")
 
 
-def _ulimit(box: Box, name: str, letter: str, least: int, cause: str, what: str) -> CheckResult:
+def _ulimit(box: MachineFacts, name: str, letter: str, least: int, cause: str, what: str) -> CheckResult:
     soft = box.system.rlimits.get(name)
     if soft is None:
         return unavailable(f"there is no limit of {what} here")
@@ -205,19 +215,19 @@ def _ulimit(box: Box, name: str, letter: str, least: int, cause: str, what: str)
     return fine(said)
 
 
-def nofile(box: Box) -> CheckResult:
+def nofile(box: MachineFacts) -> CheckResult:
     """Open files."""
     cause = "each rank holds sockets, shards and two pipes for each worker; then 'Too many open files'"
     return _ulimit(box, "nofile", "n", 1024, cause, "open files")
 
 
-def nproc(box: Box) -> CheckResult:
+def nproc(box: MachineFacts) -> CheckResult:
     """Processes of this user."""
     cause = "threads count, and so do all of this user's processes: 'Resource temporarily unavailable'"
     return _ulimit(box, "nproc", "u", max(1024, _tasks(box)), cause, "processes of this user")
 
 
-def user_name(box: Box) -> CheckResult:
+def user_name(box: MachineFacts) -> CheckResult:
     """Whether the user has a name."""
     uid, told = box.system.uid, box.environ.get("LOGNAME") or box.environ.get("USER")
     if box.system.user:
@@ -231,7 +241,7 @@ def user_name(box: Box) -> CheckResult:
     return judge(said, "torch.compile asks for one, and ends with a KeyError", **variable("USER", "trainer"))
 
 
-def user_home(box: Box) -> CheckResult:
+def user_home(box: MachineFacts) -> CheckResult:
     """Whether the home folder can be written."""
     if not box.system.home_error:
         return fine(f"HOME={box.environ.get('HOME')} can be written")
@@ -239,7 +249,40 @@ def user_home(box: Box) -> CheckResult:
     return warn(box.system.home_error, why, **variable("HOME", "/tmp"))
 
 
+def strategy(box: MachineFacts) -> CheckResult:
+    """How ranks share the model: whether this torch can, and which links the groups of hsdp use."""
+    needs = box.needs
+    if needs.strategy == "ddp":
+        return fine(f"ddp: each of {_ranks(needs.ranks)} here holds the whole model")
+    word = f"parallel.strategy={needs.strategy}"
+    if box.software.torch and numbers(box.software.torch) < _SHARDING:
+        return bad(
+            f"{word} with torch {box.software.torch}",
+            "it needs torch 2.9",
+            host="trainer train … --set parallel.strategy=ddp   (or an environment of a newer stack)",
+        )
+    if needs.ranks == 1:
+        return warn(
+            f"{word}, and 1 rank here",
+            "a rank alone has nothing to share, and trains as with ddp: with others on more hosts all that "
+            "it gathers crosses the network",
+            host="trainer train … --nproc-per-node N, where there are N devices",
+        )
+    if needs.strategy == "fsdp":
+        return fine(f"{word}: {_ranks(needs.ranks)} here share the model, with those of other hosts")
+    groups = f"{word} in groups of {needs.shard}, and {_ranks(needs.ranks)} here"
+    if needs.ranks % needs.shard == 0:
+        return fine(f"{groups}: what is gathered stays on this host")
+    return warn(
+        groups,
+        "a group lies on several hosts, or no number of hosts makes whole groups: what is gathered for each "
+        "block crosses the network",
+        host=f"trainer train … --set parallel.shard={needs.ranks}   (or parallel.strategy=fsdp)",
+    )
+
+
 CHECKS = (
+    ("parallel.strategy", strategy),
     ("cpu.quota", quota),
     ("memory.limit", memory),
     ("memory.overcommit", overcommit),

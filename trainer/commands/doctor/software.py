@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.commands.doctor.facts import (
-    Box,
     CheckResult,
+    MachineFacts,
     Software,
     bad,
     fine,
@@ -136,7 +136,7 @@ def _searched(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def lock(box: Box) -> CheckResult:  # noqa: PLR0911
+def lock(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """Whether the packages are those of the lock."""
     software, stacks = box.software, read_stacks()
     release, installed = software.torch.partition("+")[0], software.installed
@@ -177,7 +177,7 @@ def lock(box: Box) -> CheckResult:  # noqa: PLR0911
     return fine(f"the packages are those of {stack.name}'s lock")
 
 
-def cuda(box: Box) -> CheckResult:  # noqa: PLR0911
+def cuda(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """Whether there is one CUDA, cuDNN and NCCL, and those that torch was built for."""
     software = box.software
     if not software.torch:
@@ -217,7 +217,7 @@ def cuda(box: Box) -> CheckResult:  # noqa: PLR0911
     return fine(f"one CUDA, {software.cuda}")
 
 
-def compiler(box: Box) -> CheckResult:
+def compiler(box: MachineFacts) -> CheckResult:
     """Whether torch.compile finds a compiler and Python's headers."""
     if not box.software.uncompiled:
         return fine("a compiler and Python.h are there for torch.compile")
@@ -231,7 +231,7 @@ def compiler(box: Box) -> CheckResult:
     )
 
 
-def user_site(box: Box) -> CheckResult:
+def user_site(box: MachineFacts) -> CheckResult:
     """Whether packages of the user's own get in."""
     leaked = box.software.leaked
     if not leaked:
@@ -246,7 +246,7 @@ def user_site(box: Box) -> CheckResult:
     )
 
 
-def path(box: Box) -> CheckResult:
+def path(box: MachineFacts) -> CheckResult:
     """Whether a folder hides installed packages."""
     if box.software.shadowed:
         return bad(

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from trainer.commands.doctor.facts import Box, CheckResult, bad, fine, pod_volume, some, unavailable, warn
+from trainer.commands.doctor.facts import (
+    CheckResult,
+    MachineFacts,
+    bad,
+    fine,
+    pod_volume,
+    some,
+    unavailable,
+    warn,
+)
 from trainer.config.sizes import GIB
 from trainer.observe.text import rough_size
 
@@ -42,7 +51,7 @@ _FOLDERS = {
 }
 
 
-def _room(box: Box, role: str) -> CheckResult:  # noqa: PLR0911
+def _room(box: MachineFacts, role: str) -> CheckResult:  # noqa: PLR0911
     folder, (what, remedies) = box.folders[role], _FOLDERS[role]
     where = f"{what} {folder.path}"
     if folder.error:
@@ -70,22 +79,22 @@ def _room(box: Box, role: str) -> CheckResult:  # noqa: PLR0911
     return fine(said)
 
 
-def run_folder(box: Box) -> CheckResult:
+def run_folder(box: MachineFacts) -> CheckResult:
     """Where the run is written."""
     return _room(box, "run")
 
 
-def cache_folder(box: Box) -> CheckResult:
+def cache_folder(box: MachineFacts) -> CheckResult:
     """Where caches are written."""
     return _room(box, "cache")
 
 
-def tmp_folder(box: Box) -> CheckResult:
+def tmp_folder(box: MachineFacts) -> CheckResult:
     """Where temporary files are written."""
     return _room(box, "tmp")
 
 
-def caches(box: Box) -> CheckResult:
+def caches(box: MachineFacts) -> CheckResult:
     """Whether every cache can be written, and lies on a disk of this machine."""
     known = box.folders["cache"].path  # disk.cache tells of that one
     broken = [
@@ -105,7 +114,7 @@ def caches(box: Box) -> CheckResult:
     return fine(f"{len(box.caches)} cache folders can be written")
 
 
-def data_path(box: Box) -> CheckResult:  # noqa: PLR0911
+def data_path(box: MachineFacts) -> CheckResult:  # noqa: PLR0911
     """What the data lies on, and how fast it is read at random."""
     data = box.data
     if data.path is None:

@@ -31,6 +31,11 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
     )
     export.add_argument(
+        "--streamed",
+        action="store_true",
+        help="safetensors tensor by tensor, for a model larger than the memory; computes nothing with it",
+    )
+    export.add_argument(
         "--with-normalization",
         action="store_true",
         help="take uint8 (n, height, width, channels) and give probabilities (images to classes)",

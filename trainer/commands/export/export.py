@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.checkpoint.folder import Damaged, Unreadable
+from trainer.checkpoint.tensor_file import encode
 from trainer.commands.export.check import BATCHES, NotTheSame, in_fresh_process
 from trainer.data.loader import Batch
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host import strict_json
+from trainer.host.files import write_file
 from trainer.launch.signals import unwound
 from trainer.models.export.error import LIMITS, relative_error
 from trainer.models.export.fold import Folded, fold_batchnorm
@@ -32,7 +35,14 @@ from trainer.models.export.interface import FromPixels, InLowPrecision, leaves
 from trainer.observe.console import staged, warn
 from trainer.observe.text import plain
 from trainer.train.manifest import file_hash
-from trainer.train.model_of_run import OpenedRun, inputs_of, open_run, read_samples, some_samples
+from trainer.train.model_of_run import (
+    OpenedRun,
+    inputs_of,
+    open_run,
+    read_samples,
+    some_samples,
+    stored_weights,
+)
 from trainer.train.recording import save_weights
 from trainer.train.run_folder import shown, write_json
 
@@ -81,9 +91,11 @@ def export(options: argparse.Namespace) -> int:
     name: str = options.to
     _check_request(options)
     target = _target(options)
+    if options.streamed:
+        return _export_streamed(target, options)
     run = open_run(options.folder, options.set)
     subject = _subject(run, options)
-    beside = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    beside = _beside(target)
     try:
         try:
             with staged() as say:
@@ -105,7 +117,53 @@ def export(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _export_streamed(target: Path, options: argparse.Namespace) -> int:
+    """Writes the weights with the memory of one tensor: no model is built, so none is computed with."""
+    run, source, tensors = stored_weights(options.folder, options.set)
+    beside = _beside(target)
+    try:
+        with staged() as say:
+            say("export: writing safetensors, tensor by tensor")
+            beside.mkdir(parents=True)
+            digest = write_file(beside / "model.safetensors", encode(tensors))
+            facts = {
+                "format": options.to,
+                "file": "model.safetensors",
+                "dtype": options.dtype,
+                "task": run.facts["config"]["task"],
+                "run": run.path.resolve().name,
+                "config_hash": run.facts["config_hash"],
+                "weights": source,
+                "versions": {"torch": torch.__version__},
+                "sha256": {"model.safetensors": digest},
+                "checked": None,
+            }
+            write_json(beside / _ABOUT, facts)
+            _publish(beside, target)
+    except (Damaged, Unreadable) as problem:
+        raise BadInputError(f"{run.path}: {source}: {problem}; bring it back") from problem
+    except OSError as problem:
+        raise BadInputError(
+            f"{target}: can't be written ({problem.strerror}); give another --out"
+        ) from problem
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    file = target / "model.safetensors"
+    print(
+        f"{shown(file)} ({file.stat().st_size / 1000:,.0f} kB), from {source}\n"
+        "  checked     what was read has the hashes that the run wrote; nothing was computed with it\n"
+        f"  described   {shown(target / _ABOUT)}"
+    )
+    return EXIT_DONE
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+
+
 def _check_request(options: argparse.Namespace) -> None:
+    if options.streamed and (options.to != "safetensors" or options.dtype != "fp32"):
+        raise BadInputError("--streamed: copies weights as they are: use --to safetensors and --dtype fp32")
     if options.to == "onnx" and options.dtype == "bf16":
         raise BadInputError(
             "--to onnx --dtype bf16: ONNX Runtime has no bfloat16 convolution on a CPU, so nothing could "

@@ -27,7 +27,7 @@ _TOGETHER = 16
 _FOUND, _TRUE = (230, 80, 0), (0, 150, 90)
 
 
-class Seen(NamedTuple):
+class ModelInput(NamedTuple):
     """An image as the model sees it.
 
     Attributes:
@@ -73,7 +73,7 @@ def show_boxes(run: OpenedRun, options: argparse.Namespace) -> int:
     return code
 
 
-def as_evaluated(path: Path, run: OpenedRun) -> Seen:
+def as_evaluated(path: Path, run: OpenedRun) -> ModelInput:
     """An image file as evaluation would see it: at its aspect, at the top left of a square.
 
     Raises:
@@ -90,10 +90,10 @@ def as_evaluated(path: Path, run: OpenedRun) -> Seen:
     nothing = Picture(image, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_))
     out = np.zeros((height, width, channels), np.uint8)
     place(nothing, out, 1.0, 0.0, 0.0)
-    return Seen(str(path), out, min(height / image.shape[0], width / image.shape[1]))
+    return ModelInput(str(path), out, min(height / image.shape[0], width / image.shape[1]))
 
 
-def _of_evaluation(run: OpenedRun, count: int) -> list[Seen]:
+def _of_evaluation(run: OpenedRun, count: int) -> list[ModelInput]:
     dataset = run.task.evaluation_data
     samples = spread(len(dataset), count)
     fields = {name: field.numpy() for name, field in read_samples(dataset, samples).fields.items()}
@@ -102,11 +102,11 @@ def _of_evaluation(run: OpenedRun, count: int) -> list[Seen]:
         there = np.arange(int(fields[COUNT][row]))
         there = there[fields[CROWD][row][there] == 0]
         truth = (fields[BOXES][row][there], fields[LABEL][row][there].tolist())
-        seen.append(Seen(f"sample {sample}", fields[IMAGE][row], truth=truth))
+        seen.append(ModelInput(f"sample {sample}", fields[IMAGE][row], truth=truth))
     return seen
 
 
-def _found(run: OpenedRun, seen: Sequence[Seen], score: float) -> list[Detections]:
+def _found(run: OpenedRun, seen: Sequence[ModelInput], score: float) -> list[Detections]:
     device = torch.device(device_kind(run.recipe))
     model, found = run.model.to(device), list[Detections]()
     with torch.inference_mode():
@@ -120,17 +120,17 @@ def _found(run: OpenedRun, seen: Sequence[Seen], score: float) -> list[Detection
     return found
 
 
-def _mistaken(one: Seen, found: Detections) -> bool:
+def _mistaken(one: ModelInput, found: Detections) -> bool:
     """Whether other things are found than there are, wherever they lie."""
     return one.truth is not None and sorted(one.truth[1]) != sorted(found.labels.tolist())
 
 
-def _count(one: Seen, found: Detections) -> str:
+def _count(one: ModelInput, found: Detections) -> str:
     true = "" if one.truth is None else f" of {len(one.truth[1])}"
     return f"{len(found.labels)}{true}"
 
 
-def _best(one: Seen, found: Detections, classes: Sequence[str], top: int) -> str:
+def _best(one: ModelInput, found: Detections, classes: Sequence[str], top: int) -> str:
     parts = []
     for box, score, label in list(zip(found.boxes, found.scores, found.labels, strict=True))[:top]:
         corners = ", ".join(f"{edge / one.factor:.0f}" for edge in box.tolist())
@@ -138,7 +138,7 @@ def _best(one: Seen, found: Detections, classes: Sequence[str], top: int) -> str
     return "; ".join(parts)
 
 
-def drawn(one: Seen, found: Detections, classes: Sequence[str]) -> Pixels:
+def drawn(one: ModelInput, found: Detections, classes: Sequence[str]) -> Pixels:
     """The picture with what is found and what is there: uint8 (side, side, 3)."""
     from PIL import Image, ImageDraw, ImageFont
 

@@ -15,7 +15,7 @@ from trainer.config.recipe_file import load_recipe, provisional
 from trainer.config.sizes import GIB, MIB
 from trainer.errors import EXIT_DONE, EXIT_FAILED, BadInputError
 from trainer.host.limits import read_limits
-from trainer.host.memory import HEADROOM
+from trainer.host.memory_room import HEADROOM
 from trainer.launch.signals import SignalReceiver
 from trainer.observe.conditions import conditions
 from trainer.observe.console import warn

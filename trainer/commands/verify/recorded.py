@@ -28,7 +28,7 @@ class Recorded(RunFolder):
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """Steps that were trained in the same way: up to `until`, with a row of metrics each `every`.
 
     The settings are those of its configuration that were changed after it, as they were before.
@@ -115,7 +115,7 @@ def trained_by(kept: Sequence[Attempt], step: int) -> Attempt:
     return next((one for one in reversed(kept) if one.step < step), kept[0])
 
 
-def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Part]:
+def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Segment]:
     """Who trained which steps: a run that was gone on with on other ranks is replayed on the same ones.
 
     Raises:
@@ -124,11 +124,13 @@ def parts_of(run: Recorded, until: int, ranks: int | None) -> list[Part]:
     kept = kept_attempts(run.manifest)
     ends = [*(attempt.step for attempt in kept[1:]), until]
     before = dict[str, str]()  # what was changed after a part, from the last one back
-    parts = list[Part]()
+    parts = list[Segment]()
     for attempt, end in zip(reversed(kept), reversed(ends), strict=True):
         if attempt.step < until:
             settings = tuple(f"{name}={value}" for name, value in before.items())
-            part = Part(min(end, until), ranks or attempt.ranks, attempt.threads, attempt.log_every, settings)
+            part = Segment(
+                min(end, until), ranks or attempt.ranks, attempt.threads, attempt.log_every, settings
+            )
             if not parts or replace(part, until=parts[0].until) != parts[0]:  # the one after it
                 parts.insert(0, part)
         if attempt.step:

@@ -13,7 +13,7 @@ import yaml
 
 from trainer.checkpoint import FOLDER
 from trainer.checkpoint.folder import folder_name as step_name
-from trainer.commands.verify.recorded import Part, Recorded
+from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.config.recipe import Recipe
 from trainer.config.recipe_file import override, provisional
 from trainer.config.redact import REDACTED
@@ -28,7 +28,9 @@ from trainer.train.run_folder import KEPT, MANIFEST, write_json
 from trainer.train.start import start
 
 # What a replay may take from elsewhere: where things lie, and how they come.
-_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel."))] + ["model.pretrained", "task"]
+_SUMS = ("parallel.strategy", "parallel.shard")  # another one adds in another order
+_ELSEWHERE = [key for key in FREE if key.startswith(("data.", "parallel.")) and key not in _SUMS]
+_ELSEWHERE += ["model.pretrained", "task"]
 
 
 def begin(run: Recorded, folder: Path, refused: list[dict[str, Any]]) -> None:
@@ -94,7 +96,7 @@ def replay_config(run: Recorded, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def replay(
-    config: Mapping[str, Any], parts: Sequence[Part], steps: int, folder: Path, gpus: str | None
+    config: Mapping[str, Any], parts: Sequence[Segment], steps: int, folder: Path, gpus: str | None
 ) -> int:
     """Trains it in a folder, with the real launcher; returns 0, or the exit code of what failed."""
     recipe = folder.with_name("replay.yaml")

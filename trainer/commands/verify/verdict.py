@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from trainer.commands.verify.recorded import Part, Recorded
+from trainer.commands.verify.recorded import Recorded, Segment
 from trainer.observe.checksums import ChecksumRow, Difference
 from trainer.train.manifest import file_hash
 
@@ -70,7 +70,7 @@ def differences_here(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def identical(
-    run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Part], here: Sequence[str]
+    run: Recorded, rows: Sequence[ChecksumRow], until: int, parts: Sequence[Segment], here: Sequence[str]
 ) -> str:
     """What to say of a run that was replayed to the bit."""
     metrics = sum(len(row.metrics) for row in rows)
@@ -130,7 +130,7 @@ def _hints(run: Recorded) -> list[str]:
     return hints
 
 
-def _who(parts: Sequence[Part]) -> str:
+def _who(parts: Sequence[Segment]) -> str:
     each = [
         f"{part.ranks} rank{'s' * (part.ranks > 1)} of {part.threads} thread{'s' * (part.threads > 1)}"
         for part in parts

@@ -53,7 +53,7 @@ class About(BaseModel):
     settings: dict[str, Any]
 
 
-class Place(Protocol):
+class ShardStore(Protocol):
     """Where shards lie."""
 
     def open(self, shard: Shard) -> int:
@@ -66,7 +66,7 @@ class Place(Protocol):
         ...
 
 
-class Folder:
+class ShardFolder:
     """Shards in a folder of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Folder:
 class ShardedRecords(Records):
     """Samples of an index."""
 
-    def __init__(self, about: About, columns: Columns, place: Place) -> None:
+    def __init__(self, about: About, columns: Columns, place: ShardStore) -> None:
         self.about, self.raw = about, about.stored == "pixels"
         self.classes: Sequence[str] = tuple(about.classes)
         self._columns, self._place = columns, place
@@ -278,4 +278,4 @@ def in_shards(folder: Path) -> ShardedRecords:
         BadInputError: If it isn't one.
     """
     about, columns = read_index(folder)
-    return ShardedRecords(about, columns, Folder(folder))
+    return ShardedRecords(about, columns, ShardFolder(folder))

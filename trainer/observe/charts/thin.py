@@ -36,7 +36,7 @@ class Point(NamedTuple):
     cells: dict[str, Cell]
 
 
-class Rows:
+class ThinnedRows:
     """Takes rows one by one and remembers at most so many points of them."""
 
     def __init__(self, most: int, wanted: Callable[[str], bool]) -> None:

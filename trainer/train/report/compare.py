@@ -10,7 +10,7 @@ from trainer.observe.text import DASH, escaped, plain
 from trainer.train.report.figures import Figure, joined, kinds, last_step, metrics, status, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar
-from trainer.train.report.read import Run
+from trainer.train.report.read import RecordedRun
 from trainer.train.report.record import gpus_of, hash_of, verdict
 from trainer.train.report.sections import scale_of, title_of
 from trainer.train.resume import flat
@@ -34,7 +34,7 @@ _CHARTS: tuple[tuple[str, str, Scale, str, bool], ...] = (
 )
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     """A name for each run that no other has, as text."""
     names = [plain(run.name, 40) for run in runs]
     paths = [plain(f"{run.folder.resolve().parent.name}/{run.name}", 60) for run in runs]
@@ -42,7 +42,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return [f"{n}: {name}" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
 
 
-def key_figures(runs: Sequence[Run], names: Sequence[str]) -> str:
+def key_figures(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """A table with a column for each run; the best of a row is bold."""
     rows = [
         ["Status", *(status(run)[0] for run in runs)],
@@ -86,7 +86,7 @@ def _cell(figure: Figure | None, best: str | None) -> str:
     return text if figure.note.endswith("/s") or not figure.note else f"{text}<small>{figure.note}</small>"
 
 
-def differences(runs: Sequence[Run], names: Sequence[str]) -> str:
+def differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Keys of the configuration and facts of the manifest that aren't the same in all."""
     facts = [_facts(run.manifest) for run in runs]
     keys = list(dict.fromkeys(key for one in facts for key in one))
@@ -119,7 +119,7 @@ def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
+def curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """The same figure of all runs in one chart."""
     last = max(last_step(run) for run in runs)
     each = max(40, _POINTS // len(runs))
@@ -153,7 +153,7 @@ def _key(names: Sequence[str]) -> str:
     return f'<ul class="key runs">{"".join(f"<li>{head}</li>" for head in _heads(names))}</ul>'
 
 
-def time(runs: Sequence[Run], names: Sequence[str]) -> str:
+def time(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Where the wall time of each went."""
     timed = [totals(run) for run in runs]
     bars = "".join(

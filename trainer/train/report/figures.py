@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 from trainer.observe.charts.thin import Cell, Point
 from trainer.observe.text import count, duration, escaped, number, scaled, share, size
 from trainer.train.report.phases import PHASES
-from trainer.train.report.read import Run
+from trainer.train.report.read import RecordedRun
 
 _SET_PARTS = 3  # eval/NAME/metric
 _WORSE = ("loss", "error", "perplexity", "wer", "cer", "bits", "rmse", "mae", "mse")
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     """A figure that runs have: its name, how to find it, and which is better: 1 more, -1 less, 0 neither."""
 
     name: str
-    of: Callable[[Run], Figure | None]
+    of: Callable[[RecordedRun], Figure | None]
     better: int = 0
 
 
@@ -50,7 +50,7 @@ def joined(points: Iterable[Point], name: str) -> Cell | None:
     return Cell(low, high, sum(cell.total for cell in cells), sum(cell.rows for cell in cells))
 
 
-def last_step(run: Run) -> int:
+def last_step(run: RecordedRun) -> int:
     """The last step of which a row tells, or an end; at least 1."""
     ends = [points[-1].step for points in (run.train, run.evaluation) if points]
     if not ends and is_number(run.manifest.get("steps")):
@@ -58,13 +58,13 @@ def last_step(run: Run) -> int:
     return max([1, *(end for end in ends if end < 10**15)])
 
 
-def metrics(run: Run) -> list[str]:
+def metrics(run: RecordedRun) -> list[str]:
     """Names of what the evaluations measured, but the loss."""
     names = dict.fromkeys(name for point in run.evaluation for name, cell in point.cells.items() if cell.rows)
     return [name for name in names if name != "loss" and "/" not in name]
 
 
-def sets(run: Run) -> list[str]:
+def sets(run: RecordedRun) -> list[str]:
     """Names of the evaluation sets besides the main one."""
     parts = (name.split("/") for point in run.evaluation for name in point.cells)
     return list(dict.fromkeys(part[1] for part in parts if len(part) == _SET_PARTS and part[0] == "eval"))
@@ -75,7 +75,7 @@ def more_is_better(metric: str) -> bool:
     return not any(word in metric.lower() for word in _WORSE)
 
 
-def totals(run: Run) -> list[tuple[str, float]]:
+def totals(run: RecordedRun) -> list[tuple[str, float]]:
     """Seconds by phase, in the order of `PHASES`; [] without timings.
 
     Of the row at the end, which knows what came after the last row of metrics; after restarts it doesn't know
@@ -92,7 +92,7 @@ def totals(run: Run) -> list[tuple[str, float]]:
     return [(phase, max(0.0, s)) for phase, s in timed.items() if s > 0 or phase == "unexplained"]
 
 
-def attempts(run: Run) -> int:
+def attempts(run: RecordedRun) -> int:
     """How often it was started."""
     listed = run.manifest.get("attempts")
     return max(1, len(listed)) if isinstance(listed, list) else 1
@@ -106,7 +106,7 @@ def _seconds_between(one: Any, other: Any) -> float | None:
     return (ended - started).total_seconds()
 
 
-def _wall(run: Run) -> Figure | None:
+def _wall(run: RecordedRun) -> Figure | None:
     seconds = _seconds_between(run.manifest.get("started"), run.manifest.get("ended"))
     if seconds is None or seconds < 0:
         timed = totals(run)
@@ -117,10 +117,10 @@ def _wall(run: Run) -> Figure | None:
     return Figure(seconds, duration(seconds), f"{tries} attempts, pauses included" if tries > 1 else "")
 
 
-def _rate(name: str, unit: str) -> Callable[[Run], Figure | None]:
+def _rate(name: str, unit: str) -> Callable[[RecordedRun], Figure | None]:
     """Of the whole run, or, where it didn't come to its end, the mean of its rows."""
 
-    def of(run: Run) -> Figure | None:
+    def of(run: RecordedRun) -> Figure | None:
         cell, value = joined(run.train, name), run.end.get(name)
         if not is_number(value):
             if cell is None:
@@ -131,18 +131,20 @@ def _rate(name: str, unit: str) -> Callable[[Run], Figure | None]:
     return of
 
 
-def _mean(name: str, text: Callable[[float], str], note: str = "mean") -> Callable[[Run], Figure | None]:
-    def of(run: Run) -> Figure | None:
+def _mean(
+    name: str, text: Callable[[float], str], note: str = "mean"
+) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
         cell = joined(run.train, name)
         return None if cell is None else Figure(cell.mean, text(cell.mean), note)
 
     return of
 
 
-def _most(notes: Mapping[str, str]) -> Callable[[Run], Figure | None]:
+def _most(notes: Mapping[str, str]) -> Callable[[RecordedRun], Figure | None]:
     """The largest value of the first of these figures that there is; with what it is."""
 
-    def of(run: Run) -> Figure | None:
+    def of(run: RecordedRun) -> Figure | None:
         for name, note in notes.items():
             if cell := joined(run.train, name):
                 return Figure(cell.high, size(cell.high), note)
@@ -151,15 +153,15 @@ def _most(notes: Mapping[str, str]) -> Callable[[Run], Figure | None]:
     return of
 
 
-def _loss(run: Run) -> Figure | None:
+def _loss(run: RecordedRun) -> Figure | None:
     cells = [point.cells["loss"] for point in run.train if "loss" in point.cells and point.cells["loss"].rows]
     return Figure(cells[-1].mean, number(cells[-1].mean), "last, training") if cells else None
 
 
-def metric_figure(metric: str) -> Callable[[Run], Figure | None]:
+def metric_figure(metric: str) -> Callable[[RecordedRun], Figure | None]:
     """The last value of a metric, with the best one below it."""
 
-    def of(run: Run) -> Figure | None:
+    def of(run: RecordedRun) -> Figure | None:
         cells = [
             (p.step, p.cells[metric]) for p in run.evaluation if metric in p.cells and p.cells[metric].rows
         ]
@@ -175,8 +177,8 @@ def metric_figure(metric: str) -> Callable[[Run], Figure | None]:
     return of
 
 
-def _share_of(phases: Iterable[str]) -> Callable[[Run], Figure | None]:
-    def of(run: Run) -> Figure | None:
+def _share_of(phases: Iterable[str]) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
         timed = dict(totals(run))
         wall = sum(timed.values())
         if not wall:
@@ -187,7 +189,7 @@ def _share_of(phases: Iterable[str]) -> Callable[[Run], Figure | None]:
     return of
 
 
-def energy(run: Run) -> Figure | None:
+def energy(run: RecordedRun) -> Figure | None:
     """Joules of the run."""
     joules = run.end.get("energy/joules") if attempts(run) == 1 else None
     if not is_number(joules):
@@ -199,8 +201,8 @@ def energy(run: Run) -> Figure | None:
     return Figure(float(joules), scaled(float(joules), "J"), f"{number(kwh, 3)}\u00a0kWh")
 
 
-def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[Run], Figure | None]:
-    def of(run: Run) -> Figure | None:
+def _cost(name: str, text: Callable[[float], str], note: str) -> Callable[[RecordedRun], Figure | None]:
+    def of(run: RecordedRun) -> Figure | None:
         cost = run.end.get(name)
         return Figure(float(cost), text(float(cost)), note) if is_number(cost) else None
 
@@ -236,14 +238,14 @@ KINDS = (
 )
 
 
-def kinds(runs: Iterable[Run]) -> list[Kind]:
+def kinds(runs: Iterable[RecordedRun]) -> list[Kind]:
     """Figures of these runs: their metrics first."""
     names = list(dict.fromkeys(name for run in runs for name in metrics(run)))[:6]
     own = [Kind(name, metric_figure(name), 1 if more_is_better(name) else -1) for name in names]
     return [*own, *KINDS]
 
 
-def status(run: Run) -> tuple[str, str]:
+def status(run: RecordedRun) -> tuple[str, str]:
     """How the run stands, as HTML, and why."""
     return escaped(run.manifest.get("status") or "unknown", 40), escaped(
         run.manifest.get("reason") or "", 600

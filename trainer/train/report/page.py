@@ -7,7 +7,7 @@ from importlib.resources import files
 from trainer.observe.text import count, escaped
 from trainer.train.report import compare, record, sections
 from trainer.train.report.figures import status
-from trainer.train.report.read import Run
+from trainer.train.report.read import RecordedRun
 
 # By this a report is known for one: another file is never replaced by it.
 MARK = '<p class="over"><span>trainer report</span>'
@@ -20,12 +20,12 @@ _HATCH = (
 )
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RecordedRun]) -> str:
     """The report of a run, or of several side by side, as HTML."""
     return _one(runs[0]) if len(runs) == 1 else _several(runs)
 
 
-def _one(run: Run) -> str:
+def _one(run: RecordedRun) -> str:
     said, mood = record.verdict(run)
     name = escaped(run.manifest.get("recipe") or run.name, 80)
     parts = [
@@ -47,7 +47,7 @@ def _one(run: Run) -> str:
     return _shell(f"{name}, {how}", escaped(run.name, 120), head, parts, [run])
 
 
-def _several(runs: Sequence[Run]) -> str:
+def _several(runs: Sequence[RecordedRun]) -> str:
     names = compare.names_of(runs)
     parts = [
         compare.key_figures(runs, names),
@@ -60,7 +60,7 @@ def _several(runs: Sequence[Run]) -> str:
     return _shell(f"{len(runs)} runs", "side by side", head, parts, runs)
 
 
-def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequence[Run]) -> str:
+def _shell(title: str, over: str, head: str, parts: Sequence[str], runs: Sequence[RecordedRun]) -> str:
     style = files("trainer.train.report").joinpath("style.css").read_text(encoding="utf-8")
     unreadable = sum(run.unreadable for run in runs)
     rows = f"{count(sum(run.rows for run in runs))} rows"

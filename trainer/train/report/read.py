@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trainer.checkpoint import FOLDER
 from trainer.config.redact import redact
 from trainer.host import strict_json
-from trainer.observe.charts.thin import Point, Rows
+from trainer.observe.charts.thin import Point, ThinnedRows
 from trainer.observe.rows import FILES
 from trainer.train.run_folder import read_facts
 
@@ -34,7 +34,7 @@ LAYERS = ("grad_rms/", "act_rms/", "act_zeros/")  # of rows of kind "layers": wh
 _NO_FIGURE = {"kind", "step", "epoch", "updates", "slow_rank", "slow_phase", "at", "text", "cause"}
 
 
-class Checkpoint(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint in the folder: its step, bytes, when it was written, and whether it is the best."""
 
     step: int
@@ -78,7 +78,7 @@ class Slow:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """What a run folder says.
 
     Attributes:
@@ -117,19 +117,19 @@ class Run:
     slow: dict[tuple[int, str], Slow] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     anomalies: Some = field(default_factory=Some)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     rows: int = 0
     unreadable: int = 0
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Reads a run folder, in one pass and in bounded memory.
 
     Raises:
         BadInputError: If there is no manifest in it that can be read.
     """
     manifest = redact(read_facts(folder))
-    run = Run(folder, folder.resolve().name or str(folder), manifest)
+    run = RecordedRun(folder, folder.resolve().name or str(folder), manifest)
     _read_rows(run)
     for line in _lines(folder / "anomalies.jsonl"):
         anomaly = _parsed(line)
@@ -141,14 +141,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _read_rows(run: Run) -> None:
+def _read_rows(run: RecordedRun) -> None:
     rows = {
-        "train": Rows(_POINTS, _known(KNOWN)),
-        "eval": Rows(_POINTS, _known(set(), "eval/")),
-        "memory start": Rows(_POINTS, _known(set())),
-        "memory end": Rows(_POINTS, _known(set())),
-        "memory evaluation": Rows(_POINTS, _known(set())),
-        "layers": Rows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
+        "train": ThinnedRows(_POINTS, _known(KNOWN)),
+        "eval": ThinnedRows(_POINTS, _known(set(), "eval/")),
+        "memory start": ThinnedRows(_POINTS, _known(set())),
+        "memory end": ThinnedRows(_POINTS, _known(set())),
+        "memory evaluation": ThinnedRows(_POINTS, _known(set())),
+        "layers": ThinnedRows(_LAYER_POINTS, lambda name: name.startswith(LAYERS)),
     }
     for line in chain.from_iterable(_lines(run.folder / name) for name in FILES.values()):
         row = _parsed(line)
@@ -175,7 +175,7 @@ def _read_rows(run: Run) -> None:
     run.freed, run.layers = rows["memory evaluation"].points(), rows["layers"].points()
 
 
-def _tally(run: Run, step: int, row: Mapping[str, Any]) -> None:
+def _tally(run: RecordedRun, step: int, row: Mapping[str, Any]) -> None:
     """Counts what is told in words."""
     rank, excess = row.get("slow_rank"), row.get("slow_excess")
     if type(rank) is int and isinstance(excess, int | float) and 0 <= excess <= 1 and len(run.slow) < 1000:
@@ -233,7 +233,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
+def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """What is named as a checkpoint. Not verified: that is `trainer checkpoints`."""
     found = list[tuple[int, int, float, Path]]()
     try:
@@ -245,7 +245,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
         pass
     found.sort(reverse=True)
     best = _best_step(found[0][3]) if found else None
-    return [Checkpoint(step, size, written, step == best) for step, size, written, _ in found]
+    return [SavedCheckpoint(step, size, written, step == best) for step, size, written, _ in found]
 
 
 def _best_step(newest: Path) -> int | None:

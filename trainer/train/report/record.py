@@ -7,7 +7,7 @@ from typing import Any
 from trainer.observe.text import DASH, count, escaped, number, plain, scaled, share, size
 from trainer.train.report.figures import energy, is_number, kinds, money, money_per_thousand, status
 from trainer.train.report.parts import section, table
-from trainer.train.report.read import Run, Some
+from trainer.train.report.read import RecordedRun, Some
 from trainer.train.resume import flat
 
 _ATTEMPTS = 20
@@ -17,7 +17,7 @@ _PARTS = 40
 _GOOD = {"finished", "running", "stopped"}
 
 
-def verdict(run: Run) -> tuple[str, str]:
+def verdict(run: RecordedRun) -> tuple[str, str]:
     """What to say of the run in a sentence, as HTML, and whether it is "good", "bad" or "open"."""
     how, why = status(run)
     if how not in _GOOD:
@@ -46,7 +46,7 @@ def _sentence(row: dict[str, Any]) -> str:
     return f"<b>{escaped(cause)}</b>: {escaped(text, 600)}"
 
 
-def key_figures(run: Run) -> str:
+def key_figures(run: RecordedRun) -> str:
     """The figures to look at first."""
     how, _ = status(run)
     cells = [("Status", how, _progress(run))]
@@ -62,7 +62,7 @@ def key_figures(run: Run) -> str:
     return f'<dl class="figures">{items}</dl>'
 
 
-def _progress(run: Run) -> str:
+def _progress(run: RecordedRun) -> str:
     steps = run.manifest.get("steps")
     done = max([0, *(points[-1].step for points in (run.train, run.evaluation) if points)])
     if not is_number(steps):
@@ -70,7 +70,7 @@ def _progress(run: Run) -> str:
     return f"{count(done)} of {count(steps)} steps"
 
 
-def what(run: Run) -> str:
+def what(run: RecordedRun) -> str:
     """What was run: enough to run it again."""
     m = run.manifest
     device = dict(_items(m.get("device")))
@@ -114,7 +114,7 @@ def _beginning(manifest: Mapping[str, Any]) -> str:
     return f"{escaped(there.get('folder'), 400)}, step {escaped(there.get('step'), 20)}{differs}"
 
 
-def model(run: Run) -> str:
+def model(run: RecordedRun) -> str:
     """The model by its parts, as the start of the run showed it."""
     told = run.manifest.get("model")
     told = told if isinstance(told, dict) else {}
@@ -131,7 +131,7 @@ def model(run: Run) -> str:
         for row in (*listed, *total)
     ]
     heads = ["part", "", "parameters", "trainable", "FLOPs a step", "memory"]
-    note = f"Memory of each rank: {escaped(told.get('memory'), 120)}; activations come on top."
+    note = f"Memory of each rank: {escaped(told.get('memory'), 240)}; activations come on top."
     return section("Model", table(heads, rows, right=(2, 3, 4, 5)) if rows else "", note)
 
 
@@ -177,7 +177,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return list(value.items())[:20] if isinstance(value, dict) else []
 
 
-def findings(run: Run) -> str:
+def findings(run: RecordedRun) -> str:
     """Verdicts during the run, anomalies, ranks that were slow."""
     anomalies = [
         [
@@ -213,7 +213,7 @@ def findings(run: Run) -> str:
     return section("Findings", body, note)
 
 
-def _verdicts(run: Run) -> str:
+def _verdicts(run: RecordedRun) -> str:
     """Each verdict, and, of many, how often there was which."""
     every = [one for one in run.verdicts.all() if one is not run.verdict or run.verdicts.count == 1]
     rows, causes = list[list[str]](), dict[str, list[tuple[Any, str]]]()
@@ -264,7 +264,7 @@ def _share(value: Any) -> str:
     return share(value) if is_number(value) and 0 <= value <= 1 else DASH
 
 
-def checkpoints(run: Run) -> str:
+def checkpoints(run: RecordedRun) -> str:
     """What lies in the folder."""
     rows = [
         [
@@ -278,7 +278,7 @@ def checkpoints(run: Run) -> str:
     return section("Checkpoints", table(["step", "size", "written"], rows, right=(1,)) if rows else "", note)
 
 
-def cost(run: Run) -> str:
+def cost(run: RecordedRun) -> str:
     """Joules and money."""
     found = {"energy": energy(run), "money": money(run), "per thousand samples": money_per_thousand(run)}
     rows = [[name, figure.text, figure.note] for name, figure in found.items() if figure]
@@ -286,7 +286,7 @@ def cost(run: Run) -> str:
     return section("Cost", table(["", "", ""], rows, right=(1,)) if rows else "", note)
 
 
-def configuration(run: Run) -> str:
+def configuration(run: RecordedRun) -> str:
     """Every key."""
     config = run.manifest.get("config")
     keys = list(flat(config).items()) if isinstance(config, dict) else []

@@ -10,7 +10,7 @@ from trainer.observe.text import DASH, count, duration, escaped, share, size
 from trainer.train.report.figures import joined, last_step, metrics, sets, totals
 from trainer.train.report.parts import grid, section, table
 from trainer.train.report.phases import PHASES, phase_bar, phase_chart
-from trainer.train.report.read import KNOWN, LAYERS, Run
+from trainer.train.report.read import KNOWN, LAYERS, RecordedRun
 
 _MARKS = 30
 _LAYERS = 64
@@ -74,7 +74,7 @@ _MACHINE: tuple[_Chart, ...] = (
 _RARE = {"memory/retries", "gpu/throttled", "cpu/throttled", "cpu/starved"}
 
 
-def marks_of(run: Run) -> list[Mark]:
+def marks_of(run: RecordedRun) -> list[Mark]:
     """Anomalies and restarts, for the axes."""
     marks = list[Mark]()
     for number_, anomaly in enumerate(run.anomalies.all()[:_MARKS], 1):
@@ -90,7 +90,7 @@ def marks_of(run: Run) -> list[Mark]:
     return marks
 
 
-def charts_of(run: Run, charts: Iterable[_Chart]) -> list[str]:
+def charts_of(run: RecordedRun, charts: Iterable[_Chart]) -> list[str]:
     """Those of the charts for which the run has figures."""
     drawn = []
     for title, kind, unit, curves_ in charts:
@@ -105,7 +105,7 @@ def charts_of(run: Run, charts: Iterable[_Chart]) -> list[str]:
     return drawn
 
 
-def curves(run: Run) -> str:
+def curves(run: RecordedRun) -> str:
     """Loss, metrics, learning rate, gradient norm, and what else a task tells."""
     last, marks = last_step(run), marks_of(run)
 
@@ -140,7 +140,7 @@ def curves(run: Run) -> str:
     return section("Curves", grid(*shown), " ".join(notes))
 
 
-def layers(run: Run) -> str:
+def layers(run: RecordedRun) -> str:
     """Gradients and activations of each part of the model over the steps."""
     titles = ("Gradients, root mean square", "Activations, root mean square", "Zeros among the activations")
     names = dict.fromkeys(name for point in run.layers for name in point.cells)
@@ -169,7 +169,7 @@ def scale_of(metric: str, cells: Iterable[Cell]) -> tuple[Kind, str]:
     return ("share", " correct") if percent else ("number", metric)
 
 
-def time(run: Run) -> str:
+def time(run: RecordedRun) -> str:
     """Where the wall time went."""
     timed = totals(run)
     if not timed:
@@ -191,7 +191,7 @@ def time(run: Run) -> str:
     return section("Time", body, note)
 
 
-def throughput(run: Run) -> str:
+def throughput(run: RecordedRun) -> str:
     """Samples, tokens and arithmetic per second."""
     notes = []
     if joined(run.train, "flops_per_s"):
@@ -203,7 +203,7 @@ def throughput(run: Run) -> str:
     return section("Throughput", grid(*charts_of(run, _THROUGHPUT)), " ".join(notes))
 
 
-def memory(run: Run) -> str:
+def memory(run: RecordedRun) -> str:
     """Of the device and of the host, over the run and by epoch."""
     charts = charts_of(run, _MEMORY)
     if not any(charts):
@@ -211,7 +211,7 @@ def memory(run: Run) -> str:
     return section("Memory", grid(*charts) + _by_epoch(run) + _freed(run) + _why_more(run))
 
 
-def _by_epoch(run: Run) -> str:
+def _by_epoch(run: RecordedRun) -> str:
     """What was held at the start and at the end of epochs: the first, some between, the last."""
     ends = {point.step: point.cells for point in run.epoch_end}
     starts = run.epoch_start
@@ -230,7 +230,7 @@ def _by_epoch(run: Run) -> str:
     return table(["epoch from step", *heads], rows, right=range(len(heads) + 1))
 
 
-def _freed(run: Run) -> str:
+def _freed(run: RecordedRun) -> str:
     given, took = (joined(run.freed, f"memory/freed_{what}") for what in ("bytes", "seconds"))
     if given is None:
         return ""
@@ -241,7 +241,7 @@ def _freed(run: Run) -> str:
     )
 
 
-def _why_more(run: Run) -> str:
+def _why_more(run: RecordedRun) -> str:
     names = ("gpu/memory_bytes", "memory/reserved_bytes", "memory/allocated_bytes")
     shown, reserved, allocated = (joined(run.train, name) for name in names)
     if shown is None and (reserved is None or not reserved.high):
@@ -260,7 +260,7 @@ def _why_more(run: Run) -> str:
     return f'<p class="prose">{text}</p>'
 
 
-def machine(run: Run) -> str:
+def machine(run: RecordedRun) -> str:
     """CPU, loader, disk, network and GPU."""
     reasons = "; ".join(
         f"{escaped(reason, 80)} in {count(rows)} rows" for reason, rows in run.throttled.most_common(5)

@@ -12,8 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from trainer.config.plugins import plugged_sinks
-from trainer.config.training import TRACKERS
+from trainer.config.training import TRACKERS, plugged_sinks
 from trainer.errors import BadInputError
 from trainer.observe.rows import tag
 

@@ -17,7 +17,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.sizes import MIB
 from trainer.data.fit import Loading
 from trainer.errors import EXIT_BAD_INPUT, EXIT_DONE, BadInputError
-from trainer.host.memory import Room, Watch, read_room
+from trainer.host.memory_room import MemoryGuard, Room, read_room
 from trainer.launch.launcher import LocalRanks, launch
 from trainer.launch.signals import SignalReceiver
 from trainer.train.tune.search import MOST_PROBES, Probe, ProbeFailed, SizeSearchResult, search, sizes_of
@@ -143,7 +143,7 @@ class _Ended(NamedTuple):
     """
 
     told: list[dict[str, Any]]
-    watch: Watch
+    watch: MemoryGuard
     why: str
     seconds: float
 
@@ -174,7 +174,7 @@ def _run(
             # What a rank that ran out of memory says is kept for the end.
             with (
                 contextlib.redirect_stderr(said),
-                Watch(lambda: _pids(folder), room.spare_bytes, seconds) as watch,
+                MemoryGuard(lambda: _pids(folder), room.spare_bytes, seconds) as watch,
             ):
                 code = launch(
                     _MODULE,
@@ -211,7 +211,7 @@ def _held(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _peaks(
-    micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: Watch, room: Room
+    micro_batch_size: int, told: Sequence[Mapping[str, Any]], watch: MemoryGuard, room: Room
 ) -> Iterator[Probe]:
     """For each memory what was in use."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from trainer.config.recipe import Recipe
 from trainer.distributed.tree import shares_a_tree
 from trainer.errors import BadInputError
-from trainer.host.memory import HEADROOM
+from trainer.host.memory_room import HEADROOM
 
 MOST_PROBES = 10
 _FIRST_JUMP = 8  # from the first probe to the second; from there on the growth is known

@@ -23,7 +23,7 @@ from trainer.distributed.parallel import World, joined_world, sum_over_ranks
 from trainer.errors import EXIT_DONE, EXIT_REQUEUE
 from trainer.host.affinity import unpin_main_thread, within
 from trainer.host.limits import read_limits
-from trainer.host.memory import cap_own
+from trainer.host.memory_room import cap_own
 from trainer.host.processes import peak_bytes, status_of
 from trainer.launch.worker import cpu_shares, requested
 from trainer.observe.memory import tells_figures
@@ -118,8 +118,10 @@ def _steps(recipe: Recipe, run: Run, world: World, tell: Tell) -> bool:
         train_step(run, batches, step)
         if step == 0:
             tell({"held": _holders(run)})
-            # Of the rank that writes checkpoints; it is there while the next steps are trained.
-            staged = stage(tensors_of(run.state)) if world.rank == 0 else None
+            # Of the ranks that write checkpoints; it is there while the next steps are trained.
+            rows = run.state.rows
+            writes = world.rank == 0 if rows is None else rows.first
+            staged = stage(tensors_of(run.state)) if writes else None
         if step == timed:
             # As many more on every rank as the mean of their times allows.
             mean = _mean(_now(world.device) - began, world)

@@ -78,7 +78,7 @@ def cap_own(room_bytes: int) -> None:
         )
 
 
-class Watch:
+class MemoryGuard:
     """Looks at a job's memory a hundred times a second, and kills the job when it has too much.
 
     The job is what this process starts meanwhile, down to the loader's workers. What its ranks hold is
@@ -107,7 +107,7 @@ class Watch:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryGuard:
         """Begins to look."""
         self._thread.start()
         return self

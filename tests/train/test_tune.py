@@ -29,7 +29,7 @@ from trainer.data.sampling.plan import Plan
 from trainer.distributed.parallel import World
 from trainer.errors import BadInputError
 from trainer.host.limits import read_limits
-from trainer.host.memory import HEADROOM, Room, Watch, cap_own, read_room
+from trainer.host.memory_room import HEADROOM, MemoryGuard, Room, cap_own, read_room
 from trainer.host.processes import peak_bytes
 from trainer.host.reading import text_of
 from trainer.launch.launcher import LocalRanks
@@ -266,7 +266,7 @@ def holder(name: str = "") -> "subprocess.Popen[str]":
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 def test_what_processes_share_counts_once() -> None:
     ranks: list[int] = []
-    with Watch(lambda: ranks, float("inf")) as watch:
+    with MemoryGuard(lambda: ranks, float("inf")) as watch:
         process = holder()
         ranks.append(process.pid)
         assert process.stdout is not None
@@ -288,7 +288,7 @@ def test_a_job_beyond_its_bound_is_killed_whole(
     allowed: int, seconds: float, why: str, tmp_path: Path
 ) -> None:
     ranks: list[int] = []
-    with Watch(lambda: ranks, allowed, seconds) as watch:
+    with MemoryGuard(lambda: ranks, allowed, seconds) as watch:
         process = holder(str(tmp_path))
         ranks.append(process.pid)
         assert process.wait(300) == -9
@@ -336,6 +336,18 @@ def _two_ranks() -> None:
         other = run_probe(job(tight, ranks=2, workers=0), 128, receiver)
     assert not other.fits, other
     assert other.note
+
+
+@pytest.mark.slow
+def test_the_micro_batch_of_a_sharded_run_is_found() -> None:
+    preloaded.call(_sharded, timeout=300)
+
+
+def _sharded() -> None:
+    room, sharded = Room(64 * GIB, GIB, "planted"), {"strategy": "fsdp"}
+    found = choose(job(room, ranks=2, workers=0, data={"global_batch_size": 8}, parallel=sharded), id)
+    assert found.chosen is not None and found.chosen.micro_batch_size == 4
+    assert [probe.fits for probe in found.probes] == [True] * len(found.probes)
 
 
 def test_a_recipe_that_cannot_be_trained_is_no_matter_of_memory() -> None:
@@ -459,7 +471,7 @@ import sys; from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
 from tests.helpers.probe_job import job
 from trainer.launch.signals import SignalReceiver
-from trainer.host.memory import read_room
+from trainer.host.memory_room import read_room
 from trainer.train.tune.job import run_probe
 room = read_room()
 assert room.source.startswith(sys.argv[1]), room

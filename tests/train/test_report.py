@@ -21,7 +21,7 @@ from trainer.errors import BadInputError
 from trainer.observe import phases
 from trainer.observe.charts.axis import make_axis, step_axis
 from trainer.observe.charts.lines import Line, line, line_chart
-from trainer.observe.charts.thin import Cell, Rows, thinned
+from trainer.observe.charts.thin import Cell, ThinnedRows, thinned
 from trainer.observe.rows import FILES
 from trainer.observe.text import (
     age,
@@ -320,7 +320,7 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     st.integers(1, 20),
 )
 def test_thinned_rows_keep_the_least_the_largest_and_the_sum(values: list[float | None], most: int) -> None:
-    rows = Rows(most, lambda name: name == "x")
+    rows = ThinnedRows(most, lambda name: name == "x")
     for n, value in enumerate(values):
         rows.add(n, {"x": value, "y": 1})
     points = rows.points()
